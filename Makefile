@@ -1,0 +1,32 @@
+# Everything here makes its own virtual environment: only Python 3.11+, make and pip are needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= results
+
+.PHONY: demo test lint bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,tensorboard]"
+	touch $(STAMP)
+
+demo: $(STAMP)  ## run the demo studies and write the report
+	$(BIN)/flowbnn demo --out $(OUT)
+
+lint: $(STAMP)  ## linter and type checker
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+test: lint  ## linter, type checker, tests, doctests and the import-order test
+	$(BIN)/python -m pytest -n 2
+
+bench: $(STAMP)  ## speed, as ratios to the plain network
+	$(BIN)/python benchmarks/training_step.py --out $(OUT)
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info

@@ -1,0 +1,284 @@
+"""A trained network becomes a stochastic one, and back."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.layers import Layout, Noise, Recipe, layout_of, noise_layers, wrappable
+
+__all__ = ["Conversion", "Rule", "describe", "to_deterministic", "to_stochastic"]
+
+Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One line of the conversion's table."""
+
+    layer: str
+    kind: str
+    noise: str
+    site: str
+    dim: int
+    parameters: int
+
+
+class Table(tuple[Conversion, ...]):
+    """What was wrapped: a tuple of :class:`Conversion` that prints as a table."""
+
+    def __str__(self) -> str:
+        heads = ("layer", "kind", "noise", "site", "dim", "parameters")
+        rows = [(c.layer, c.kind, c.noise, c.site, str(c.dim), f"{c.parameters:,}") for c in self]
+        rows.append(("", "", "", "", "", f"{sum(c.parameters for c in self):,}"))
+        widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+
+        def line(row: tuple[str, ...]) -> str:
+            left = [cell.ljust(width) for cell, width in zip(row[:4], widths[:4], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+            return "  ".join((*left, *right)).rstrip()
+
+        return "\n".join([line(heads), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def to_stochastic(
+    model: nn.Module, rules: Mapping[Rule, Recipe | None], *, inplace: bool = False, show: bool = False
+) -> nn.Module:
+    """Let layers of a network multiply their input by learned noise.
+
+    The result is a copy of the network in which every chosen layer holds a noise module and multiplies its input by a draw
+    of it. Classes, names, weights, ties, hooks and parametrizations stay as they were; ``state_dict`` gains the noise's
+    entries. With the noise held at one (``with noise(model, "off")``) it computes what the original does.
+
+    Args:
+        model: any ``nn.Module``; linear, convolution (also transposed), recurrent and attention layers take noise on their
+            input, embeddings on their output. :func:`~flowbnn.layers.register_layer` adds kinds of your own.
+        rules: from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
+            recipe, or to ``None`` for a layer that stays plain. The most exact rule wins: a name over a predicate, that over
+            a class, that over a glob, a longer glob over a shorter one; of equals the later one.
+        inplace: wrap the given network itself instead of a copy.
+        show: print the table of what was wrapped, which ``describe(model)`` gives at any time.
+
+    Raises:
+        FlowBNNError: a name that is no layer (with the nearest ones), a rule that matches nothing, a network without a
+            layer that can carry noise, or one that has noise already.
+
+    >>> from flowbnn import NormalAffine, NormalPlanar
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> bayesian = to_stochastic(network, {"0": NormalPlanar(length=2), "*": NormalAffine()})
+    >>> print(describe(bayesian))
+    layer  kind    noise           site     dim  parameters
+    -----  ------  --------------  -------  ---  ----------
+    0      Linear  NormalPlanar()  channel    4          26
+    2      Linear  NormalAffine()  channel    8          16
+                                                         42
+    """
+    if not isinstance(model, nn.Module):
+        raise FlowBNNError(f"to_stochastic takes an nn.Module, not a {type(model).__name__}")
+    if noise_layers(model):
+        raise FlowBNNError("this network has noise already; take it off with to_deterministic first")
+    if not inplace:
+        try:
+            model = deepcopy(model)
+        except RuntimeError as error:
+            raise FlowBNNError(
+                f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is"
+            ) from error
+    layers = _candidates(model)
+    if not layers:
+        raise FlowBNNError(
+            f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
+            "register_layer teaches flowbnn a layer of your own"
+        )
+    for name, recipe in _choose(model, layers, rules).items():
+        _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            module.use_nested_tensor = False  # nested tensors bypass the layers' forward, and the noise with it
+            module.flowbnn_nested = True
+    if show:
+        print(describe(model))
+    return model
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can carry noise. What an attention layer never calls (its output projection) is part of that layer."""
+    inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    return {
+        name: module for name, module in model.named_modules() if wrappable(module) and id(module) not in inner
+    }
+
+
+def _exactness(rule: Rule, module: nn.Module) -> tuple[int, int]:
+    if isinstance(rule, str):
+        glob = any(sign in rule for sign in "*?[")
+        return (0, sum(sign not in "*?[]" for sign in rule)) if glob else (3, 0)
+    if isinstance(rule, type):
+        return (1, -type(module).__mro__.index(rule))
+    return (2, 0)
+
+
+def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return fnmatchcase(name, rule) if any(sign in rule for sign in "*?[") else name == rule
+    if isinstance(rule, type):
+        return isinstance(module, rule)
+    return bool(rule(name, module))
+
+
+def _choose(
+    model: nn.Module, layers: dict[str, nn.Module], rules: Mapping[Rule, Recipe | None]
+) -> dict[str, Recipe]:
+    if not rules:
+        raise FlowBNNError('no rules were given; {"*": NormalAffine()} puts noise on every layer')
+    aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    first = {id(module): name for name, module in layers.items()}
+    winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
+    for rule, recipe in rules.items():
+        if isinstance(recipe, type) and issubclass(recipe, Recipe):
+            raise FlowBNNError(f"rule {_show(rule)}: write {recipe.__name__}() with its brackets")
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise FlowBNNError(f"rule {_show(rule)} gives a {type(recipe).__name__}; give a recipe such as NormalAffine(), or None")
+        if isinstance(rule, str) and rule in aliases and aliases[rule] in first:
+            matched = [first[aliases[rule]]]  # a shared module answers to each of its names
+        else:
+            matched = [name for name, module in layers.items() if _matches(rule, name, module)]
+        if not matched:
+            raise FlowBNNError(_nothing(rule, model, layers))
+        for name in matched:
+            rank = _exactness(rule, layers[name])
+            if name not in winners or rank >= winners[name][0]:
+                winners[name] = (rank, recipe)
+    chosen = {name: winners[name][1] for name in layers if name in winners}
+    wrapped = {name: recipe for name, recipe in chosen.items() if recipe is not None}
+    if not wrapped:
+        raise FlowBNNError("the rules leave every layer plain; give at least one layer a recipe such as NormalAffine()")
+    return wrapped
+
+
+def _show(rule: Rule) -> str:
+    return repr(rule) if isinstance(rule, str) else getattr(rule, "__name__", str(rule))
+
+
+def _nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    if not isinstance(rule, str):
+        return f"rule {_show(rule)} matches none of the {len(layers)} layers that can carry noise{nearest('', layers)}"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parent = modules.get(rule.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return f"{rule!r} is read by its attention layer without being called; put the noise on {rule.rpartition('.')[0]!r}"
+    if rule in modules:
+        inside = f"; its layers are {rule + '.*'!r}" if any(name.startswith(rule + ".") for name in layers) else ""
+        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot carry noise{inside}"
+    return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
+
+
+def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
+    layout = layout_of(module)
+    axis = recipe.batch_axis
+    if axis is None and _sequence_first(model, name):
+        axis = 1
+    if axis is not None and axis != layout.batch_axis:
+        layout = layout._replace(batch_axis=axis, unbatched_ndim=max(layout.unbatched_ndim, 2))
+    return layout
+
+
+def _sequence_first(model: nn.Module, name: str) -> bool:
+    """Whether the layer sits inside one of torch's transformer layers that puts time before the examples."""
+    parts = name.split(".")
+    for end in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:end]))
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            return not parent.self_attn.batch_first
+    return False
+
+
+def _wrap(module: nn.Module, noise: Noise, recipe: Recipe) -> None:
+    reference = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), None)
+    if reference is not None:
+        noise.to(reference.device)
+        if reference.dtype == torch.float64:
+            noise.double()
+    noise.train(module.training)
+    noise.recipe = recipe
+    name = "noise" if not hasattr(module, "noise") else "flowbnn_noise"
+    module.add_module(name, noise)
+    if noise.layout.side == "output":
+        module.register_forward_hook(noise.output_hook)
+    else:
+        module.register_forward_pre_hook(noise.input_hook, with_kwargs=True)
+
+
+def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = False) -> nn.Module:
+    """The plain network back: a copy without noise, with the weights as they are now.
+
+    Args:
+        absorb: multiply the mean of each layer's noise into its weights, so that the plain network computes what the
+            stochastic one does with its noise held at the mean. Linear and convolution layers only.
+        inplace: take the noise off the given network itself.
+
+    >>> from flowbnn import NormalAffine
+    >>> network = nn.Linear(3, 2)
+    >>> plain = to_deterministic(to_stochastic(network, {"*": NormalAffine()}))
+    >>> torch.equal(plain.weight, network.weight), len(plain.state_dict())
+    (True, 2)
+    """
+    if not noise_layers(model):
+        raise FlowBNNError("this network has no noise to take off")
+    model = model if inplace else deepcopy(model)
+    for name, noise in noise_layers(model).items():
+        module = model.get_submodule(name)
+        if absorb:
+            _absorb(name, module, noise)
+        hooks = module._forward_hooks if noise.layout.side == "output" else module._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is noise:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for child, found in list(module.named_children()):
+            if found is noise:
+                delattr(module, child)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and getattr(module, "flowbnn_nested", False):
+            module.use_nested_tensor = True
+            del module.flowbnn_nested
+    return model
+
+
+def _absorb(name: str, module: nn.Module, noise: Noise) -> None:
+    mean = noise.mean().detach()
+    weight: Any = getattr(module, "weight", None)
+    parametrized = "weight" not in module._parameters
+    if isinstance(module, nn.Linear) and not parametrized:
+        weight.data.mul_(mean.to(weight.dtype))
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and not parametrized:
+        groups = mean.to(weight.dtype).view(module.groups, -1).repeat_interleave(module.out_channels // module.groups, 0)
+        weight.data.mul_(groups.view(*weight.shape[:2], *(1,) * (weight.ndim - 2)))
+    elif isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) and not parametrized:
+        weight.data.mul_(mean.to(weight.dtype).view(-1, *(1,) * (weight.ndim - 1)))
+    else:
+        raise FlowBNNError(f"the mean of the noise cannot be absorbed into {name!r}, a {type(module).__name__}; use absorb=False")
+
+
+def describe(model: nn.Module) -> Table:
+    """The table of what carries noise: layer, kind, posterior, site, dimensions, parameters."""
+    rows = []
+    for name, noise in noise_layers(model).items():
+        rows.append(
+            Conversion(
+                name or "(the network)",
+                type(model.get_submodule(name)).__name__,
+                noise.label,
+                noise.site,
+                noise.layout.dim,
+                sum(p.numel() for p in noise.parameters()),
+            )
+        )
+    if not rows:
+        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+    return Table(rows)

@@ -1,0 +1,73 @@
+"""Has a layer's posterior collapsed to a point, or fallen back onto its prior?"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from flowbnn.layers import InputNoise, noise_layers
+
+__all__ = ["LayerHealth", "posterior_health"]
+
+POINT = 0.05  # a posterior narrower than this share of its prior is a point
+PRIOR = 0.002  # nats per dimension: a posterior nearer to its prior than this has learned nothing
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """How far one layer's posterior has moved.
+
+    Args:
+        layer: its name.
+        kl: nats, for one noise vector.
+        kl_per_dim: the same over the number of dimensions.
+        spread: mean over dimensions of the posterior's standard deviation over the prior's.
+        state: ``"point"``, ``"prior"`` or ``"healthy"``.
+    """
+
+    layer: str
+    kl: float
+    kl_per_dim: float
+    spread: float
+    state: Literal["healthy", "point", "prior"]
+
+    @property
+    def message(self) -> str:
+        if self.state == "point":
+            return (
+                f"the noise of layer '{self.layer}' has collapsed to a point (its spread is {self.spread:.1%} of the prior's), so it "
+                "says nothing about uncertainty; a larger beta, or gamma > 0, keeps it open"
+            )
+        if self.state == "prior":
+            return (
+                f"the noise of layer '{self.layer}' has fallen back onto its prior (KL {self.kl_per_dim:.4f} nats per dimension): "
+                "it has learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the layer plain"
+            )
+        return f"layer '{self.layer}' is healthy"
+
+
+@torch.no_grad()
+def posterior_health(model: nn.Module, samples: int = 512, seed: int = 0) -> list[LayerHealth]:
+    """The state of every layer's noise posterior.
+
+    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> [health.state for health in posterior_health(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()}))]
+    ['prior']
+    """
+    found = []
+    for name, noise in noise_layers(model).items():
+        if not isinstance(noise, InputNoise):
+            continue
+        prior = noise.prior.distribution()
+        generator = torch.Generator(prior.mean.device).manual_seed(seed)
+        spread = float((noise.draw((samples,), generator).std(0) / prior.variance.sqrt()).mean())
+        kl = float(noise.divergence(samples).kl)
+        per_dim = kl / noise.layout.dim / (noise.positions if isinstance(noise.positions, int) else 1)
+        state: Literal["healthy", "point", "prior"] = "healthy"
+        if spread < POINT:
+            state = "point"
+        elif per_dim < PRIOR:
+            state = "prior"
+        found.append(LayerHealth(name, kl, per_dim, spread, state))
+    return found

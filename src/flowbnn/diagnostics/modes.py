@@ -1,0 +1,83 @@
+"""Is the posterior multimodal? Document 004 asks; this counts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.layers import InputNoise, noise_layers
+
+__all__ = ["Marginal", "count_modes", "marginal"]
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """The density of one noise dimension on a grid, with its prior and its number of modes."""
+
+    layer: str
+    dimension: int
+    grid: Tensor
+    density: Tensor
+    prior: Tensor
+    modes: int
+
+
+def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
+    """Gaussian kernel density with Silverman's rule of thumb on the smaller of spread and interquartile range."""
+    low, high = torch.quantile(samples, torch.tensor([0.25, 0.75], dtype=samples.dtype))
+    spread = torch.minimum(samples.std(), (high - low) / 1.349).clamp_min(1e-6)
+    width = 0.9 * spread * samples.numel() ** -0.2
+    distance = (grid[:, None] - samples[None]) / width
+    return torch.exp(-0.5 * distance.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
+
+
+def count_modes(density: Tensor, prominence: float = 0.1) -> int:
+    """Peaks of a density on a grid that rise above the valleys beside them by ``prominence`` of the highest peak.
+
+    >>> x = torch.linspace(-6, 6, 200)
+    >>> bump = lambda m: torch.exp(-0.5 * (x - m) ** 2)
+    >>> count_modes(bump(0.0)), count_modes(bump(-3.0) + bump(3.0)), count_modes(bump(-0.5) + bump(0.5))
+    (1, 2, 1)
+    """
+    values = density.tolist()
+    need = prominence * max(values)
+    modes, rising, low, high = 0, True, 0.0, 0.0
+    for value in values:
+        if rising:
+            high = max(high, value)
+            if high - low >= need and high - value >= need:
+                modes, rising, low = modes + 1, False, value
+        else:
+            low = min(low, value)
+            if value - low >= need:
+                rising, high = True, value
+    if rising and high - low >= need:
+        modes += 1
+    return modes
+
+
+@torch.no_grad()
+def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, seed: int = 0) -> Marginal:
+    """The marginal density of one dimension of a layer's noise, from draws.
+
+    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> marginal(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()}), "", 0).modes
+    1
+    """
+    found = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
+    if layer not in found:
+        raise FlowBNNError(f"no layer {layer!r} carries flow noise{nearest(layer, found)}")
+    noise = found[layer]
+    if not 0 <= dimension < noise.layout.dim:
+        raise FlowBNNError(f"the noise of layer {layer!r} has dimensions 0 to {noise.layout.dim - 1}, not {dimension}")
+    prior = noise.prior.distribution()
+    generator = torch.Generator(prior.mean.device).manual_seed(seed)
+    draws = noise.draw((samples,), generator)[:, dimension].double().cpu()
+    mean, scale = float(prior.mean[dimension]), float(prior.variance[dimension].sqrt())
+    low = min(float(draws.min()), mean - 3.5 * scale)
+    high = max(float(draws.max()), mean + 3.5 * scale)
+    grid = torch.linspace(low, high, 240, dtype=torch.float64)
+    density = _kernel_density(draws, grid)
+    normal = torch.exp(-0.5 * ((grid - mean) / scale).square()) / (scale * (2 * torch.pi) ** 0.5)
+    return Marginal(layer, dimension, grid, density, normal, count_modes(density))

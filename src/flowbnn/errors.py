@@ -1,0 +1,35 @@
+"""The one exception users meet, and the helper that names the nearest right word."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest"]
+
+
+class FlowBNNError(ValueError):
+    """Bad input, told in one line that says what is wrong and what to do.
+
+    The command line prints the line and nothing else; from Python it is an ordinary ``ValueError``.
+    """
+
+
+class FlowBNNWarning(UserWarning):
+    """Something that is allowed but rarely meant: a collapsed posterior, a layer that is never called."""
+
+
+def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
+    """Words of ``known`` that resemble ``word``, as the tail of an error message.
+
+    >>> nearest("fc11", ["conv1", "fc1", "fc2"])
+    "; did you mean 'fc1' or 'fc2'?"
+    >>> nearest("zebra", ["conv1"])
+    "; there is 'conv1'"
+    """
+    known = list(known)
+    close = get_close_matches(word, known, n=most, cutoff=0.5)
+    if close:
+        return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
+    if not known:
+        return ""
+    shown = ", ".join(f"'{name}'" for name in known[:8])
+    return f"; there is {shown}" + (f" and {len(known) - 8} more" if len(known) > 8 else "")

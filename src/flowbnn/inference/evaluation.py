@@ -1,0 +1,41 @@
+"""One judge for every posterior."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference.posterior import Posterior
+from flowbnn.metrics import novelty_aupr, novelty_auroc
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    novel: Iterable[Any] | None = None,
+    samples: int | None = None,
+    shared: bool = True,
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL and coverage.
+
+    Args:
+        novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
+            input has a larger predictive entropy than a known one, and the average precision of finding it so.
+    """
+    options = {"samples": samples, "shared": shared, "seed": seed, "progress": progress}
+    predictive, targets = posterior.predict_with_targets(loader, **options)  # type: ignore[arg-type]
+    if targets is None:
+        raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")
+    report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
+    if novel is not None:
+        strange = posterior.predict(novel, **options)  # type: ignore[arg-type]
+        known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
+        if known_score is None or novel_score is None:
+            known_score, novel_score = predictive.epistemic.sum(-1), strange.epistemic.sum(-1)
+        report["novelty_auroc"] = float(novelty_auroc(known_score, novel_score))
+        report["novelty_aupr"] = float(novelty_aupr(known_score, novel_score))
+    return report

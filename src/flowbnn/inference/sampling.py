@@ -1,0 +1,170 @@
+r"""Many samples of a network's outputs, in few and full passes.
+
+The sample axis is folded into the batch: ``S`` blocks of the same inputs. Where the network allows it the fold happens at the
+first stochastic layer, so that what comes before is computed once. Whether it does is found out by comparing both ways on two
+rows: a skip connection around that layer, say, does not.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference.batches import call, move, repeat, rows, take
+from flowbnn.layers import Noise, noise, noise_layers
+
+__all__ = ["call_order", "device_of", "max_rows", "sample_outputs"]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    tensor = next(iter(model.parameters()), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients; every module's own training flag comes back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def call_order(model: nn.Module, inputs: Any) -> list[str]:
+    """Names of the noisy layers in the order a forward pass calls them; those it never calls are missing."""
+    order: list[str] = []
+    handles = []
+    for name in noise_layers(model):
+
+        def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if name not in order:
+                order.append(name)
+
+        handles.append(model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        with evaluating(model), noise(model, "off"):
+            call(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    try:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (ValueError, OSError, AttributeError):
+        pages = 2**30
+    return min(pages, 2**28)  # past the caches a CPU gains nothing from more rows at once
+
+
+def max_rows(model: nn.Module, inputs: Any) -> int:
+    """How many rows fit a pass: the free memory of the device over what one row needs at the network's widest place."""
+    widest = 0
+
+    def measure(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal widest
+        sizes = [t.numel() * t.element_size() for t in (*args, output) if isinstance(t, Tensor)]
+        widest = max(widest, sum(sizes))
+
+    handles = [module.register_forward_hook(measure) for module in model.modules()]
+    few = take(inputs, 0, min(2, rows(inputs)))
+    try:
+        with evaluating(model), noise(model, "off") if noise_layers(model) else evaluating(model):
+            call(model, few)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # the noise and the product live beside a layer's input and output
+    per_row = max(1, 3 * widest // rows(few))
+    return int(min(max(_free_memory(device_of(model)) // per_row, 16), 2**17))
+
+
+def _late_fold(model: nn.Module, inputs: Any) -> Noise | None:
+    """The first noisy layer, if the samples may enter there."""
+    if rows(inputs) < 2:
+        return None
+    few = take(inputs, 0, 2)
+    order = call_order(model, few)
+    if not order:
+        return None
+    first = noise_layers(model)[order[0]]
+    if first.layout.batch_axis != 0:
+        return None
+    with evaluating(model), noise(model, "shared", samples=3, seed=0):
+        early = call(model, repeat(few, 3))
+        first.repeat = 3
+        try:
+            late = call(model, few)
+        except Exception:  # any failure means the same: this network wants its samples at the input
+            return None
+    same = late.shape == early.shape and torch.allclose(late, early, rtol=1e-4, atol=1e-5)
+    return first if same else None
+
+
+def sample_outputs(
+    model: nn.Module,
+    inputs: Any,
+    samples: int,
+    *,
+    shared: bool = True,
+    seed: int | None = None,
+    max_batch: int | None = None,
+) -> Tensor:
+    """Outputs ``[samples, batch, ...]`` of a stochastic network.
+
+    Args:
+        shared: the same draws for all inputs ("the same networks"), or a draw of its own for every example.
+        seed: of the draws; None takes one from torch's global generator.
+        max_batch: rows in one pass; None measures what the device holds.
+    """
+    if samples < 1:
+        raise FlowBNNError(f"samples is at least 1, not {samples}")
+    if max_batch is not None and max_batch < 1:
+        raise FlowBNNError(f"max_batch is at least 1, not {max_batch}")
+    device = device_of(model)
+    inputs = move(inputs, device)
+    batch = rows(inputs)
+    if batch == 0:
+        raise FlowBNNError("there is nothing to predict: the batch holds no rows")
+    limit = max_batch or max_rows(model, inputs)
+    at_once = min(samples, limit)  # samples in one pass, and below: inputs in one pass
+    step = max(1, limit // at_once)
+    seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
+    first = _late_fold(model, inputs)
+    generator = None if shared else torch.Generator(device).manual_seed(seed)
+    with (
+        evaluating(model),
+        noise(model, "shared" if shared else "sample", samples if shared else 1, seed, generator),
+    ):
+        layers = noise_layers(model).values()
+        columns = []
+        for start in range(0, batch, step):
+            some = take(inputs, start, min(start + step, batch))
+            count = rows(some)
+            blocks = []
+            for low in range(0, samples, at_once):
+                high = min(low + at_once, samples)
+                for layer in layers:
+                    layer.part = (low, high)
+                if first is not None:
+                    first.repeat = high - low
+                outputs = call(model, some if first is not None else repeat(some, high - low))
+                if outputs.shape[0] != (high - low) * count:
+                    raise FlowBNNError(
+                        f"the network gave {outputs.shape[0]} rows of outputs for {(high - low) * count} rows of inputs; "
+                        "prediction needs one row each, with the examples on the first axis"
+                    )
+                blocks.append(outputs.view(high - low, count, *outputs.shape[1:]))
+            columns.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)

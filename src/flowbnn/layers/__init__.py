@@ -1,0 +1,58 @@
+"""Stochastic layers: input noise from flows, dropout, and the handles on them."""
+
+from flowbnn.layers.control import (
+    freeze,
+    hold_noise,
+    noise,
+    noise_layers,
+    noise_parameters,
+    parameter_groups,
+    unfreeze,
+    weight_parameters,
+)
+from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
+from flowbnn.layers.noise import DropoutNoise, InputNoise, Mode, Noise, Site
+from flowbnn.layers.recipes import (
+    Dropout,
+    FlowNoise,
+    NormalAffine,
+    NormalCoupling,
+    NormalGlow,
+    NormalInvConv,
+    NormalPlanar,
+    NormalRadial,
+    NormalSylvester,
+    Recipe,
+    recipe_from_dict,
+)
+
+__all__ = [
+    "Dropout",
+    "DropoutNoise",
+    "FlowNoise",
+    "InputNoise",
+    "Layout",
+    "Mode",
+    "Noise",
+    "NormalAffine",
+    "NormalCoupling",
+    "NormalGlow",
+    "NormalInvConv",
+    "NormalPlanar",
+    "NormalRadial",
+    "NormalSylvester",
+    "Recipe",
+    "Site",
+    "freeze",
+    "hold_noise",
+    "layout_of",
+    "noise",
+    "noise_layers",
+    "noise_parameters",
+    "parameter_groups",
+    "recipe_from_dict",
+    "register_layer",
+    "unfreeze",
+    "weight_parameters",
+    "wrappable",
+]

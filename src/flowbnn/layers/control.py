@@ -1,0 +1,136 @@
+"""Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers.noise import Mode, Noise
+
+__all__ = [
+    "freeze",
+    "hold_noise",
+    "noise",
+    "noise_layers",
+    "noise_parameters",
+    "parameter_groups",
+    "unfreeze",
+    "weight_parameters",
+]
+
+Part = Literal["weights", "noise"]
+
+
+def noise_layers(model: nn.Module) -> dict[str, Noise]:
+    """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Noise):
+            found[name.rpartition(".")[0]] = module
+    return found
+
+
+def _layers(model: nn.Module) -> dict[str, Noise]:
+    found = noise_layers(model)
+    if not found:
+        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+    return found
+
+
+def hold_noise(
+    model: nn.Module,
+    mode: Mode,
+    samples: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.layers.noise.Noise` for the modes.
+
+    Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
+    """
+    if samples < 1:
+        raise FlowBNNError(f"samples is at least 1, not {samples}")
+    if mode == "shared" and seed is None:
+        seed = int(torch.randint(2**31 - 1, (), generator=generator))
+    for index, layer in enumerate(_layers(model).values()):
+        layer.hold(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+
+
+@contextmanager
+def noise(
+    model: nn.Module,
+    mode: Mode,
+    samples: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[nn.Module]:
+    """As :func:`hold_noise` for the length of a ``with`` block; the former state comes back after it.
+
+    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> plain = nn.Linear(3, 2)
+    >>> bayesian = to_stochastic(plain, {"*": NormalAffine()})
+    >>> x = torch.ones(4, 3)
+    >>> with noise(bayesian, "off"):
+    ...     torch.equal(bayesian(x), plain(x))
+    True
+    """
+    names = ("mode", "samples", "seed", "generator", "part", "repeat", "_shared")
+    before: list[dict[str, Any]] = []
+    for layer in _layers(model).values():
+        before.append({name: getattr(layer, name) for name in names})
+        layer._shared = {}
+    try:
+        hold_noise(model, mode, samples, seed, generator)
+        yield model
+    finally:
+        for layer, state in zip(noise_layers(model).values(), before, strict=True):
+            for name, value in state.items():
+                setattr(layer, name, value)
+
+
+def noise_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the noise, each once."""
+    return list({id(p): p for layer in noise_layers(model).values() for p in layer.parameters()}.values())
+
+
+def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All other parameters, each once."""
+    theirs = {id(p) for p in noise_parameters(model)}
+    return [p for p in model.parameters() if id(p) not in theirs]
+
+
+def _choose(model: nn.Module, part: Part) -> list[nn.Parameter]:
+    if part not in ("weights", "noise"):
+        raise FlowBNNError(f"what can be frozen is 'weights' or 'noise', not {part!r}")
+    return noise_parameters(model) if part == "noise" else weight_parameters(model)
+
+
+def freeze(model: nn.Module, part: Part) -> None:
+    """Stop training the ``"weights"`` or the ``"noise"``."""
+    for parameter in _choose(model, part):
+        parameter.requires_grad_(False)
+
+
+def unfreeze(model: nn.Module, part: Part) -> None:
+    """Train the ``"weights"`` or the ``"noise"`` again."""
+    for parameter in _choose(model, part):
+        parameter.requires_grad_(True)
+
+
+def parameter_groups(
+    model: nn.Module, weight_lr: float = 2e-4, noise_lr: float = 2e-3, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Optimizer groups with learning rates of their own: document 000 uses 2e-4 for weights and 2e-3 for noise.
+
+    Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
+    """
+    groups = [
+        {"name": "weights", "params": weight_parameters(model), "lr": weight_lr, "weight_decay": weight_decay},
+        {"name": "noise", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
+    ]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
+    return [group for group in groups if group["params"]]

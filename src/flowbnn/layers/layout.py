@@ -1,0 +1,122 @@
+"""How a noise vector lies on a layer's tensor: which axis holds the features, which the examples."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["Layout", "layout_of", "register_layer", "wrappable"]
+
+
+class Layout(NamedTuple):
+    """Where the noise of one kind of layer goes.
+
+    Args:
+        dim: length of the noise vector: the number of features the layer reads.
+        feature_axis: the axis of the features, counted from the end (``-1`` linear, ``-3`` a 2-d convolution).
+        batch_axis: the axis of the examples when the input is batched.
+        unbatched_ndim: number of axes of one example without a batch axis.
+        side: ``"input"``, or ``"output"`` for layers that read no real-valued features (an embedding).
+        split: lengths, when the layer reads several inputs of different widths (attention with its own key and value
+            widths): the vector is cut and each input gets its piece.
+    """
+
+    dim: int
+    feature_axis: int = -1
+    batch_axis: int = 0
+    unbatched_ndim: int = 1
+    side: Literal["input", "output"] = "input"
+    split: tuple[int, ...] = ()
+
+
+def _linear(module: nn.Linear) -> Layout:
+    return Layout(module.in_features)
+
+
+def _convolution(spatial: int) -> Callable[[nn.Module], Layout]:
+    def layout(module: nn.Module) -> Layout:
+        return Layout(int(module.in_channels), feature_axis=-1 - spatial, unbatched_ndim=1 + spatial)  # type: ignore[arg-type]
+
+    return layout
+
+
+def _recurrent(module: nn.RNNBase) -> Layout:
+    return Layout(module.input_size, batch_axis=0 if module.batch_first else 1, unbatched_ndim=2)
+
+
+def _cell(module: nn.RNNCellBase) -> Layout:
+    return Layout(module.input_size)
+
+
+def _attention(module: nn.MultiheadAttention) -> Layout:
+    widths = (module.embed_dim, module.kdim, module.vdim)
+    same = widths == (module.embed_dim,) * 3
+    return Layout(
+        module.embed_dim if same else sum(widths),
+        batch_axis=0 if module.batch_first else 1,
+        unbatched_ndim=2,
+        split=() if same else widths,
+    )
+
+
+def _embedding(module: nn.Embedding) -> Layout:
+    return Layout(module.embedding_dim, side="output")
+
+
+_LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution(1),
+    nn.Conv2d: _convolution(2),
+    nn.Conv3d: _convolution(3),
+    nn.ConvTranspose1d: _convolution(1),
+    nn.ConvTranspose2d: _convolution(2),
+    nn.ConvTranspose3d: _convolution(3),
+    nn.RNNBase: _recurrent,
+    nn.RNNCellBase: _cell,
+    nn.MultiheadAttention: _attention,
+    nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding,
+}
+
+
+def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None:
+    """Teach the conversion a kind of layer of your own.
+
+    Args:
+        kind: the module class; subclasses are covered too.
+        layout: a function from a module of that class to its :class:`Layout`.
+
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, features):
+    ...         super().__init__()
+    ...         self.weight = nn.Parameter(torch.ones(features))
+    ...     def forward(self, x):
+    ...         return x * self.weight
+    >>> import torch
+    >>> register_layer(Scale, lambda module: Layout(len(module.weight)))
+    >>> layout_of(Scale(7)).dim
+    7
+    """
+    _LAYOUTS[kind] = layout
+
+
+def wrappable(module: nn.Module) -> bool:
+    """Whether this kind of layer can carry noise."""
+    return any(kind in _LAYOUTS for kind in type(module).__mro__)
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The layout of the nearest registered class of ``module``."""
+    for kind in type(module).__mro__:
+        if kind in _LAYOUTS:
+            layout = _LAYOUTS[kind](module)
+            if layout.dim < 1:
+                raise FlowBNNError(
+                    f"a {type(module).__name__} has no input width yet; run one batch through the lazy network first"
+                )
+            return layout
+    raise FlowBNNError(
+        f"a {type(module).__name__} is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
+    )

@@ -1,0 +1,232 @@
+"""Named kinds of noise. Each is a few lines over one mechanism: a base, a list of transforms, a prior.
+
+A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from flowbnn.distributions import Base, MixtureBase, NormalBase
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.layers.layout import Layout
+from flowbnn.layers.noise import DropoutNoise, InputNoise, Noise, Site
+from flowbnn.transforms import (
+    AffineCoupling,
+    Compose,
+    GlowStep,
+    HouseholderSylvester,
+    LULinear,
+    Planar,
+    Radial,
+    Reverse,
+    Transform,
+)
+from flowbnn.transforms.affine import Affine
+
+__all__ = [
+    "Dropout",
+    "FlowNoise",
+    "NormalAffine",
+    "NormalCoupling",
+    "NormalGlow",
+    "NormalInvConv",
+    "NormalPlanar",
+    "NormalRadial",
+    "NormalSylvester",
+    "Recipe",
+    "recipe_from_dict",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What noise a layer gets.
+
+    Args:
+        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (document 000).
+        prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in document 000.
+        base_loc, base_scale: the base before the transforms, likewise.
+        components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
+        positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does, which tempers
+            it; a number counts that many positions, exact when it is the size of the feature map.
+        kl_samples: fresh draws for each estimate of a KL that has no closed form.
+        batch_axis: the axis of the examples in the layer's input; None finds it (axis 0, or 1 inside torch's
+            sequence-first recurrent, attention and transformer layers).
+    """
+
+    site: Site = "channel"
+    prior_loc: float = 1.0
+    prior_scale: float = 0.5
+    base_loc: float = 1.0
+    base_scale: float = 0.5
+    components: int = 1
+    positions: int | Literal["mean"] = "mean"
+    kl_samples: int = 16
+    batch_axis: int | None = None
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
+        return ()
+
+    def build(self, layout: Layout) -> Noise:
+        """The noise module for one layer."""
+        dim = layout.dim
+        if not (isinstance(self.positions, int) and self.positions >= 1) and self.positions != "mean":
+            raise FlowBNNError(f"positions is 'mean' or a number of at least 1, not {self.positions!r}")
+        if self.kl_samples < 1:
+            raise FlowBNNError(f"kl_samples is at least 1, not {self.kl_samples}")
+        base: Base = NormalBase(dim, self.base_loc, self.base_scale)
+        if self.components != 1:
+            base = MixtureBase(dim, self.components, self.base_loc, self.base_scale)
+        return InputNoise(
+            base,
+            Compose(Affine(dim), *self.transforms(dim)),
+            NormalBase(dim, self.prior_loc, self.prior_scale),
+            layout,
+            self.site,
+            self.positions,
+            self.kl_samples,
+            str(self),
+        )
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recipe": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class NormalAffine(Recipe):
+    """The learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020); document 000's "no flow".
+
+    >>> print(NormalAffine(prior_scale=0.3))
+    NormalAffine(prior_scale=0.3)
+    """
+
+
+@dataclass(frozen=True)
+class NormalPlanar(Recipe):
+    """``length`` planar flows after the learnable Gaussian; document 000's ``NormalPlanar1d`` has two."""
+
+    length: int = 2
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [Planar(dim) for _ in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class NormalRadial(Recipe):
+    """``length`` radial flows after the learnable Gaussian."""
+
+    length: int = 2
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [Radial(dim) for _ in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class NormalSylvester(Recipe):
+    """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018)."""
+
+    length: int = 2
+    reflections: int = 4
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [HouseholderSylvester(dim, min(self.reflections, dim)) for _ in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class NormalInvConv(Recipe):
+    """Document 000's block for convolutions: planar flows, invertible 1x1 convolutions, planar flows.
+
+    The features lie on the last axis, where the LU map *is* the invertible 1x1 convolution, so that this recipe serves a
+    linear layer just as well.
+    """
+
+    planar: int = 2
+    convolutions: int = 3
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        before = [Planar(dim) for _ in range(_length(self.planar))]
+        mixing = [LULinear(dim) for _ in range(_length(self.convolutions))]
+        return [*before, *mixing, *(Planar(dim) for _ in range(self.planar))]
+
+
+@dataclass(frozen=True)
+class NormalCoupling(Recipe):
+    """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian."""
+
+    length: int = 2
+    hidden: int = 32
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        if dim < 2:
+            return ()
+        steps = [(AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(_length(self.length))]
+        return [part for step in steps for part in step]
+
+
+@dataclass(frozen=True)
+class NormalGlow(Recipe):
+    """``length`` Glow steps: the block that blew up in document 000, with bounded couplings."""
+
+    length: int = 2
+    hidden: int = 32
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [GlowStep(dim, hidden=(self.hidden,)) for _ in range(_length(self.length))] if dim > 1 else ()
+
+
+@dataclass(frozen=True)
+class FlowNoise(Recipe):
+    """Any flow: ``factory(dim)`` gives a transform, ours or one through ``from_torch``.
+
+    >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Planar(dim))).build(Layout(8))
+    >>> noise.draw((2,)).shape
+    torch.Size([2, 8])
+    """
+
+    factory: Callable[[int], Transform] | None = None
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        if self.factory is None:
+            raise FlowBNNError("FlowNoise needs a factory, such as FlowNoise(lambda dim: Planar(dim))")
+        return [self.factory(dim)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recipe": "FlowNoise"}
+
+
+@dataclass(frozen=True)
+class Dropout(Recipe):
+    """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train."""
+
+    rate: float = 0.1
+
+    def build(self, layout: Layout) -> Noise:
+        return DropoutNoise(layout, self.rate, self.site)
+
+
+def _length(value: int) -> int:
+    if value < 0:
+        raise FlowBNNError(f"a flow has a length of at least 0, not {value}")
+    return value
+
+
+def recipe_from_dict(document: dict[str, Any]) -> Recipe:
+    """The recipe that :meth:`Recipe.to_dict` wrote.
+
+    >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
+    True
+    """
+    settings = dict(document)
+    name = settings.pop("recipe", "")
+    known = {kind.__name__: kind for kind in Recipe.__subclasses__()}
+    if name not in known:
+        raise FlowBNNError(f"there is no recipe {name!r}{nearest(name, known)}")
+    if name == "FlowNoise":
+        raise FlowBNNError("a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it")
+    return known[name](**settings)

@@ -1,0 +1,182 @@
+"""Likelihoods: how the outputs of a network speak of its targets."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "make_likelihood"]
+
+
+class Likelihood(nn.Module):
+    """``log_prob(outputs, targets)`` per example, and the predictive made of samples of outputs."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define log_prob(outputs, targets)")
+
+    def predictive(self, outputs: Tensor) -> Any:
+        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`."""
+        raise NotImplementedError(f"{type(self).__name__} must define predictive(outputs)")
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that do not fit the outputs, in one line."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"likelihood": type(self).__name__}
+
+
+class Categorical(Likelihood):
+    r"""Classes: :math:`\log p(y \mid x) = \log \mathrm{softmax}(f(x))_y`, minus the cross entropy.
+
+    >>> Categorical().log_prob(torch.zeros(1, 4), torch.tensor([2])).item() == -math.log(4)
+    True
+    """
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -F.cross_entropy(outputs.float() if outputs.dtype in _HALF else outputs, targets, reduction="none")
+
+    def predictive(self, outputs: Tensor) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.ndim != 2:
+            raise FlowBNNError(
+                f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
+            )
+        if targets.is_floating_point() or targets.ndim != 1:
+            raise FlowBNNError(
+                f"class labels are a vector of integers, not {targets.dtype} of shape {tuple(targets.shape)}; "
+                "for real-valued targets use likelihood='gaussian'"
+            )
+        classes = outputs.shape[1]
+        if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
+            raise FlowBNNError(
+                f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {classes} outputs, "
+                f"so labels must lie in 0 to {classes - 1}"
+            )
+
+
+class Bernoulli(Likelihood):
+    r"""Two classes from one logit: :math:`\log p(y \mid x) = y \log\sigma(f) + (1 - y) \log\sigma(-f)`.
+
+    >>> Bernoulli().log_prob(torch.zeros(1, 1), torch.tensor([1])).item() == -math.log(2)
+    True
+    """
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logits = outputs.float().flatten() if outputs.dtype in _HALF else outputs.flatten()
+        return -F.binary_cross_entropy_with_logits(logits, targets.flatten().to(logits.dtype), reduction="none")
+
+    def predictive(self, outputs: Tensor) -> CategoricalPredictive:
+        return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1))
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.numel() != outputs.shape[0]:
+            raise FlowBNNError(
+                f"a Bernoulli likelihood takes one logit per example, but the network gives {tuple(outputs.shape)}"
+            )
+        if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
+            raise FlowBNNError("the targets of a Bernoulli likelihood are 0 or 1, one for each example")
+
+
+class Gaussian(Likelihood):
+    r"""Real-valued targets: :math:`y \sim \mathcal N(f(x), \sigma^2)`.
+
+    Args:
+        noise: where :math:`\sigma` comes from: ``"learned"``, one value per output, trained with the network;
+            ``"predicted"``, the network gives twice as many outputs and the second half is the log-variance, so that the
+            noise may differ from input to input; a number, known and fixed.
+        dim: number of targets, needed for ``"learned"``.
+
+    >>> likelihood = Gaussian(noise=2.0)
+    >>> round(likelihood.log_prob(torch.zeros(1, 1), torch.zeros(1, 1)).item(), 4)  # -log(2) - log(2 pi) / 2
+    -1.6121
+    """
+
+    def __init__(self, noise: Literal["learned", "predicted"] | float = "learned", dim: int = 1) -> None:
+        super().__init__()
+        if isinstance(noise, str) and noise not in ("learned", "predicted"):
+            raise FlowBNNError(f"the noise of a Gaussian is 'learned', 'predicted' or a number, not {noise!r}")
+        if not isinstance(noise, str) and not noise > 0:
+            raise FlowBNNError(f"the noise of a Gaussian is above 0, not {noise}")
+        self.noise, self.dim = noise, dim
+        if noise == "learned":
+            self.log_scale = nn.Parameter(torch.zeros(dim))
+
+    def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the target for each row of outputs ``[..., D]``."""
+        outputs = outputs.float() if outputs.dtype in _HALF else outputs
+        if self.noise == "predicted":
+            mean, raw = outputs.chunk(2, -1)
+            return mean, raw.clamp(-20.0, 20.0).exp()
+        if self.noise == "learned":
+            return outputs, (2.0 * self.log_scale.clamp(-10.0, 10.0)).exp().to(outputs.dtype).expand_as(outputs)
+        return outputs, outputs.new_full((), float(self.noise) ** 2).expand_as(outputs)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, variance = self.moments(outputs)
+        error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
+        return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
+
+    def predictive(self, outputs: Tensor) -> GaussianPredictive:
+        return GaussianPredictive(*self.moments(outputs))
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.ndim != 2:
+            raise FlowBNNError(
+                f"a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives {tuple(outputs.shape)}"
+            )
+        width = outputs.shape[1]
+        if self.noise == "predicted":
+            if width % 2:
+                raise FlowBNNError(
+                    f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {width} output"
+                )
+            width //= 2
+        if self.noise == "learned" and width != self.dim:
+            raise FlowBNNError(f"the network gives {width} targets; say Gaussian(dim={width})")
+        if targets.numel() != outputs.shape[0] * width:
+            raise FlowBNNError(
+                f"targets of shape {tuple(targets.shape)} do not fit {outputs.shape[0]} rows of {width} predicted values"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim}
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def make_likelihood(
+    likelihood: Likelihood | str | dict[str, Any], outputs: Tensor | None = None, targets: Tensor | None = None
+) -> Likelihood:
+    """A likelihood from its name; ``"auto"`` looks at the targets: integers are classes, real numbers are regression.
+
+    >>> make_likelihood("auto", torch.zeros(2, 3), torch.tensor([0, 1]))
+    Categorical()
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    settings = {}
+    if isinstance(likelihood, dict):
+        settings = dict(likelihood)
+        likelihood = str(settings.pop("likelihood")).lower()
+    if likelihood == "auto":
+        if targets is None:
+            raise FlowBNNError("likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'")
+        likelihood = "gaussian" if targets.is_floating_point() else "categorical"
+        if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
+            likelihood = "bernoulli"
+    if likelihood == "gaussian":
+        if "dim" not in settings and outputs is not None and settings.get("noise", "learned") == "learned":
+            settings["dim"] = outputs.shape[-1]
+        return Gaussian(**settings)
+    kinds = {"categorical": Categorical, "bernoulli": Bernoulli}
+    if likelihood not in kinds:
+        raise FlowBNNError(f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}")
+    return kinds[likelihood]()

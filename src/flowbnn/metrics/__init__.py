@@ -1,0 +1,27 @@
+"""How good are predicted probabilities: functions on tensors, whoever made the predictions.
+
+Probabilities are ``[B, C]`` (for a network with samples: their mean), targets are class indices ``[B]``. Every function
+checks its input, gives a plain ``float`` (or plain Python data) and states its formula, because the same name means
+different numbers in different papers.
+"""
+
+from flowbnn.metrics.calibration import ReliabilityBin, calibration_error, reliability
+from flowbnn.metrics.classification import accuracy, brier_score, negative_log_likelihood
+from flowbnn.metrics.novelty import novelty_aupr, novelty_auroc
+from flowbnn.metrics.regression import interval_coverage, root_mean_squared_error
+from flowbnn.metrics.selective import RiskCoverage, risk_coverage
+
+__all__ = [
+    "ReliabilityBin",
+    "RiskCoverage",
+    "accuracy",
+    "brier_score",
+    "calibration_error",
+    "interval_coverage",
+    "negative_log_likelihood",
+    "novelty_aupr",
+    "novelty_auroc",
+    "reliability",
+    "risk_coverage",
+    "root_mean_squared_error",
+]

@@ -1,0 +1,73 @@
+"""A multilayer perceptron that starts at zero."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["MLP"]
+
+
+class MLP(nn.Module):
+    r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
+
+    The last layer starts at zero, so that the network gives zeros for every input and what it conditions starts at
+    the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
+
+    Args:
+        dim_in: length of the input vectors.
+        dim_out: length of the output vectors.
+        hidden: width of each hidden layer; ``()`` makes a linear map.
+        activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
+        context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
+
+    >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
+    >>> net(torch.ones(5, 3), torch.ones(4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        hidden: Sequence[int] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: int = 0,
+    ) -> None:
+        super().__init__()
+        widths = [dim_in + context_dim, *hidden, dim_out]
+        if min(dim_in, dim_out, *hidden) < 1 or context_dim < 0:
+            raise FlowBNNError(
+                f"every width of an MLP must be at least 1, not dim_in={dim_in}, hidden={tuple(hidden)}, "
+                f"dim_out={dim_out}, context_dim={context_dim}"
+            )
+        self.dim_in = dim_in
+        self.context_dim = context_dim
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths[:-1]):
+            layers += [nn.Linear(before, after), activation()]
+        last = nn.Linear(widths[-2], dim_out)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        if value.shape[-1:] != (self.dim_in,):
+            raise FlowBNNError(f"this MLP takes vectors of length {self.dim_in}, not {tuple(value.shape)}")
+        if self.context_dim == 0:
+            return self.layers(value)
+        return self.layers(torch.cat([value, self._fit(value, context)], dim=-1))
+
+    def _fit(self, value: Tensor, context: Tensor | None) -> Tensor:
+        if context is None:
+            raise FlowBNNError(f"this network needs a context of length {self.context_dim}: pass context=")
+        wanted = (*value.shape[:-1], self.context_dim)
+        fits = context.ndim <= len(wanted) and context.shape[-1:] == (self.context_dim,)
+        pairs = zip(reversed(context.shape), reversed(wanted), strict=False)
+        if not fits or any(given not in (1, size) for given, size in pairs):
+            raise FlowBNNError(f"a context of shape {tuple(context.shape)} does not broadcast to {wanted}")
+        return context.expand(wanted)

@@ -1,0 +1,136 @@
+"""Stable tensor functions; imports torch only."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "inverse_softplus",
+    "log_cosh",
+    "monotone_root",
+    "safe_norm",
+    "soft_clamp",
+    "sum_rightmost",
+    "tanh_root",
+    "tanh_slope",
+]
+
+
+def sum_rightmost(value: Tensor, dims: int) -> Tensor:
+    """Sum over the last ``dims`` axes.
+
+    >>> sum_rightmost(torch.ones(2, 3, 4), 2)
+    tensor([12., 12.])
+    """
+    return value if dims == 0 else value.flatten(-dims).sum(-1) if dims > 1 else value.sum(-1)
+
+
+def soft_clamp(value: Tensor, bound: float) -> Tensor:
+    r"""Squash smoothly into :math:`(-b, b)` by :math:`b \tanh(x / b)`: slope one at zero, never past the bound.
+
+    >>> soft_clamp(torch.tensor([-1e30, 0.0, 1e30]), 2.0)
+    tensor([-2.,  0.,  2.])
+    """
+    return bound * torch.tanh(value / bound)
+
+
+def log_cosh(value: Tensor) -> Tensor:
+    r""":math:`\log\cosh x` without overflow: :math:`|x| + \mathrm{softplus}(-2|x|) - \log 2`.
+
+    >>> log_cosh(torch.tensor([0.0, 1000.0]))
+    tensor([  0.0000, 999.3069])
+    """
+    size = value.abs()
+    return size + F.softplus(-2.0 * size) - 0.6931471805599453
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    r""":math:`\log(e^y - 1)` for :math:`y > 0`, written as :math:`y + \log(-\mathrm{expm1}(-y))`.
+
+    >>> inverse_softplus(F.softplus(torch.tensor([-3.0, 0.0, 90.0])))
+    tensor([-3.,  0., 90.])
+    """
+    return value + torch.log(-torch.expm1(-value))
+
+
+def safe_norm(value: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+    """Euclidean norm whose gradient at zero is zero instead of NaN.
+
+    >>> x = torch.zeros(3, requires_grad=True)
+    >>> safe_norm(x).backward()
+    >>> x.grad
+    tensor([0., 0., 0.])
+    """
+    square = (value * value).sum(dim, keepdim=keepdim)
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), square)
+
+
+def monotone_root(
+    function: Callable[[Tensor], tuple[Tensor, Tensor]],
+    lower: Tensor,
+    upper: Tensor,
+    iterations: int = 80,
+) -> Tensor:
+    r"""Root of an elementwise increasing function, by Newton steps kept inside a shrinking bracket.
+
+    ``function(t)`` gives :math:`(g(t), g'(t))` with :math:`g` increasing and :math:`g(lower) \le 0 \le g(upper)`.
+    A Newton step that leaves the bracket, or stalls, becomes a bisection, so convergence never depends on the
+    start. The loop has a fixed length and no data-dependent branch, so that it compiles. No gradient flows
+    through it: callers attach it with one last differentiable Newton step.
+
+    >>> cube = lambda t: (t**3 - 8, 3 * t**2)
+    >>> monotone_root(cube, torch.tensor([-5.0]), torch.tensor([10.0]))
+    tensor([2.])
+    """
+    with torch.no_grad():
+        low, high = lower.clone(), upper.clone()
+        root = 0.5 * (low + high)
+        for step in range(iterations):
+            value, slope = function(root)
+            low = torch.where(value <= 0, root, low)
+            high = torch.where(value >= 0, root, high)
+            middle = 0.5 * (low + high)
+            newton = root - value / slope
+            usable = (newton >= low) & (newton <= high) & torch.isfinite(newton)
+            # every third step is a bisection, so that a crawling Newton iteration still halves the bracket
+            root = torch.where(usable, newton, middle) if step % 3 != 2 else middle
+        value, slope = function(root)
+        polished = (root - value / slope).clamp(low, high)
+        return torch.where(torch.isfinite(polished), polished, root)
+
+
+def tanh_slope(value: Tensor) -> Tensor:
+    r""":math:`\tanh'(x) = 4 \sigma(2x) \sigma(-2x)`: exact in the tails, and its gradient needs no ``cosh``.
+
+    >>> tanh_slope(torch.tensor([0.0, 10.0, 1e30]))
+    tensor([1.0000e+00, 8.2446e-09, 0.0000e+00])
+    """
+    return 4.0 * torch.sigmoid(2.0 * value) * torch.sigmoid(-2.0 * value)
+
+
+def tanh_root(target: Tensor, slope_at_zero: Tensor, iterations: int = 20) -> Tensor:
+    r"""The :math:`a` with :math:`a + m \tanh a = c`, where :math:`s = 1 + m > 0` is the slope at zero.
+
+    For :math:`c > 0` the left side is concave in :math:`a > 0` when :math:`m > 0` and convex when :math:`m < 0`, so
+    Newton's iteration moves one way only, from :math:`\max(c - m, c / s)` up or from the minimum of the two down. It
+    needs 16 steps for :math:`s` from 1e-3 to 1e5 in float64. The last of them is differentiable, which gives the
+    gradients of the implicit function to ``target`` and to ``slope_at_zero``.
+
+    >>> tanh_root(torch.tensor([1.0 + torch.tanh(torch.tensor(1.0))]), torch.tensor(2.0))
+    tensor([1.])
+    """
+    with torch.no_grad():
+        size, m = target.abs(), slope_at_zero - 1.0
+        by_slope, by_limit = size / slope_at_zero, size - m
+        root = torch.where(m > 0, torch.maximum(by_slope, by_limit), torch.minimum(by_slope, by_limit))
+        for _ in range(iterations - 1):
+            tanh = torch.tanh(root)
+            slope = tanh * tanh + tanh_slope(root) * slope_at_zero
+            root = root - (root + m * tanh - size) / slope
+        root = torch.where(target < 0, -root, root)
+    tanh = torch.tanh(root)
+    slope = tanh * tanh + tanh_slope(root) * slope_at_zero
+    return root - (root + (slope_at_zero - 1.0) * tanh - target) / slope

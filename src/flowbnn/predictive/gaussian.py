@@ -1,0 +1,177 @@
+"""Predicted numbers."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.metrics import root_mean_squared_error
+from flowbnn.metrics.checks import as_float, average, check_mass, check_real_targets
+from flowbnn.numerics import monotone_root
+from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spread
+
+__all__ = ["Decision", "GaussianPredictive", "Interval"]
+
+
+class Decision(NamedTuple):
+    """Predicted ``values`` and, in the same shape, where the answer is better left unsaid."""
+
+    values: Tensor
+    abstained: Tensor
+
+
+class Interval(NamedTuple):
+    """Lower and upper ends."""
+
+    low: Tensor
+    high: Tensor
+
+
+class GaussianPredictive(Predictive):
+    r"""Numbers from S samples of a Gaussian: the mixture :math:`\frac1S \sum_s \mathcal N(\mu_s, \sigma_s^2)`.
+
+    Args:
+        mean: ``[S, B, D]``.
+        variance: of the noise, above nought; a number, or a tensor that broadcasts to the mean's shape.
+
+    >>> prediction = GaussianPredictive(torch.tensor([[[1.0]], [[3.0]]]), 0.25)  # 2 samples, 1 input, 1 output
+    >>> prediction
+    GaussianPredictive(samples=2, inputs=1, outputs=1; variance 1.25 = aleatoric 0.25 + epistemic 1)
+    >>> prediction.interval(0.9)
+    Interval(low=tensor([[0.3592]]), high=tensor([[3.6408]]))
+    """
+
+    uncertainties = ("std", "epistemic", "variance", "aleatoric")
+
+    def __init__(self, mean: Tensor, variance: Tensor | float) -> None:
+        mean = as_float(mean, "mean")
+        check_shape(mean, "mean", "[S, B, D]")
+        variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
+        try:
+            variance = variance.expand(mean.shape)
+        except RuntimeError:
+            raise FlowBNNError(
+                f"variance {list(variance.shape)} does not fit the mean {list(mean.shape)}"
+            ) from None
+        self._tensors = (mean, variance)
+        check_samples(~(torch.isfinite(mean) & torch.isfinite(variance)))
+        if (variance <= 0).any():
+            raise FlowBNNError(
+                "variance must be above 0 everywhere; is it a log-variance or a standard deviation?"
+            )
+
+    @property
+    def samples(self) -> Tensor:
+        """Means of each sample, ``[S, B, D]``."""
+        return self._tensors[0]
+
+    @property
+    def sample_variances(self) -> Tensor:
+        """Noise variances of each sample, ``[S, B, D]``."""
+        return self._tensors[1]
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Predictive mean, ``[B, D]``."""
+        return self.samples.mean(0)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        r"""Mean noise variance :math:`\frac1S \sum_s \sigma_s^2`, ``[B, D]``: more data would not lower it."""
+        return self.sample_variances.mean(0)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        r"""Variance of the means :math:`\frac1S \sum_s (\mu_s - \bar\mu)^2`, ``[B, D]``: how far the samples disagree."""
+        return spread(self.samples)
+
+    @property
+    def variance(self) -> Tensor:
+        """Predictive variance, aleatoric + epistemic by the law of total variance, ``[B, D]``."""
+        return self.aleatoric + self.epistemic
+
+    @property
+    def std(self) -> Tensor:
+        """Predictive standard deviation, ``[B, D]``."""
+        return self.variance.sqrt()
+
+    def cdf(self, values: Tensor) -> Tensor:
+        r"""Predictive chance to fall below each value, :math:`\frac1S \sum_s \Phi((y - \mu_s) / \sigma_s)`, ``[B, D]``."""
+        return torch.special.ndtr((self._targets(values) - self.samples) / self.sample_variances.sqrt()).mean(
+            0
+        )
+
+    def nll(self, targets: Tensor) -> Tensor:
+        r"""Negative log-density of each input's targets in the mixture, ``[B]``; outputs are independent within a sample:
+
+        .. math:: -\log \frac1S \sum_s \prod_d \mathcal N(y_d; \mu_{sd}, \sigma_{sd}^2) .
+        """
+        square = (self._targets(targets) - self.samples).square() / self.sample_variances
+        log_density = -0.5 * (square + self.sample_variances.log() + math.log(2 * math.pi)).sum(-1)
+        return math.log(self.num_samples) - log_density.logsumexp(0)
+
+    def quantiles(self, q: float | Sequence[float]) -> Tensor:
+        """Quantiles of the predictive mixture, ``[Q, B, D]``, by root finding on its :meth:`cdf`; no gradient flows back.
+
+        >>> GaussianPredictive(torch.tensor([[[-1.0]], [[1.0]]]), 1e-4).quantiles([0.25, 0.75]).flatten()
+        tensor([-1.,  1.])
+        """
+        return torch.stack([self._quantile(level) for level in quantile_levels(q, closed=False)])
+
+    @torch.no_grad()
+    def _quantile(self, level: float) -> Tensor:
+        # the upper half is the mirror image of the lower, where small probabilities keep their digits
+        sign, level = (1.0, level) if level <= 0.5 else (-1.0, 1.0 - level)
+        means, stds = sign * self.samples, self.sample_variances.sqrt()
+
+        def gap(value: Tensor) -> tuple[Tensor, Tensor]:
+            scaled = (value - means) / stds
+            density = torch.exp(-0.5 * scaled.square()) / (stds * math.sqrt(2 * math.pi))
+            return torch.special.ndtr(scaled).mean(0) - level, density.mean(0)
+
+        each = means + stds * torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
+        return sign * monotone_root(gap, each.amin(0), each.amax(0))
+
+    def interval(self, mass: float = 0.9) -> Interval:
+        """The central interval of this predictive mass, equal tails left out on both sides; ends are ``[B, D]``."""
+        tail = (1.0 - check_mass(mass)) / 2
+        return Interval(*self.quantiles([tail, 1.0 - tail]))
+
+    def decide(self, abstain_above: float, by: str = "std") -> Decision:
+        """Mean ``[B, D]`` and, for each number, whether its :meth:`uncertainty` ``by`` is above the threshold.
+
+        ``"std"`` is in the target's unit; ``"epistemic"``, ``"aleatoric"`` and ``"variance"`` are in its square.
+
+        >>> prediction = GaussianPredictive(torch.tensor([[[1.0], [0.0]], [[1.0], [4.0]]]), 0.01)
+        >>> prediction.decide(abstain_above=1.0)
+        Decision(values=tensor([[1.],
+                [2.]]), abstained=tensor([[False],
+                [ True]]))
+        """
+        return Decision(self.mean, self._above(abstain_above, by))
+
+    def evaluate(self, targets: Tensor) -> dict[str, float]:
+        """Root mean squared error, mean NLL, and the share of targets inside the 90 % :meth:`interval`."""
+        targets = self._targets(targets)
+        # y lies in the central interval exactly when its cdf lies in [0.05, 0.95]: no root to find
+        inside = (self.cdf(targets) - 0.5).abs() <= 0.45
+        return {
+            "rmse": root_mean_squared_error(self.mean, targets),
+            "nll": average(self.nll(targets)),
+            "coverage_90": average(inside),
+        }
+
+    def _targets(self, targets: Tensor) -> Tensor:
+        return check_real_targets(targets, self.samples.shape[1:]).to(self.samples)
+
+    def __repr__(self) -> str:
+        samples, inputs, outputs = self.samples.shape
+        text = ""
+        if inputs:
+            means = [average(x) for x in (self.variance, self.aleatoric, self.epistemic)]
+            text = "; variance {:.3g} = aleatoric {:.3g} + epistemic {:.3g}".format(*means)
+        return f"GaussianPredictive(samples={samples}, inputs={inputs}, outputs={outputs}{text})"

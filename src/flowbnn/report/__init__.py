@@ -1,0 +1,10 @@
+"""The report: figures, tables and one HTML page, from ``results.json`` alone, never from a model.
+
+>>> from flowbnn.report import find_results, write_report
+>>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP
+"""
+
+from flowbnn.report.page import save_figures, write_report
+from flowbnn.report.reading import find_results, load_results
+
+__all__ = ["find_results", "load_results", "save_figures", "write_report"]

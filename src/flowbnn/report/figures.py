@@ -1,0 +1,164 @@
+"""The figures of a study, each drawn from the ``data`` of its ``results.json`` entry and nothing else."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
+from flowbnn.report.figures_calibration import field, reliability
+from flowbnn.report.figures_density import density, images
+from flowbnn.report.schema import numbers
+from flowbnn.report.style import assign_colours, light, tick
+
+__all__ = ["make_plot", "study_colours"]
+
+Data = dict[str, Any]
+DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")
+
+
+def study_colours(results: Data) -> dict[str, str]:
+    """One colour for each model of a study, the same in its table and in all of its figures."""
+    labels = [row["label"] for row in results["rows"]]
+    for figure in results["figures"]:
+        data = figure["data"]
+        labels += [model["label"] for model in data.get("models", [])]
+        labels += [line["label"] for panel in data.get("panels", []) for line in panel.get("lines", [])]
+    return assign_colours(labels)
+
+
+def panel_size(count: int) -> tuple[int, tuple[int, int]]:
+    """Columns and the size of one panel: few panels are drawn larger, four make a square.
+
+    >>> panel_size(1), panel_size(4), panel_size(5)
+    ((1, (420, 260)), (2, (380, 240)), (3, (300, 225)))
+    """
+    if count == 1:
+        return 1, (420, 260)
+    if count in (2, 4):
+        return 2, (380, 240)
+    return 3, (300, 225)
+
+
+def _y_axis(axes: Axes, label: str, log: bool) -> None:
+    if log:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(nice_ticks(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick))
+    if label:
+        axes.set_title(label, loc="left", color=light("muted"), fontsize=10, pad=5)
+
+
+def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]]) -> Panel:
+    y_label = panel.get("y_label") or ""
+    if y_label.lower() == panel["title"].lower():
+        y_label = ""
+    means = [numbers(line["mean"]) for line in panel["lines"]]
+    log = bool(panel.get("log")) and any(bool(np.any(mean > 0)) for mean in means)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        whole = True
+        for line, mean in zip(panel["lines"], means, strict=True):
+            colour, dashes = styles[line["label"]]
+            x = numbers(line["x"])
+            whole = whole and bool(np.all(np.isnan(x) | (x == np.round(x))))
+            mean = np.where(mean > 0, mean, np.nan) if log else mean
+            if line.get("std") is not None:
+                std = numbers(line["std"])
+                low = np.maximum(mean - std, mean * 0.05) if log else mean - std
+                axes.fill_between(x, low, mean + std, color=light(colour), alpha=0.16, linewidth=0)
+            pattern = (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
+            marker = "o" if int(np.isfinite(mean).sum()) < 3 else ""
+            axes.plot(x, mean, color=light(colour), linestyle=pattern, marker=marker, markersize=4)
+        _y_axis(axes, y_label, log)
+        axes.xaxis.set_major_locator(nice_ticks(6, whole))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick))
+        axes.margins(x=0.02)
+        axes.set_xlabel(x_label)
+
+    return Panel(panel["title"], draw, note="log scale" if log else "")
+
+
+def curves(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Lines of the mean over seeds, in a band of one standard deviation to either side."""
+    labels = list(dict.fromkeys(line["label"] for panel in data["panels"] for line in panel["lines"]))
+    own = {**assign_colours(labels), **{label: colours[label] for label in labels if label in colours}}
+    seen: dict[str, int] = {}
+    styles = {}
+    for label in labels:
+        seen[own[label]] = seen.get(own[label], -1) + 1
+        styles[label] = (own[label], DASHES[seen[own[label]] % len(DASHES)])
+    columns, size = panel_size(len(data["panels"]))
+    x_label = data.get("x_label") or ""
+    panels = []
+    for panel in data["panels"]:
+        shared = {**panel, "y_label": panel.get("y_label") or data.get("y_label")}
+        panels.append(_curve_panel(shared, x_label, styles))
+    keys = [Key(label, *styles[label][:1], "line", styles[label][1]) for label in labels]
+    return Plot([Group(panels)], keys, columns, size)
+
+
+def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Shares of samples over a quantity, all panels on the same axes so that they can be compared."""
+    panels = data["panels"]
+    alone = all(len(panel["groups"]) == 1 and panel["title"] in colours for panel in panels)
+    labels = list(dict.fromkeys(group["label"] for panel in panels for group in panel["groups"]))
+    known = all(label in colours for label in labels)
+    own = dict(colours) if known else assign_colours(labels, groups=True)
+    groups = [group for panel in panels for group in panel["groups"]]
+    edges = np.concatenate([numbers(group["edges"]) for group in groups] or [np.array([0.0, 1.0])])
+    tops = np.concatenate([numbers(group["fraction"]) for group in groups] or [np.array([1.0])])
+    top = float(np.nanmax(tops)) if bool(np.isfinite(tops).any()) else 1.0
+
+    def make(panel: Data) -> Panel:
+        def draw(figure: Figure) -> None:
+            axes = figure.subplots()
+            for group in panel["groups"]:
+                colour = light(colours[panel["title"]] if alone else own[group["label"]])
+                height, place = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
+                if len(height) and bool(np.isfinite(place).all()):
+                    axes.stairs(height, place, fill=True, color=colour, alpha=0.30, linewidth=0)
+                    axes.stairs(height, place, color=colour, linewidth=1.5)
+            if bool(np.isfinite(edges).any()) and np.nanmax(edges) > np.nanmin(edges):
+                axes.set_xlim(np.nanmin(edges), np.nanmax(edges))
+            axes.set_ylim(0, 1.05 * top if top > 0 else 1)
+            axes.yaxis.set_major_locator(nice_ticks(4))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+            axes.xaxis.set_major_locator(nice_ticks(5))
+            axes.xaxis.set_major_formatter(FuncFormatter(tick))
+            axes.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=5)
+            axes.set_xlabel(data.get("x_label") or "")
+
+        return Panel(panel["title"], draw)
+
+    columns, size = panel_size(len(panels))
+    keys = [] if alone else [Key(label, own[label], "area") for label in labels]
+    return Plot([Group([make(panel) for panel in panels])], keys, columns, size)
+
+
+KINDS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
+    "curves": curves,
+    "reliability": reliability,
+    "histogram": histogram,
+    "density": density,
+    "field": field,
+    "images": images,
+}
+
+
+def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
+    """The plot of one checked entry of ``figures``.
+
+    Args:
+        figure: an entry with ``kind`` and ``data``.
+        colours: from :func:`study_colours`.
+    """
+    return KINDS[figure["kind"]](figure["data"], colours)

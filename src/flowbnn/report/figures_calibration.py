@@ -1,0 +1,204 @@
+"""Is the confidence right? Reliability diagrams, and the six panels of document 000's figure 3."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
+from flowbnn.report.schema import numbers
+from flowbnn.report.style import decimal, light, tick
+
+__all__ = ["field", "reliability"]
+
+Data = dict[str, Any]
+CLASSES = ("amber", "violet", "green", "blue", "vermillion", "purple", "slate", "sky")
+
+
+def _columns(bins: list[Data]) -> dict[str, np.ndarray]:
+    names = ("low", "high", "confidence", "accuracy", "fraction")
+    return {name: numbers([item.get(name) for item in bins]) for name in names}
+
+
+def _bars(table: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return (table["low"] + table["high"]) / 2, 0.86 * (table["high"] - table["low"])
+
+
+def _percent(value: float, _position: object = None) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def _accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
+    """Bars up to the accuracy, and from the diagonal a stem to it: the stem is the calibration gap."""
+    table = _columns(bins)
+    full = np.isfinite(table["accuracy"]) & np.isfinite(table["confidence"])
+    middle, width = _bars(table)
+    confidence, accuracy = table["confidence"][full], table["accuracy"][full]
+    axes.bar(middle[full], accuracy, width[full], color=light(colour), alpha=0.4, linewidth=0)
+    axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=(0, (4, 3)), linewidth=1.1)
+    axes.vlines(
+        confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=light("ink")
+    )
+    axes.plot(confidence, accuracy, "o", color=light("ink"), markersize=3.6)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(nice_ticks(5))
+        axis.set_major_formatter(FuncFormatter(tick))
+    axes.set_title("accuracy", loc="left", color=light("muted"), fontsize=10, pad=5)
+
+
+def _share(axes: Axes, bins: list[Data], colour: str, top: float) -> None:
+    table = _columns(bins)
+    share = np.nan_to_num(table["fraction"])
+    middle, width = _bars(table)
+    axes.bar(middle, share, width, color=light(colour), alpha=0.75, linewidth=0)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.06 * top if top > 0 else 1)
+    axes.yaxis.set_major_locator(nice_ticks(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.xaxis.set_major_formatter(FuncFormatter(tick))
+
+
+def _top_share(models: list[Data]) -> float:
+    shares = [item["fraction"] for model in models for item in model["bins"]]
+    return float(np.nanmax(numbers(shares), initial=0.0)) if shares else 1.0
+
+
+KEYS = [
+    Key("perfect calibration", "muted", "line", "4 3"),
+    Key("accuracy at the bin's mean confidence; the stem is the gap", "ink", "dot"),
+]
+
+
+def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Accuracy against confidence for each model, above the share of samples in each bin."""
+    models = data["models"]
+    top = _top_share(models)
+
+    def make(model: Data) -> Panel:
+        colour = colours.get(model["label"], "blue")
+
+        def draw(figure: Figure) -> None:
+            upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
+            _accuracy(upper, model["bins"], colour)
+            _share(lower, model["bins"], colour, top)
+            upper.tick_params(axis="x", length=0, labelbottom=False)
+            lower.yaxis.set_major_locator(nice_ticks(2))
+            lower.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=4)
+            lower.set_xlabel("confidence")
+
+        note = f"ECE {decimal(model['ece'])}" if model.get("ece") is not None else ""
+        return Panel(model["label"], draw, note)
+
+    columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
+    size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
+    return Plot([Group([make(model) for model in models])], KEYS, columns, size)
+
+
+def _spacing(grid: np.ndarray, width: float) -> float:
+    """How far apart the dots of the grid are, in pixels of the panel."""
+    if len(grid) == 0:
+        return width
+    across = max(len(np.unique(grid[:, 0])), len(np.unique(grid[:, 1])))
+    return width / max(across, 2)
+
+
+def _span(models: list[Data]) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    # The grid is what was asked about; the points may stray far outside it.
+    found = [numbers(model["grid"]) for model in models if model["grid"]]
+    found = found or [numbers(model["points"]) for model in models if model["points"]]
+    if not found:
+        return None
+    low = np.nanmin(np.concatenate(found), axis=0)
+    high = np.nanmax(np.concatenate(found), axis=0)
+    pad = 0.02 * np.maximum(high - low, 1e-6)
+    return (float(low[0] - pad[0]), float(high[0] + pad[0])), (
+        float(low[1] - pad[1]),
+        float(high[1] + pad[1]),
+    )
+
+
+def _field_panel(model: Data, largest: float, span: Any, width: int) -> Panel:
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        points, kinds = numbers(model["points"]).reshape(-1, 2), numbers(model["point_class"])
+        grid, grid_kinds = numbers(model["grid"]).reshape(-1, 2), numbers(model["grid_class"])
+        spread = model.get("grid_uncertainty")
+        across = _spacing(grid, width - 40)
+        if spread is None or largest <= 0:
+            diameter = np.full(len(grid), 0.42 * across)
+        else:
+            share = np.clip(np.nan_to_num(numbers(spread)) / largest, 0, 1)
+            diameter = across * (0.2 + 0.8 * share)
+        for kind in np.unique(np.concatenate([kinds, grid_kinds])):
+            if np.isnan(kind):
+                continue
+            colour = light(CLASSES[int(kind) % len(CLASSES)])
+            some = kinds == kind
+            axes.scatter(
+                points[some, 0], points[some, 1], s=7, color=colour, alpha=0.36, linewidths=0, rasterized=True
+            )
+            some = grid_kinds == kind
+            axes.scatter(
+                grid[some, 0],
+                grid[some, 1],
+                s=diameter[some] ** 2,
+                color=colour,
+                linewidths=0,
+                rasterized=True,
+            )
+        if span is not None:
+            axes.set_xlim(*span[0])
+            axes.set_ylim(*span[1])
+        axes.grid(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(nice_ticks(5))
+            axis.set_major_formatter(FuncFormatter(tick))
+
+    return Panel(
+        "Decisions" if model.get("grid_uncertainty") is None else "Decisions and their uncertainty", draw
+    )
+
+
+def _field_row(
+    model: Data, colour: str, largest: float, top: float, span: Any, size: tuple[int, int]
+) -> Group:
+    def share(figure: Figure) -> None:
+        axes = figure.subplots()
+        _share(axes, model["bins"], colour, top)
+        axes.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=5)
+        axes.set_xlabel("confidence")
+
+    def accuracy(figure: Figure) -> None:
+        axes = figure.subplots()
+        _accuracy(axes, model["bins"], colour)
+        axes.set_xlabel("confidence")
+
+    panels = [
+        _field_panel(model, largest, span, size[0]),
+        Panel("How confident it is", share),
+        Panel("How often it is right", accuracy),
+    ]
+    named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
+    note = ", ".join(f"{name} {decimal(value)}" for name, value in named if value is not None)
+    return Group(panels, model["label"], note)
+
+
+def field(data: Data, colours: Mapping[str, str]) -> Plot:
+    """A row for each model: decisions on the plane with uncertainty as dot size, confidence, calibration."""
+    models, size = data["models"], (300, 280)
+    spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
+    largest = max((float(np.nanmax(spread, initial=0.0)) for spread in spreads), default=0.0)
+    top, span = _top_share(models), _span(models)
+    groups = [
+        _field_row(model, colours.get(model["label"], "blue"), largest, top, span, size) for model in models
+    ]
+    kinds = sorted({int(kind) for model in models for kind in model["point_class"] if kind is not None})
+    keys = [Key(f"class {kind}", CLASSES[kind % len(CLASSES)], "dot") for kind in kinds]
+    if spreads:
+        keys.append(Key("the larger the dot, the less certain", "muted", "sizes"))
+    return Plot(groups, [*keys, *KEYS], 3, size)

@@ -1,0 +1,127 @@
+"""The numbers of a study, as strings laid out for the page."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flowbnn.report.style import decimal
+
+__all__ = ["Cell", "Column", "Row", "Table", "flatten", "make_table"]
+
+ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric: its name, the arrow of the better direction in sign and words, and what it means."""
+
+    label: str
+    arrow: str
+    direction: str
+    definition: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mean with its spread; every field is ready to show, empty where there is nothing."""
+
+    mean: str
+    std: str
+    published: str
+    best: bool
+    per_seed: list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and its cells, in the order of the columns."""
+
+    label: str
+    colour: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The whole table; ``spread`` and ``published`` say whether any cell has a ± and a published value."""
+
+    columns: list[Column]
+    rows: list[Row]
+    spread: bool
+    published: bool
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _best(means: list[Any], better: str, form: str) -> set[str]:
+    """The text of the best mean: rows that read the same share the mark."""
+    finite = [mean for mean in means if _finite(mean)]
+    texts = {format(mean, form) for mean in finite}
+    if better not in ARROWS or len(texts) < 2:
+        return set()
+    return {format(max(finite) if better == "higher" else min(finite), form)}
+
+
+def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
+    """Rows by metrics: mean ± standard deviation over seeds, the published value, and the best of each column.
+
+    >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
+    >>> table = make_table({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
+    ...                     "rows": [{"label": "Plain", "values": {"ece": cell}}]}, {})
+    >>> table.rows[0].cells[0]
+    Cell(mean='0.031', std='0.004', published='0.094', best=False, per_seed=['0.028', '0.034'])
+    """
+    columns, by_row = [], [[] for _ in results["rows"]]  # type: ignore[var-annotated]
+    for metric in results["metrics"]:
+        form = metric.get("format") or ".3f"
+        better = metric.get("better") or "none"
+        arrow, direction = ARROWS.get(better, ("", ""))
+        columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
+        values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
+        best = _best([value.get("mean") for value in values], better, form)
+        for cells, value in zip(by_row, values, strict=True):
+            mean, std, published = value.get("mean"), value.get("std"), value.get("published")
+            seeds = value.get("per_seed") or []
+            single = len(seeds) == 1 or len(results["seeds"]) == 1
+            cells.append(
+                Cell(
+                    decimal(mean, form),
+                    decimal(std, form.lstrip("+")) if _finite(std) and _finite(mean) and not single else "",
+                    decimal(published, form) if _finite(published) else "",
+                    _finite(mean) and format(mean, form) in best,
+                    [decimal(item, form) for item in seeds],
+                )
+            )
+    rows = [
+        Row(row["label"], colours.get(row["label"], ""), cells)
+        for row, cells in zip(results["rows"], by_row, strict=True)
+    ]
+    every = [cell for row in rows for cell in row.cells]
+    return Table(columns, rows, any(cell.std for cell in every), any(cell.published for cell in every))
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as (dotted name, value) lines.
+
+    >>> flatten({"train": {"epochs": 20, "rates": [0.1, 0.2]}, "site": None})
+    [('train.epochs', '20'), ('train.rates', '0.1, 0.2'), ('site', '–')]
+    """
+    lines = []
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            lines += flatten(value, f"{prefix}{name}.")
+        else:
+            lines.append((f"{prefix}{name}", _plain(value)))
+    return lines
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_plain(item) for item in value) or "–"
+    if isinstance(value, float):
+        return decimal(value, ".6g") if not value.is_integer() or abs(value) >= 1e15 else decimal(value, "g")
+    return "–" if value is None or value == {} else str(value)

@@ -1,0 +1,211 @@
+"""Where a run computes: Lightning Fabric, or plain torch when one CPU process is all that is asked for.
+
+Importing Lightning takes seconds and adds warning filters and log handlers, so it is imported when a run first needs
+it. A single CPU process in 32 bits needs nothing of it; both engines take the same steps, to the bit.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training.options import TrainingOptions
+
+__all__ = ["Engine", "FabricEngine", "make_engine", "move_batch", "unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module, from the one a step function receives.
+
+    A step calls ``model(inputs)`` on what it is given, so that precision and strategy apply; for everything else
+    (submodules, the KL of its layers) it uses ``unwrap(model)``.
+
+    >>> network = nn.Linear(2, 1)
+    >>> unwrap(network) is network
+    True
+    """
+    fabric = sys.modules.get("lightning.fabric")
+    inner = model.module if fabric is not None and fabric.is_wrapped(model) else model
+    if not isinstance(inner, nn.Module):
+        raise FlowBNNError(f"expected a torch module, got a {type(inner).__name__}")
+    return inner
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``, whatever its nesting.
+
+    >>> move_batch((torch.ones(1), {"label": [torch.zeros(1)]}), torch.device("cpu"))
+    (tensor([1.]), {'label': [tensor([0.])]})
+    """
+    if isinstance(batch, Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_batch(part, device) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(move_batch(part, device) for part in batch)
+    if isinstance(batch, Mapping):
+        return {key: move_batch(part, device) for key, part in batch.items()}
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+class Engine:
+    """One CPU process, plain torch; also the interface that :class:`FabricEngine` fills."""
+
+    rank: int = 0
+    processes: int = 1
+    device: torch.device = torch.device("cpu")
+    scales_loss: bool = False
+
+    def setup(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """The model and optimizer to use in the loop."""
+        return model.to(self.device), optimizer
+
+    def prepare_loader(self, loader: Any, first_epoch: int) -> Any:
+        """The loader of this process, whose next pass is epoch ``first_epoch``."""
+        return loader
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the loss."""
+        loss.backward()
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Total norm of the gradients."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        return get_total_norm(dense, foreach=True)
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, largest: float, norm: Tensor | None) -> None:
+        """Scale the gradients so that their total norm is at most ``largest``."""
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        clip_grads_with_norm_(parameters, largest, self.gradient_norm(parameters) if norm is None else norm)
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Means over the processes."""
+        return dict(values)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+    def scaler_state(self) -> dict[str, Any]:
+        """State of the gradient scaler, where the precision has one."""
+        return {}
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Put back :meth:`scaler_state`."""
+
+
+class FabricEngine(Engine):
+    """Lightning Fabric: accelerators, several devices and nodes, mixed precision."""
+
+    def __init__(self, options: TrainingOptions) -> None:
+        asked = {
+            "accelerator": options.accelerator,
+            "devices": options.devices,
+            "num_nodes": options.num_nodes,
+            "strategy": options.strategy,
+            "precision": options.precision,
+        }
+        with quiet_lightning():
+            from lightning.fabric import Fabric
+
+            try:
+                self.fabric = Fabric(**asked)  # type: ignore[arg-type]
+                self.fabric.launch()
+            except FlowBNNError:
+                raise
+            except Exception as error:
+                asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+                reason = " ".join(str(error).split())[:300]
+                raise FlowBNNError(f"Lightning Fabric refuses {asked_for}: {reason}") from None
+        self.rank = self.fabric.global_rank
+        self.processes = self.fabric.world_size
+        self.device = self.fabric.device
+        self.scales_loss = options.precision == "16-mixed" and self.device.type == "cuda"
+
+    def setup(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        with quiet_lightning():
+            return self.fabric.setup(model, optimizer)
+
+    def prepare_loader(self, loader: Any, first_epoch: int) -> Any:
+        if self.processes == 1:
+            return loader
+        if not isinstance(loader, DataLoader):
+            raise FlowBNNError(
+                f"several devices need a torch DataLoader, which is split among them; got a {type(loader).__name__}"
+            )
+        with quiet_lightning():
+            prepared = self.fabric.setup_dataloaders(loader, move_to_device=False)
+        # Fabric counts its own passes to seed the shuffle; a resumed run must not start again from pass 0
+        prepared._num_iter_calls = first_epoch  # type: ignore[union-attr]
+        return prepared
+
+    def backward(self, loss: Tensor) -> None:
+        self.fabric.backward(loss)
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, largest: float, norm: Tensor | None) -> None:
+        self.fabric.clip_gradients(model, optimizer, max_norm=largest, error_if_nonfinite=False)
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        if self.processes == 1:
+            return dict(values)
+        # one tensor in sorted order: the processes must agree on what they exchange
+        names = sorted(values)
+        kind = torch.float32 if self.device.type == "mps" else torch.float64
+        packed = torch.tensor([values[name] for name in names], dtype=kind, device=self.device)
+        means = self.fabric.all_reduce(packed, reduce_op="mean")
+        assert isinstance(means, Tensor)
+        return dict(zip(names, means.tolist(), strict=True))
+
+    def barrier(self) -> None:
+        self.fabric.barrier()
+
+    def scaler_state(self) -> dict[str, Any]:
+        return self.fabric.strategy.precision.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        self.fabric.strategy.precision.load_state_dict(state)
+
+
+def make_engine(options: TrainingOptions) -> Engine:
+    """The engine that the options ask for."""
+    launched = any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS"))
+    elsewhere = torch.accelerator.is_available() or find_spec("torch_xla") is not None
+    plain = (
+        (options.accelerator == "cpu" or (options.accelerator == "auto" and not elsewhere))
+        and options.devices in (1, "1", "auto")
+        and options.num_nodes == 1
+        and options.strategy == "auto"
+        and options.precision in ("32-true", "32")
+        and not launched
+    )
+    return Engine() if plain else FabricEngine(options)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep Lightning's advice and the warning filters its import adds out of the user's process."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning(\.|_utilities|$)")
+        warnings.filterwarnings(
+            "ignore", category=DeprecationWarning, module=r"(pkg_resources|torchmetrics|torch)"
+        )
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,172 @@
+"""Numbers that stop being numbers: found at once, traced to the layer that made them, never written to disk."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = [
+    "LossGate",
+    "batch_size",
+    "check_finite_batch",
+    "explain_nonfinite_loss",
+    "first_nonfinite_layer",
+    "first_nonfinite_tensor",
+    "named_tensors",
+]
+
+
+def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested batch with its place in it: ``0``, ``1.label``, ..."""
+    if isinstance(batch, Tensor):
+        yield name or "0", batch
+    elif isinstance(batch, Mapping):
+        for key, part in batch.items():
+            yield from named_tensors(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, (list, tuple)):
+        for index, part in enumerate(batch):
+            yield from named_tensors(part, f"{name}.{index}" if name else str(index))
+
+
+def batch_size(batch: Any) -> int:
+    """Rows of the batch's first tensor; 1 where it has no tensor or the tensor no axes.
+
+    >>> batch_size((torch.zeros(8, 3), torch.zeros(8)))
+    8
+    """
+    for _, tensor in named_tensors(batch):
+        return tensor.shape[0] if tensor.dim() else 1
+    return 1
+
+
+def check_finite_batch(batch: Any, epoch: int, index: int) -> None:
+    """Refuse a batch that holds NaN or infinite numbers, or no rows; ``epoch`` and ``index`` count from 0.
+
+    >>> check_finite_batch((torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])), epoch=2, index=5)
+    Traceback (most recent call last):
+    ...
+    flowbnn.errors.FlowBNNError: epoch 3, batch 6: 1 of 2 rows of tensor '0' hold NaN or infinite values; ...
+    """
+    where = f"epoch {epoch + 1}, batch {index + 1}"
+    for name, tensor in named_tensors(batch):
+        if tensor.dim() and tensor.shape[0] == 0:
+            raise FlowBNNError(f"{where}: tensor {name!r} has no rows; leave empty batches out of the loader")
+        if is_finite(tensor):
+            continue
+        bad = ~torch.isfinite(tensor)
+        rows = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
+        total = tensor.shape[0] if tensor.dim() else 1
+        raise FlowBNNError(
+            f"{where}: {rows} of {total} rows of tensor {name!r} hold NaN or infinite values; "
+            "clean the data or leave these rows out"
+        )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all entries are finite. The sum tells in one pass; only a sum that overflowed needs a second look."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return True
+    tensor = tensor.detach()
+    total = tensor.sum() if tensor.is_floating_point() else torch.view_as_real(tensor).sum()
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+
+
+def first_nonfinite_tensor(named: Iterator[tuple[str, Tensor]]) -> str | None:
+    """The first name whose tensor is not finite."""
+    return next((name for name, tensor in named if not is_finite(tensor)), None)
+
+
+def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | None:
+    """The first module, in the order they finish, that turned finite inputs into a non-finite output.
+
+    Args:
+        model: its modules are watched by hooks that are gone afterwards.
+        call: runs the model, without arguments: ``lambda: model(inputs)``.
+
+    Returns:
+        the module's name (``""`` for the model itself), or None when every module kept its numbers finite.
+
+    >>> network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> _ = nn.init.constant_(network[1].weight, float("inf"))
+    >>> first_nonfinite_layer(network, lambda: network(torch.ones(1, 2)))
+    '1'
+    """
+    culprits: list[str] = []
+    inputs_finite: list[bool] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
+
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if inputs_finite.pop() and not culprits and first_nonfinite_tensor(named_tensors(output)):
+                culprits.append(name)
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after(name)))
+        with torch.no_grad():
+            call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return culprits[0] if culprits else None
+
+
+def explain_nonfinite_loss(model: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any]) -> str:
+    """Where a non-finite loss came from, as the middle of an error message."""
+    parameter = first_nonfinite_tensor(model.named_parameters())
+    if parameter is not None:
+        return f"parameter {parameter!r} is not finite, so an earlier gradient was not"
+    try:
+        layer = first_nonfinite_layer(model, call)
+    except Exception as error:
+        return f"and running the batch again failed ({type(error).__name__})"
+    if layer is not None:
+        kind = type(model.get_submodule(layer)).__name__
+        return (
+            f"layer {layer!r} ({kind}) made it first"
+            if layer
+            else f"the forward of {kind} itself made it first"
+        )
+    named = {name: value for name, value in logs.items() if isinstance(value, Tensor)}
+    term = first_nonfinite_tensor(iter(named.items()))
+    if term is not None:
+        return f"every layer's output is finite, but {term!r} is not"
+    return "every layer's output is finite, so the loss function made it"
+
+
+class LossGate:
+    """Is the loss finite? Asked before the optimizer may use its gradients, without stalling a CUDA device.
+
+    On CUDA the answer is copied to the host behind the forward pass and read after the backward pass has been
+    queued: the device works through the backward pass while the host waits for the forward pass only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.waits = device.type == "cuda"
+        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True) if self.waits else None
+        self.event = torch.cuda.Event() if self.waits else None
+
+    def ask(self, loss: Tensor) -> bool:
+        """Before backward: False when the loss is known not to be finite; on CUDA, always True."""
+        if self.answer is None or self.event is None:
+            return math.isfinite(loss.item())
+        self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
+        self.event.record()
+        return True
+
+    def hear(self) -> bool:
+        """After backward: whether the loss was finite."""
+        if self.answer is None or self.event is None:
+            return True
+        self.event.synchronize()
+        return bool(self.answer.item())

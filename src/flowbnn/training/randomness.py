@@ -1,0 +1,111 @@
+"""Every source of randomness that a training run draws on, saved and put back."""
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["Randomness", "loader_generators", "seed_all"]
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (all devices), numpy's global generator and ``random``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """The loader's own generators: its ``generator`` and those of its samplers, each once, in a fixed order."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
+    found: list[torch.Generator] = []
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+class Randomness:
+    """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
+
+    >>> source = torch.Generator().manual_seed(0)
+    >>> randomness = Randomness([source])
+    >>> before = randomness.state()
+    >>> first = torch.rand(1), torch.rand(1, generator=source), random.random()
+    >>> randomness.restore(before)
+    >>> first == (torch.rand(1), torch.rand(1, generator=source), random.random())
+    True
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self.generators: list[torch.Generator] = list(generators)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as nested tensors and plain values."""
+        return {**self.torch_state(), **host_state()}
+
+    def torch_state(self) -> dict[str, Any]:
+        """torch's part of the state: two microseconds, so that it can be kept at every step."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+            "generators": [generator.get_state() for generator in self.generators],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what :meth:`state` or :meth:`torch_state` gave."""
+        self.check(state["generators"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_available():
+            for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(value, device)
+        for generator, value in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(value)
+        if "python" in state:
+            version, words, gauss = state["python"]
+            random.setstate((version, tuple(words.tolist()), gauss))
+            np.random.set_state(state["numpy"])  # noqa: NPY002
+
+    def try_out(self, state: dict[str, Any], source: str | Path) -> None:
+        """Find out whether :meth:`restore` would accept a stored state; the present one stays."""
+        present = self.state()
+        try:
+            self.restore(state)
+        except FlowBNNError:
+            raise
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise FlowBNNError(
+                f"'{source}' is damaged: its random state is refused ({error!r:.150})"
+            ) from None
+        finally:
+            self.restore(present)
+
+    def check(self, states: Sequence[Any]) -> None:
+        """Refuse a state with another number of generators."""
+        if len(states) != len(self.generators):
+            raise FlowBNNError(
+                f"the checkpoint holds the state of {len(states)} random generators, this run has "
+                f"{len(self.generators)}: give the loader and train(generators=...) the same ones as before"
+            )
+
+
+def host_state() -> dict[str, Any]:
+    """The state of ``random`` and of numpy's global generator."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, np.asarray(words, dtype=np.int64), gauss),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+    }

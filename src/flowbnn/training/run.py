@@ -1,0 +1,255 @@
+"""A run in progress: its epochs, its checkpoints, and how it takes up again where it was stopped."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training.checkpoint import Position, Trained, read_run, write_run
+from flowbnn.training.engine import make_engine
+from flowbnn.training.guard import first_nonfinite_tensor
+from flowbnn.training.history import Averages, History
+from flowbnn.training.interrupt import Interrupts
+from flowbnn.training.options import TrainingOptions
+from flowbnn.training.progress import Display, open_tensorboard
+from flowbnn.training.randomness import Randomness, host_state, loader_generators, seed_all
+from flowbnn.training.stepping import Step, Stepper
+from flowbnn.training.storage import check_writable
+
+__all__ = ["Run", "loader_length"]
+
+Validate = Callable[[nn.Module], Mapping[str, float]]
+
+
+def loader_length(loader: Any) -> int | None:
+    """Batches per epoch, where the loader knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class Run:
+    """The state of one call of :func:`flowbnn.training.train`.
+
+    The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
+    epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        step: Step,
+        loader: Iterable[Any],
+        options: TrainingOptions,
+        validate: Validate | None,
+        generators: Iterable[torch.Generator],
+        extra: dict[str, Any],
+    ) -> None:
+        self.trained, self.options, self.validate, self.extra = trained, options, validate, extra
+        self.path: Path | None = options.checkpoint_path
+        if self.path is not None:
+            check_writable(self.path)
+        self.engine = make_engine(options)
+        self.main = self.engine.rank == 0
+        model, optimizer = self.engine.setup(trained.model, trained.optimizer)
+        self.randomness = Randomness([*generators, *loader_generators(loader)])
+        self.stepper = Stepper(step, model, optimizer, trained, self.engine, options, self.randomness)
+        self.position = Position()
+        self.random_start: dict[str, Any] | None = None
+        self.random_now: dict[str, Any] | None = None
+        if options.resume and self.path is not None and self.path.exists():
+            self.resume(self.path)
+        elif options.seed is not None:
+            seed_all(options.seed + self.engine.rank)
+        elif self.engine.rank > 0:
+            # every process starts from torch's one default seed: without this all would draw the same noise
+            seed_all((torch.initial_seed() + self.engine.rank) % 2**32)
+        self.loader = self.engine.prepare_loader(loader, self.position.epoch)
+        self.steps_per_epoch = loader_length(self.loader)
+        self.started = time.monotonic() - self.position.history.seconds
+
+    def resume(self, path: Path) -> None:
+        """Take over the state in the file, or change nothing."""
+        position, parts = read_run(path, self.trained)
+        random = parts["random"]
+        self.randomness.try_out(random["now"], path)
+        try:
+            self.trained.optimizer.load_state_dict(parts["optimizer"])
+            if self.trained.schedule is not None:
+                self.trained.schedule.load_state_dict(parts["schedule"])
+            self.engine.load_scaler_state(parts["scaler"])
+        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise FlowBNNError(f"'{path}' does not fit this optimizer or schedule ({error!r:.150})") from None
+        self.trained.load_weights(parts["weights"])
+        self.position, self.random_now = position, random["now"]
+        position.saved_in = path
+        if position.batches:
+            self.randomness.try_out(random["epoch_start"], path)
+            self.random_start = random["epoch_start"]
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no epoch left to do."""
+        return self.position.history.stopped_early or self.position.epoch >= self.options.epochs
+
+    def go(self) -> History:
+        """All epochs that are left."""
+        modes = [(module, module.training) for module in self.trained.model.modules()]
+        writer = open_tensorboard(self.options.tensorboard if self.main else None, self.position.epoch + 1)
+        try:
+            with ExitStack() as stack:
+                if writer is not None:
+                    stack.callback(writer.close)
+                interrupts = stack.enter_context(Interrupts())
+                display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
+                self.stepper.model.train()
+                while not self.finished:
+                    self.run_epoch(interrupts, display)
+                    self.end_epoch(interrupts, display, writer)
+        except KeyboardInterrupt:
+            self.save_interrupted()
+            raise
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        self.engine.barrier()
+        if self.position.best_weights is not None:
+            self.trained.load_weights(self.position.best_weights)
+        return self.position.history
+
+    def run_epoch(self, interrupts: Interrupts, display: Display) -> None:
+        """The steps of an epoch that are left."""
+        position, every = self.position, self.options.checkpoint_every
+        with interrupts.held():
+            batches = self.begin_epoch()
+        while True:
+            with interrupts.held():
+                self.random_now = self.randomness.torch_state() if self.path is not None else None
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    self.random_now = None
+                    break
+                self.stepper.take(batch, position, self.steps_per_epoch)
+                self.random_now = None
+                if every is not None and position.step % every == 0:
+                    self.save()
+            if display.due():
+                display.update(position.epoch, position.step, position.averages.means())
+        if position.batches == 0:
+            again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
+            raise FlowBNNError(f"the loader gave no batch in epoch {position.epoch + 1}{again}")
+
+    def begin_epoch(self) -> Iterator[Any]:
+        """The epoch's batches, without those that are done."""
+        position, resumed = self.position, self.random_now is not None
+        if self.random_start is not None:
+            self.randomness.restore(self.random_start)
+        elif self.random_now is not None:
+            self.randomness.restore(self.random_now)
+        self.random_start = self.random_start or self.randomness.state()
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if self.engine.processes == 1 and set_epoch is not None:
+            set_epoch(position.epoch)
+        batches = iter(self.loader)
+        for done in range(position.batches):
+            if next(batches, batches) is batches:
+                raise FlowBNNError(
+                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this "
+                    f"loader has only {done}: give it the same data and batch size as before"
+                )
+        if position.batches and self.random_now is not None:
+            self.randomness.restore(self.random_now)
+        if resumed and self.engine.rank > 0:
+            # the file holds the draws of rank 0; the other processes must not repeat them
+            seed_all((torch.initial_seed() + 7919 * self.engine.rank + position.step) % 2**32)
+        self.random_now = None
+        return batches
+
+    def end_epoch(self, interrupts: Interrupts, display: Display, writer: Any) -> None:
+        """Validation, the record, the schedule, early stopping and the checkpoint."""
+        position, options = self.position, self.options
+        self.random_now = self.randomness.state()
+        record = position.averages.means()
+        record["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
+        record = self.engine.mean(record | self.validated())
+        with interrupts.held():
+            self.stepper.updating = True
+            self.step_schedule(record)
+            position.judge(record, options.early_stop, self.trained)
+            position.history.records.append(record)
+            position.history.steps = position.step
+            position.history.seconds = time.monotonic() - self.started
+            position.epoch, position.batches, position.averages = position.epoch + 1, 0, Averages()
+            self.random_start = self.random_now = None
+            self.stepper.updating = False
+            if options.checkpoint_every is None or self.finished:
+                self.save()
+            if writer is not None:
+                for name, value in record.items():
+                    writer.add_scalar(name, value, position.epoch)
+        display.validated(record)
+        display.update(position.epoch, position.step, record)
+
+    def step_schedule(self, record: Mapping[str, float]) -> None:
+        """The learning-rate schedule, where it goes by epochs."""
+        schedule, rule = self.trained.schedule, self.options.early_stop
+        if schedule is None or self.options.schedule_every == "step":
+            return
+        if isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(rule.read(record) if rule else record["loss"])
+        else:
+            schedule.step()
+
+    def validated(self) -> dict[str, float]:
+        """The numbers of ``validate``, with the model in evaluation mode."""
+        if self.validate is None:
+            return {}
+        model = self.trained.model
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                values = self.validate(model)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        prefix = "validation_"
+        return {prefix + name.removeprefix(prefix): float(value) for name, value in values.items()}
+
+    def save(self) -> None:
+        """Write the checkpoint; weights that are not finite never replace good ones."""
+        if self.path is None or not self.main:
+            return
+        position = self.position
+        position.history.seconds = time.monotonic() - self.started
+        broken = first_nonfinite_tensor(zip(self.trained.names, self.trained.parameters, strict=True))
+        if broken is not None:
+            raise FlowBNNError(f"parameter {broken!r} is not finite {position.words}{position.last_good}")
+        now = {**host_state(), **(self.random_now or self.randomness.torch_state())}
+        random = {"now": now, "epoch_start": self.random_start or {}}
+        write_run(self.path, self.trained, position, random, self.engine.scaler_state(), self.extra)
+        position.saved_in = self.path
+
+    def save_interrupted(self) -> None:
+        """Save on Ctrl-C, unless it tore an update apart, and say where the state is."""
+        if self.path is None or not self.main:
+            return
+        try:
+            if not self.stepper.updating:
+                self.save()
+            saved = self.position.saved_in
+            told = (
+                f"its state is in '{saved}', resume=True goes on from there" if saved else "nothing was saved"
+            )
+        except FlowBNNError as error:
+            told = str(error)
+        print(f"flowbnn: interrupted in epoch {self.position.epoch + 1}; {told}", file=sys.stderr)

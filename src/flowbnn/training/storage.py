@@ -1,0 +1,174 @@
+"""Tensors and a JSON document in one safetensors file that appears whole or not at all.
+
+The document travels in the header of the file, so one rename publishes both. A file is written beside its target,
+flushed to the disk, and renamed over it: a reader, or a run that is killed, sees the old file or the new one.
+Nothing is ever unpickled.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["check_writable", "load_tensors", "save_tensors"]
+
+FORMAT = 1
+HEADER = "flowbnn"
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Path:
+    """Write named tensors and a JSON document to one safetensors file, atomically.
+
+    Tensors that are the same memory (tied weights) are stored once and come back as one tensor. If anything fails,
+    what was at ``path`` before is still there. Missing parent folders are made.
+
+    Args:
+        path: the file, by custom ``*.safetensors``.
+        tensors: dense tensors on any device.
+        document: anything ``json`` can write; floats come back to the bit.
+
+    >>> import tempfile
+    >>> weight = torch.ones(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_tensors(f"{folder}/a.safetensors", {"encoder": weight, "decoder": weight}, {"epoch": 3})
+    ...     tensors, document = load_tensors(path)
+    >>> tensors["encoder"] is tensors["decoder"], document
+    (True, {'epoch': 3})
+    """
+    path = Path(path)
+    stored, aliases = _without_aliases(tensors)
+    try:
+        text = json.dumps({"format": FORMAT, "aliases": aliases, "document": document})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FlowBNNError(f"cannot write '{path}': its document is not JSON ({error})") from None
+    temporary = _temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(stored, temporary, metadata={HEADER: text})
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise FlowBNNError(
+            f"cannot write '{path}' ({_reason(error)}); what was there before is kept"
+        ) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return path
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`save_tensors` wrote: the tensors, on the CPU, and the document.
+
+    A file that is missing, cut short, or something else altogether gives one :class:`FlowBNNError` line.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FlowBNNError(f"there is no file '{path}'")
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+        if start.startswith(b"\x80") or start == b"PK\x03\x04":
+            raise FlowBNNError(
+                f"'{path}' is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
+            )
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            header = (opened.metadata() or {}).get(HEADER)
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    except FlowBNNError:
+        raise
+    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        raise FlowBNNError(f"'{path}' is cut short or no safetensors file ({_reason(error)})") from None
+    if header is None:
+        raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it")
+    return _with_document(path, tensors, header)
+
+
+def check_writable(path: str | Path) -> None:
+    """Find out now, by writing a file of one byte, whether ``path`` can be written later; clears old left-overs."""
+    path = Path(path)
+    if path.is_dir():
+        raise FlowBNNError(f"'{path}' is a folder, but a file is to be written there")
+    probe = _temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(f".{path.name}.*.part"):
+            leftover.unlink(missing_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise FlowBNNError(
+            f"cannot write in folder '{path.parent}' ({_reason(error)}); name another folder or make it writable"
+        ) from None
+
+
+def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == "__metadata__":
+            raise FlowBNNError(f"{name!r} cannot name a stored tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise FlowBNNError(
+                f"tensor {name!r} is sparse, quantized or on the meta device: store a dense one"
+            )
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            aliases[name] = seen[place]
+            continue
+        seen[place] = name
+        # a contiguous copy of its own: views into one storage are refused by the format
+        stored[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return stored, aliases
+
+
+def _with_document(
+    path: Path, tensors: dict[str, Tensor], header: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        content = json.loads(header)
+        version, aliases, document = content["format"], content["aliases"], content["document"]
+        if version != FORMAT:
+            raise FlowBNNError(
+                f"'{path}' has format {version!r}, this flowbnn reads {FORMAT}: install the one that wrote it"
+            )
+        if not isinstance(document, dict):
+            raise TypeError("its document is not a mapping")
+        tensors.update({name: tensors[target] for name, target in aliases.items()})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, FlowBNNError):
+            raise
+        raise FlowBNNError(
+            f"'{path}' has a damaged header ({type(error).__name__}: {_reason(error)})"
+        ) from None
+    return tensors, document
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open a folder, and renames there need no flush
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.strip().split("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,87 @@
+"""Transforms made of transforms."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.numerics import sum_rightmost
+from flowbnn.transforms.base import Transform
+
+__all__ = ["Compose", "Inverse"]
+
+
+class Compose(Transform):
+    r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
+
+    Its ``event_dim`` is the largest of its parts', whose log-dets are summed to that shape. An empty ``Compose()`` is the
+    identity on vectors.
+
+    >>> import torch
+    >>> from flowbnn.transforms import Exp, Reverse
+    >>> x, log_det = Compose(Exp(), Reverse(3))(torch.tensor([0.0, 1.0, 2.0]))
+    >>> x, log_det
+    (tensor([7.3891, 2.7183, 1.0000]), tensor(3.))
+    """
+
+    def __init__(self, *parts: Transform) -> None:
+        super().__init__()
+        for part in parts:
+            if not isinstance(part, Transform):
+                raise FlowBNNError(f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)")
+        self.parts = nn.ModuleList(parts)
+        self.event_dim = max((part.event_dim for part in parts), default=1)
+        kinds = {part.linearity for part in parts}
+        self.linearity = "none" if "none" in kinds else "affine" if "affine" in kinds else "diagonal"
+        inverses = {part.inverse_kind for part in parts}
+        self.inverse_kind = (
+            "none" if "none" in inverses else "numerical" if "numerical" in inverses else "exact"
+        )
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._chain([(part.forward, part.event_dim) for part in self], z, context)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._chain([(part.inverse, part.event_dim) for part in reversed(list(self))], x, context)
+
+    def _chain(self, maps: Sequence[tuple[Any, int]], value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = value.new_zeros(value.shape[: value.ndim - self.event_dim])
+        for function, event_dim in maps:
+            value, log_det = function(value, context)
+            total = total + sum_rightmost(log_det, self.event_dim - event_dim)
+        return value, total
+
+    def __iter__(self) -> Iterator[Transform]:
+        return iter(self.parts)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Transform:
+        return self.parts[index]  # type: ignore[return-value]
+
+
+class Inverse(Transform):
+    r"""The same bijection run backwards: its forward is the part's inverse.
+
+    >>> import torch
+    >>> from flowbnn.transforms import Exp
+    >>> Inverse(Exp())(torch.tensor([1.0]))[0]
+    tensor([0.])
+    """
+
+    def __init__(self, part: Transform) -> None:
+        super().__init__()
+        if part.inverse_kind == "none":
+            raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
+        self.part = part
+        self.event_dim = part.event_dim
+        self.linearity = part.linearity
+        self.inverse_kind = part.inverse_kind
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.part.inverse(z, context)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.part.forward(x, context)

@@ -1,0 +1,201 @@
+"""Coupling layers: one part of the vector moves, the other says how."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets import MLP
+from flowbnn.numerics import soft_clamp
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.checks import check_width
+
+__all__ = ["AdditiveCoupling", "AffineCoupling", "Coupling"]
+
+Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
+
+
+class Coupling(Transform):
+    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(z_A, c))` with :math:`g` monotone in each entry.
+
+    A subclass says how many parameters an entry takes (``per_entry``) and writes :meth:`move` and :meth:`move_back`;
+    each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
+
+    Args:
+        dim: length of the vectors, at least 2.
+        mask: what is kept, :math:`A`: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
+            boolean per entry.
+        flip: exchange what is kept and what is moved.
+        hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
+        net: a module called as ``net(kept, context)`` that gives ``per_entry`` numbers for each moved entry.
+    """
+
+    per_entry: int = 0
+    mask: Tensor
+    kept_index: Tensor
+    moved_index: Tensor
+    restore: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        mask: Mask = "half",
+        flip: bool = False,
+        hidden: Sequence[int] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: int = 0,
+        net: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 2:
+            raise FlowBNNError(
+                f"a coupling needs at least 2 dimensions, not {dim}; for one number use Affine"
+            )
+        self.dim = dim
+        keep = _read_mask(mask, dim)
+        self.register_buffer("mask", ~keep if flip else keep)
+        for name in ("kept_index", "moved_index", "restore"):
+            self.register_buffer(name, torch.empty(0, dtype=torch.long), persistent=False)
+        self._arrange()
+        self.register_load_state_dict_post_hook(_arrange_after_load)
+        kept = self.kept_index.numel()
+        self.net = net or MLP(kept, self.per_entry * (dim - kept), hidden, activation, context_dim)
+
+    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """The moved entries and the log-det, given ``parameters`` of ``per_entry`` numbers for each entry."""
+        raise NotImplementedError(f"{type(self).__name__} must define move(value, parameters)")
+
+    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of :meth:`move` for the same parameters."""
+        raise NotImplementedError(f"{type(self).__name__} must define move_back(value, parameters)")
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        kept, moved = self._split(z)
+        moved, log_det = self.move(moved, self._condition(kept, moved, context))
+        return self._join(kept, moved), log_det
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        kept, moved = self._split(x)
+        moved, log_det = self.move_back(moved, self._condition(kept, moved, context))
+        return self._join(kept, moved), log_det
+
+    def _condition(self, kept: Tensor, moved: Tensor, context: Tensor | None) -> Tensor:
+        parameters = self.net(kept, context)
+        wanted = (*moved.shape[:-1], self.per_entry * moved.shape[-1])
+        if parameters.shape != wanted:
+            raise FlowBNNError(
+                f"the net of a coupling must give {wanted} here, not {tuple(parameters.shape)}"
+            )
+        return parameters
+
+    def _arrange(self) -> None:
+        keep = self.mask.tolist()
+        kept = [i for i, here in enumerate(keep) if here]
+        moved = [i for i, here in enumerate(keep) if not here]
+        device = self.mask.device
+        self.kept_index = torch.tensor(kept, device=device)
+        self.moved_index = torch.tensor(moved, device=device)
+        self.restore = torch.argsort(torch.tensor(kept + moved, device=device))
+        # slices are cheaper than indices, so the usual halves are told apart here, once
+        self._kept_count = len(kept)
+        self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
+
+    def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        check_width(value, self.dim, self)
+        if self._layout == "first":
+            return value[..., : self._kept_count], value[..., self._kept_count :]
+        if self._layout == "last":
+            return value[..., -self._kept_count :], value[..., : -self._kept_count]
+        return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
+
+    def _join(self, kept: Tensor, moved: Tensor) -> Tensor:
+        if self._layout == "first":
+            return torch.cat([kept, moved], dim=-1)
+        if self._layout == "last":
+            return torch.cat([moved, kept], dim=-1)
+        return torch.cat([kept, moved], dim=-1).index_select(-1, self.restore)
+
+
+class AdditiveCoupling(Coupling):
+    r"""NICE: :math:`x_A = z_A,\; x_B = z_B + t(z_A)` with :math:`\log|\det| = 0` (Dinh, Krueger & Bengio 2015).
+
+    Starts at the identity. Arguments as in :class:`Coupling`.
+
+    >>> x, log_det = AdditiveCoupling(3)(torch.ones(2, 3))
+    >>> x.detach().sum(), log_det
+    (tensor(6.), tensor([0., 0.]))
+    """
+
+    per_entry = 1
+
+    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return value + parameters, value.new_zeros(value.shape[:-1])
+
+    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return value - parameters, value.new_zeros(value.shape[:-1])
+
+
+class AffineCoupling(Coupling):
+    r"""RealNVP: :math:`x_A = z_A,\; x_B = e^{s(z_A)} \odot z_B + t(z_A)` with :math:`\log|\det| = \sum_i s_i(z_A)`.
+
+    Dinh, Sohl-Dickstein & Bengio 2017. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`: an unbounded
+    one multiplies along a stack until it overflows, in float64 as well. Starts at the identity.
+
+    Args:
+        bound: largest size :math:`b` of the log-scale.
+        dim, mask, flip, hidden, activation, context_dim, net: as in :class:`Coupling`; the net gives all log-scales
+            :math:`a`, then all shifts :math:`t`.
+
+    >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
+    >>> x.shape, log_det.detach()
+    (torch.Size([2, 4]), tensor([0., 0.]))
+    """
+
+    per_entry = 2
+
+    def __init__(
+        self,
+        dim: int,
+        mask: Mask = "half",
+        flip: bool = False,
+        hidden: Sequence[int] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: int = 0,
+        net: nn.Module | None = None,
+        bound: float = 2.0,
+    ) -> None:
+        super().__init__(dim, mask, flip, hidden, activation, context_dim, net)
+        if not bound > 0.0:
+            raise FlowBNNError(f"the bound of the log-scale must be positive, not {bound}")
+        self.bound = bound
+
+    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        raw, shift = parameters.chunk(2, dim=-1)
+        log_scale = soft_clamp(raw, self.bound)
+        return value * log_scale.exp() + shift, log_scale.sum(-1)
+
+    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        raw, shift = parameters.chunk(2, dim=-1)
+        log_scale = soft_clamp(raw, self.bound)
+        return (value - shift) * (-log_scale).exp(), -log_scale.sum(-1)
+
+
+def _read_mask(mask: Mask, dim: int) -> Tensor:
+    if isinstance(mask, str):
+        if mask == "half":
+            return torch.arange(dim) < dim // 2
+        if mask == "alternating":
+            return torch.arange(dim) % 2 == 0
+        raise FlowBNNError(f"the mask of a coupling is 'half', 'alternating' or booleans, not '{mask}'")
+    keep = torch.as_tensor(mask)
+    if keep.dtype != torch.bool or keep.shape != (dim,):
+        raise FlowBNNError(f"the mask of a coupling has one boolean for each of its {dim} dimensions")
+    if bool(keep.all()) or not bool(keep.any()):
+        raise FlowBNNError("the mask of a coupling must keep at least one dimension and move at least one")
+    return keep.clone()
+
+
+def _arrange_after_load(module: nn.Module, incompatible: Any) -> None:
+    module._arrange()  # type: ignore[operator]

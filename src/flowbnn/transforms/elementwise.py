@@ -1,0 +1,154 @@
+r"""Monotone maps of single numbers, without parameters.
+
+All have ``event_dim = 0``: the log-det has the shape of the value. What a float cannot hold is saturated, not passed
+on as infinity: inverses move values on or outside the border of the image to the nearest number inside it, so that a
+sample that was rounded onto the border (``tanh(10)`` is exactly 1 in float32) still has a finite inverse and log-det.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.numerics import inverse_softplus
+from flowbnn.transforms.base import Transform
+
+__all__ = ["Exp", "LeakyReLU", "Logit", "Sigmoid", "Softplus", "Tanh"]
+
+
+def _below_one(value: Tensor) -> float:
+    """The largest number of the value's type that is less than one."""
+    return 1.0 - 0.5 * torch.finfo(value.dtype).eps
+
+
+def _positive(value: Tensor) -> Tensor:
+    """The value moved into the open half line, in its own type."""
+    limits = torch.finfo(value.dtype)
+    return value.clamp(limits.tiny, limits.max)
+
+
+class Tanh(Transform):
+    r""":math:`x = \tanh z`, with :math:`\log|dx/dz| = 2(\log 2 - z + \log\mathrm{sigmoid}(2z))`, onto :math:`(-1, 1)`.
+
+    >>> Tanh()(torch.tensor([0.0, 50.0]))
+    (tensor([0., 1.]), tensor([  0.0000, -98.6137]))
+    """
+
+    event_dim = 0
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return torch.tanh(z), self._log_slope(z)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        limit = _below_one(x)
+        z = torch.atanh(x.clamp(-limit, limit))
+        return z, -self._log_slope(z)
+
+    @staticmethod
+    def _log_slope(z: Tensor) -> Tensor:
+        return 2.0 * (math.log(2.0) - z + F.logsigmoid(2.0 * z))
+
+
+class Sigmoid(Transform):
+    r""":math:`x = 1 / (1 + e^{-z})`, with :math:`\log|dx/dz| = \log x + \log(1 - x)`, onto :math:`(0, 1)`.
+
+    >>> Sigmoid()(torch.tensor([0.0, -50.0]))
+    (tensor([5.0000e-01, 1.9287e-22]), tensor([ -1.3863, -50.0000]))
+    """
+
+    event_dim = 0
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
+        log_x, log_rest = torch.log(x), torch.log1p(-x)
+        return log_x - log_rest, -(log_x + log_rest)
+
+
+class Logit(Transform):
+    r""":math:`x = \log z - \log(1 - z)` from :math:`(0, 1)` onto the line: :class:`Sigmoid` run backwards.
+
+    >>> Logit()(torch.tensor([0.5]))
+    (tensor([0.]), tensor([1.3863]))
+    """
+
+    event_dim = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sigmoid = Sigmoid()
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.sigmoid.inverse(z)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.sigmoid.forward(x)
+
+
+class Softplus(Transform):
+    r""":math:`x = \log(1 + e^z)`, with :math:`\log|dx/dz| = \log\mathrm{sigmoid}(z)`, onto :math:`(0, \infty)`.
+
+    >>> Softplus()(torch.tensor([0.0, 90.0]))
+    (tensor([ 0.6931, 90.0000]), tensor([-6.9315e-01, -8.1940e-40]))
+    """
+
+    event_dim = 0
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # torch's softplus turns into the identity at 20, an error of 2e-9 that float64 would show
+        return -F.logsigmoid(-z), F.logsigmoid(z)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = _positive(x)
+        return inverse_softplus(x), -torch.log(-torch.expm1(-x))
+
+
+class Exp(Transform):
+    r""":math:`x = e^z`, with :math:`\log|dx/dz| = z`, onto :math:`(0, \infty)`.
+
+    Saturates where the type would overflow or lose its last digits: at :math:`z = 88.7` and :math:`-87.3` in float32.
+
+    >>> Exp()(torch.tensor([0.0, 1.0]))
+    (tensor([1.0000, 2.7183]), tensor([0., 1.]))
+    """
+
+    event_dim = 0
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        limits = torch.finfo(z.dtype)
+        # a few roundings inside the logarithm of the largest number, so that exp cannot round up to infinity
+        z = z.clamp(math.log(limits.tiny), math.log(limits.max) * (1.0 - 4.0 * limits.eps))
+        return z.exp(), z
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z = _positive(x).log()
+        return z, -z
+
+
+class LeakyReLU(Transform):
+    r""":math:`x = z` where :math:`z \ge 0` and :math:`x = a z` elsewhere, with :math:`\log|dx/dz| = [z < 0] \log a`.
+
+    Args:
+        slope: the slope :math:`a > 0` of the negative side.
+
+    >>> LeakyReLU(0.5)(torch.tensor([2.0, -2.0]))
+    (tensor([ 2., -1.]), tensor([-0.0000, -0.6931]))
+    """
+
+    event_dim = 0
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__()
+        if not (0.0 < slope < math.inf):
+            raise FlowBNNError(f"the slope of LeakyReLU must be positive and finite, not {slope}")
+        self.slope = slope
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return torch.where(z < 0, self.slope * z, z), (z < 0).to(z.dtype) * math.log(self.slope)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return torch.where(x < 0, x / self.slope, x), (x < 0).to(x.dtype) * -math.log(self.slope)

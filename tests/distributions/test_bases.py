@@ -1,0 +1,79 @@
+"""Bases against torch's own distributions and moments."""
+
+import pytest
+import torch
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+
+from flowbnn.distributions import DiagonalNormal, MixtureBase, NormalBase, NormalMixture
+from flowbnn.errors import FlowBNNError
+
+
+def test_diagonal_normal_is_torchs_independent_normal():
+    loc, scale = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64) + 0.1
+    ours, theirs = DiagonalNormal(loc, scale), Independent(Normal(loc, scale), 1)
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(ours.log_prob(x), theirs.log_prob(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.entropy(), theirs.entropy(), rtol=0, atol=1e-12)
+    assert (ours.batch_shape, ours.event_shape) == (theirs.batch_shape, theirs.event_shape)
+    torch.testing.assert_close(ours.variance, theirs.variance)
+    assert ours.expand((2, 4)).rsample((5,)).shape == (5, 2, 4, 3)
+
+
+def test_mixture_is_torchs_mixture():
+    loc, scale = torch.randn(3, 2, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64) + 0.1
+    ours = NormalMixture(loc, scale)
+    theirs = MixtureSameFamily(Categorical(torch.ones(3)), Independent(Normal(loc, scale), 1))
+    x = torch.randn(7, 2, dtype=torch.float64)
+    torch.testing.assert_close(ours.log_prob(x), theirs.log_prob(x), rtol=0, atol=1e-7)  # theirs keeps float32 weights
+    torch.testing.assert_close(ours.mean, theirs.mean.double(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(ours.variance, theirs.variance.double(), rtol=0, atol=1e-7)
+    assert ours.rsample((4, 2)).shape == (4, 2, 2)
+    assert ours.expand((6,)).rsample((4,)).shape == (4, 6, 2)
+    assert ours.expand((6,)).log_prob(torch.zeros(4, 6, 2, dtype=torch.float64)).shape == (4, 6)
+
+
+def test_mixture_draws_have_the_mixtures_moments():
+    mixture = NormalMixture(torch.tensor([[-2.0], [2.0]]), torch.tensor([[0.5], [1.0]]))
+    count = 200_000
+    draws = mixture.rsample((count,), generator=torch.Generator().manual_seed(0))
+    spread = mixture.variance.sqrt() / count**0.5
+    assert (draws.mean(0) - mixture.mean).abs() < 4 * spread
+    fourth = ((draws - mixture.mean) ** 4).mean(0)
+    assert (draws.var(0) - mixture.variance).abs() < 4 * ((fourth - mixture.variance**2) / count).sqrt()
+
+
+def test_mixture_gradient_is_that_of_the_expectation():
+    """d/dmu_k E[x^2] = 2 mu_k / K, which the pathwise gradient must give."""
+    loc = torch.tensor([[-1.0], [3.0]], requires_grad=True)
+    draws = NormalMixture(loc, torch.ones(2, 1)).rsample((200_000,), torch.Generator().manual_seed(0))
+    (draws**2).mean().backward()
+    torch.testing.assert_close(loc.grad, loc.detach(), rtol=0, atol=0.03)
+
+
+def test_generators_repeat():
+    for base in (NormalBase(3), MixtureBase(3, 2)):
+        first, second = (base().rsample((4,), generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def test_bases_move_and_save():
+    base = MixtureBase(3, 2).double()
+    assert base.distribution().rsample((2,)).dtype == torch.float64
+    other = MixtureBase(3, 2).double()
+    other.load_state_dict(base.state_dict())
+    assert torch.equal(other.loc, base.loc)
+    assert set(NormalBase(2).state_dict()) == {"loc", "scale"}
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: NormalBase(0), "at least one dimension"),
+        (lambda: NormalBase(2, scale=0.0), "above 0, not 0.0"),
+        (lambda: NormalBase(2, scale=-1.0), "above 0, not -1.0"),
+        (lambda: MixtureBase(2, components=0), "at least one component"),
+    ],
+)
+def test_bad_bases(make, line):
+    with pytest.raises(FlowBNNError, match=line):
+        make()

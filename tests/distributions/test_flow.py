@@ -1,0 +1,180 @@
+"""Flows as torch.distributions, their divergence against closed forms and quadrature, and foreign transforms."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
+from torch.distributions import transforms as torch_transforms
+
+from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalBase, divergence, from_torch
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Affine, AffineCoupling, Compose, Exp, Inverse, LULinear, Planar, Radial, Transform
+
+DOUBLE = torch.float64
+
+
+def perturbed(transform: Transform, size: float = 0.4) -> Transform:
+    generator = torch.Generator().manual_seed(3)
+    transform.double()
+    with torch.no_grad():
+        for parameter in transform.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=DOUBLE))
+    return transform.eval()
+
+
+def normal(dim: int, loc: float = 1.0, scale: float = 0.5) -> DiagonalNormal:
+    return DiagonalNormal(torch.full((dim,), loc, dtype=DOUBLE), torch.full((dim,), scale, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("transform", [Affine(3), Planar(3), Radial(3), Compose(Affine(3), LULinear(3), AffineCoupling(3))])
+def test_one_pass_density_is_the_inverse_density(transform):
+    flow = Flow(normal(3), perturbed(transform))
+    x, log_prob = flow.rsample_and_log_prob((5, 2))
+    assert x.shape == (5, 2, 3)
+    assert log_prob.shape == (5, 2)
+    torch.testing.assert_close(flow.log_prob(x), log_prob, rtol=0, atol=1e-8)
+
+
+def test_a_lognormal_by_hand():
+    flow = Flow(Independent(Normal(torch.zeros(2), torch.ones(2)), 1), Exp())
+    x = torch.tensor([[0.5, 2.0]])
+    expected = torch.distributions.LogNormal(0.0, 1.0).log_prob(x).sum(-1)
+    torch.testing.assert_close(flow.log_prob(x), expected)
+    scalar = Flow(Normal(torch.zeros(()), torch.ones(())), Exp())
+    torch.testing.assert_close(scalar.log_prob(torch.tensor(2.0)), torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0)))
+
+
+def test_it_is_a_citizen():
+    flow = Flow(normal(3), perturbed(Planar(3)))
+    assert flow.sample((4,)).requires_grad is False
+    assert flow.rsample((4,)).requires_grad
+    wide = flow.expand((2,))
+    assert wide.batch_shape == (2,)
+    assert wide.rsample((4,)).shape == (4, 2, 3)
+    assert wide.log_prob(torch.ones(4, 2, 3, dtype=DOUBLE)).shape == (4, 2)
+    assert Flow(normal(3), Affine(3).double(), validate_args=True).log_prob(torch.ones(3, dtype=DOUBLE)).ndim == 0
+
+
+def test_refusals():
+    with pytest.raises(FlowBNNError, match="events of 1 axes"):
+        Flow(Normal(torch.zeros(()), torch.ones(())), Planar(3))
+    with pytest.raises(FlowBNNError, match="takes no generator"):
+        Flow(Normal(torch.zeros(2), torch.ones(2)), Affine(2)).rsample(generator=torch.Generator())
+
+    class OneWay(Transform):
+        inverse_kind = "none"
+
+    with pytest.raises(FlowBNNError, match="use rsample_and_log_prob"):
+        Flow(normal(2), OneWay()).log_prob(torch.zeros(2))
+    with pytest.raises(FlowBNNError, match="has no inverse"):
+        Inverse(OneWay())
+
+
+# --- divergence ---------------------------------------------------------------------------------------------------------
+
+
+def test_diagonal_kl_is_torchs():
+    q = Flow(normal(3), perturbed(Affine(3)))
+    log_scale, shift = q.transform.log_scale, q.transform.shift
+    plain = Independent(Normal(log_scale.exp() + shift, 0.5 * log_scale.exp()), 1)
+    prior = normal(3, 0.7, 0.9)
+    expected = kl_divergence(plain, Independent(Normal(prior.loc, prior.scale), 1))
+    found = divergence(q, prior)
+    torch.testing.assert_close(found.kl, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.entropy, plain.entropy(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(kl_divergence(q, prior), expected, rtol=0, atol=1e-12)
+
+
+def test_full_matrix_kl_is_torchs():
+    q = Flow(normal(4), perturbed(Compose(Affine(4), LULinear(4), Affine(4), LULinear(4))))
+    assert q.transform.linearity == "affine"
+    offset = q.transform(torch.zeros(4, dtype=DOUBLE))[0]
+    matrix = (q.transform(torch.eye(4, dtype=DOUBLE))[0] - offset).T
+    covariance = 0.25 * matrix @ matrix.T
+    plain = MultivariateNormal(matrix.sum(1) + offset, covariance)
+    prior = normal(4)
+    expected = kl_divergence(plain, MultivariateNormal(prior.loc, torch.diag(prior.variance)))
+    torch.testing.assert_close(divergence(q, prior).kl, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(divergence(q, prior).entropy, plain.entropy(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [lambda: Planar(2), lambda: Radial(2), lambda: AffineCoupling(2)])
+def test_sampled_kl_is_the_integral(make):
+    """Quadrature of q log(q/p) on a grid against draws, within four standard errors."""
+    q, prior = Flow(normal(2), perturbed(make())), normal(2)
+    axis = torch.linspace(-6, 8, 900, dtype=DOUBLE)
+    grid = torch.cartesian_prod(axis, axis)
+    with torch.no_grad():
+        log_q = q.log_prob(grid)
+        integral = (log_q.exp() * (log_q - prior.log_prob(grid))).sum() * (axis[1] - axis[0]) ** 2
+        estimates = torch.stack([divergence(q, prior, samples=500).kl for _ in range(40)])
+    assert (estimates.mean() - integral).abs() < 4 * estimates.std() / 40**0.5 + 1e-3
+    with pytest.raises(NotImplementedError, match="no closed form"):
+        kl_divergence(q, prior)
+
+
+def test_mixture_kl_is_the_integral():
+    base = MixtureBase(1, 2, spread=1.0).double()
+    q, prior = Flow(base(), Affine(1).double()), normal(1)
+    grid = torch.linspace(-8, 10, 20_000, dtype=DOUBLE)[:, None]
+    with torch.no_grad():
+        log_q = q.log_prob(grid)
+        integral = (log_q.exp() * (log_q - prior.log_prob(grid))).sum() * (grid[1, 0] - grid[0, 0])
+        estimates = torch.stack([divergence(q, prior, samples=500).kl for _ in range(40)])
+    assert (estimates.mean() - integral).abs() < 4 * estimates.std() / 40**0.5
+
+
+def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
+    prior = normal(5)
+    assert divergence(Flow(prior, Affine(5).double()), prior).kl.abs() < 1e-14
+    for seed in range(20):
+        torch.manual_seed(seed)
+        transform = Compose(Affine(5), LULinear(5)).double()
+        with torch.no_grad():
+            for parameter in transform.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        assert divergence(Flow(prior, transform), prior).kl > 0
+
+
+# --- foreign transforms -------------------------------------------------------------------------------------------------
+
+
+def test_from_torch_matches_ours_and_trains():
+    scale = nn.Parameter(torch.tensor([2.0, 0.5]))
+    foreign = from_torch(
+        torch_transforms.ComposeTransform(
+            [torch_transforms.AffineTransform(torch.tensor([1.0, 0.0]), scale, event_dim=1), torch_transforms.TanhTransform()]
+        )
+    )
+    assert [p is scale for p in foreign.parameters()] == [True]
+    z = torch.tensor([[0.1, -0.3], [0.4, 0.2]])
+    x, log_det = foreign(z)
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda row: foreign(row)[0]))(z)
+    torch.testing.assert_close(log_det, torch.linalg.slogdet(jacobian)[1])
+    torch.testing.assert_close(foreign.inverse(x)[0], z)
+    torch.testing.assert_close(foreign.inverse(x)[1], -log_det)
+    flow = Flow(NormalBase(2)(), foreign)
+    flow.rsample_and_log_prob((5,))[1].sum().backward()
+    assert scale.grad.abs().sum() > 0
+
+
+def test_from_torch_takes_lazy_modules():
+    """As zuko's: a module that returns a transform, with or without a context."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(2))
+
+        def forward(self, context=None):
+            shift = self.shift if context is None else self.shift + context
+            return torch_transforms.AffineTransform(shift, 2.0, event_dim=1)
+
+    transform = from_torch(Lazy())
+    assert transform(torch.zeros(2))[0].tolist() == [1.0, 1.0]
+    assert transform(torch.zeros(2), torch.ones(2))[0].tolist() == [2.0, 2.0]
+    assert len(list(transform.parameters())) == 1
+    ours = Planar(2)
+    assert from_torch(ours) is ours
+    with pytest.raises(FlowBNNError, match="takes a torch.distributions Transform"):
+        from_torch(3)

@@ -1,0 +1,137 @@
+"""Calibration errors worked by hand, the edges of the bins above all."""
+
+import json
+
+import pytest
+import torch
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.metrics import calibration_error, reliability
+
+
+def two_classes(confidences: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Class 0 is predicted with these confidences."""
+    p = torch.tensor(confidences, dtype=dtype)
+    return torch.stack([p, 1 - p], -1)
+
+
+def test_fifteen_equal_bins_by_hand() -> None:
+    # bins of width 1/15: 0.95 and 0.97 share (14/15, 1]; 0.85 has (12/15, 13/15] alone; 0.55 has (8/15, 9/15]
+    probabilities = two_classes([0.95, 0.97, 0.85, 0.55])
+    targets = torch.tensor([0, 1, 0, 1])
+    by_hand = (2 * abs(0.5 - 0.96) + abs(1 - 0.85) + abs(0 - 0.55)) / 4
+    assert calibration_error(probabilities, targets) == pytest.approx(by_hand, abs=1e-14)
+
+
+def test_confidence_of_exactly_one_shares_the_last_bin() -> None:
+    probabilities, targets = two_classes([1.0, 0.99], torch.float32), torch.tensor([1, 0])
+    assert calibration_error(probabilities, targets) == pytest.approx(abs(0.5 - 0.995), abs=1e-7)
+    assert reliability(probabilities, targets)[-1]["fraction"] == 1.0
+    # the reason for our own: torchmetrics opens a sixteenth bin
+    other = multiclass_calibration_error(probabilities, targets, num_classes=2, n_bins=15)
+    assert other.item() == pytest.approx((1 + 0.01) / 2, abs=1e-6)
+
+
+def test_rounding_above_one_is_not_taken_for_logits() -> None:
+    probabilities = two_classes([1.0, 0.99], torch.float32)
+    above = probabilities.clone()
+    above[0, 0] += 2e-7
+    targets = torch.tensor([0, 0])
+    expected = calibration_error(probabilities, targets)
+    assert calibration_error(above, targets) == pytest.approx(expected, abs=1e-6)
+    assert abs(multiclass_calibration_error(above, targets, num_classes=2).item() - expected) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("edge", [9, 10, 12, 14])
+def test_an_edge_belongs_to_the_bin_below(edge: int, dtype: torch.dtype) -> None:
+    bars = reliability(two_classes([edge / 15], dtype), torch.tensor([0]))
+    assert [bar["fraction"] for bar in bars].index(1.0) == edge - 1
+    assert bars[edge - 1]["high"] == edge / 15
+
+
+def test_classwise_zero_and_one_by_hand() -> None:
+    # class 0: p = 1, 1, 0 and is it? 1, 0, 0 -> bin 1: |1/2 - 1| * 2/3, bin 0: 0
+    # class 1: p = 0, 0, 1 and is it? 0, 1, 1 -> bin 0: |1/2 - 0| * 2/3, bin 1: 0
+    probabilities = two_classes([1.0, 1.0, 0.0])
+    targets = torch.tensor([0, 1, 1])
+    assert calibration_error(probabilities, targets, kind="classwise") == pytest.approx(1 / 3, abs=1e-15)
+
+
+def test_classwise_sees_what_the_top_label_hides() -> None:
+    # the top class is calibrated, the two others are swapped: class 1 is promised 0.3 and comes at 0.1, class 2 at 0.3
+    probabilities = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).expand(10, 3)
+    targets = torch.tensor([0] * 6 + [1] + [2] * 3)
+    assert calibration_error(probabilities, targets) == pytest.approx(0.0, abs=1e-14)
+    assert calibration_error(probabilities, targets, kind="classwise") == pytest.approx(0.4 / 3, abs=1e-14)
+
+
+def test_adaptive_by_hand() -> None:
+    probabilities = two_classes([0.6, 0.7, 0.8, 0.9])
+    targets = torch.tensor([0, 1, 0, 0])
+    by_hand = 0.5 * abs(0.5 - 0.65) + 0.5 * abs(1.0 - 0.85)
+    assert calibration_error(probabilities, targets, bins=2, kind="adaptive") == pytest.approx(
+        by_hand, abs=1e-15
+    )
+
+
+def test_adaptive_does_not_depend_on_the_order_of_ties() -> None:
+    probabilities = two_classes([0.9] * 6 + [0.6] * 2)
+    targets = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1])
+    values = {
+        round(calibration_error(probabilities[order], targets[order], bins=4, kind="adaptive"), 12)
+        for order in (torch.randperm(8, generator=torch.Generator().manual_seed(seed)) for seed in range(5))
+    }
+    assert values == {round(6 / 8 * 0.4 + 2 / 8 * 0.1, 12)}
+
+
+def test_adaptive_ties_go_where_their_middle_goes() -> None:
+    # ranks 0 | 1 2 3: the three ties have middle rank 2, in the second half
+    value = calibration_error(
+        two_classes([0.6, 0.9, 0.9, 0.9]), torch.tensor([0, 0, 1, 1]), bins=2, kind="adaptive"
+    )
+    assert value == pytest.approx(1 / 4 * abs(1 - 0.6) + 3 / 4 * abs(1 / 3 - 0.9), abs=1e-15)
+    # ranks 0 1 2 | 3: the ties have middle rank 1, in the first half
+    value = calibration_error(
+        two_classes([0.6, 0.6, 0.6, 0.9]), torch.tensor([1, 1, 1, 0]), bins=2, kind="adaptive"
+    )
+    assert value == pytest.approx(3 / 4 * 0.6 + 1 / 4 * 0.1, abs=1e-15)
+
+
+def test_more_adaptive_bins_than_inputs() -> None:
+    value = calibration_error(two_classes([0.6, 0.8]), torch.tensor([0, 1]), bins=15, kind="adaptive")
+    assert value == pytest.approx((0.4 + 0.8) / 2, abs=1e-15)
+
+
+def test_against_torchmetrics_away_from_the_edges() -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = (2 * torch.randn(500, 5, generator=generator, dtype=torch.float64)).softmax(-1)
+    targets = torch.randint(5, (500,), generator=generator)
+    other = multiclass_calibration_error(probabilities, targets, num_classes=5, n_bins=15)
+    assert calibration_error(probabilities, targets) == pytest.approx(
+        other.item(), abs=1e-6
+    )  # it sums in float32
+
+
+def test_reliability_bars_sum_to_the_calibration_error_and_are_json() -> None:
+    generator = torch.Generator().manual_seed(2)
+    probabilities = torch.randn(200, 3, generator=generator).softmax(-1)
+    targets = torch.randint(3, (200,), generator=generator)
+    bars = json.loads(json.dumps(reliability(probabilities, targets, bins=10)))
+    full = [bar for bar in bars if bar["fraction"]]
+    total = sum(bar["fraction"] * abs(bar["accuracy"] - bar["confidence"]) for bar in full)
+    assert total == pytest.approx(calibration_error(probabilities, targets, bins=10), abs=1e-12)
+    assert sum(bar["fraction"] for bar in bars) == pytest.approx(1.0)
+    assert all(bar["low"] < bar["confidence"] <= bar["high"] for bar in full)
+    assert all(bar["confidence"] is None and bar["accuracy"] is None for bar in bars if not bar["fraction"])
+
+
+def test_bad_input() -> None:
+    probabilities, targets = two_classes([0.6]), torch.tensor([0])
+    with pytest.raises(FlowBNNError, match="unknown kind 'adaptiv'; did you mean 'adaptive'"):
+        calibration_error(probabilities, targets, kind="adaptiv")  # type: ignore[arg-type]
+    with pytest.raises(FlowBNNError, match="bins must be at least 1, not 0"):
+        calibration_error(probabilities, targets, bins=0)
+    with pytest.raises(FlowBNNError, match="bins must be at least 1"):
+        reliability(probabilities, targets, bins=-1)

@@ -1,0 +1,208 @@
+"""Every figure kind draws, from its data alone, without a warning and without touching matplotlib's settings."""
+
+import copy
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from flowbnn.report import load_results, save_figures, write_report
+from flowbnn.report.canvas import Panel, to_png, to_svg
+from flowbnn.report.figures import KINDS, make_plot, study_colours
+from flowbnn.report.figures_density import mass_levels
+from flowbnn.report.schema import FIGURES
+from flowbnn.report.style import COLOURS, GROUPS, MODELS, STEPS, assign_colours, light
+
+
+def every_panel(results: dict[str, Any]) -> list[tuple[Panel, tuple[int, int]]]:
+    colours = study_colours(load_results(results))
+    plots = [make_plot(figure, colours) for figure in results["figures"]]
+    return [(panel, plot.size) for plot in plots for group in plot.groups for panel in group.panels]
+
+
+def pictures(results: dict[str, Any]) -> list[str]:
+    return [to_svg(panel, size, f"p{i}", panel.title) for i, (panel, size) in enumerate(every_panel(results))]
+
+
+def test_every_kind_has_a_shape_a_drawing_and_an_example(
+    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any]
+) -> None:
+    shown = {figure["kind"] for study in (two_clusters, digits, flow_length) for figure in study["figures"]}
+    assert set(KINDS) == set(FIGURES) == shown
+
+
+@pytest.mark.parametrize("study", ["two_clusters", "digits", "flow_length"])
+def test_svg(study: str, request: pytest.FixtureRequest) -> None:
+    for svg in pictures(request.getfixturevalue(study)):
+        assert svg.startswith("<svg viewBox=")
+        assert "http" not in svg
+        assert "nan" not in svg.lower().replace("nance", "")
+        # Each colour of ours has become a name of the page.
+        assert not re.search("|".join(pair[0] for pair in COLOURS.values()), svg)
+        identifiers = re.findall(r' id="([^"]*)"', svg)
+        assert len(identifiers) == len(set(identifiers))
+        assert all(identifier.startswith("p") for identifier in identifiers)
+        for used in re.findall(r'(?:href="#|url\(#)([^")]*)', svg):
+            assert used in identifiers
+
+
+def test_same_data_same_picture(flow_length: dict[str, Any]) -> None:
+    assert pictures(flow_length) == pictures(copy.deepcopy(flow_length))
+
+
+def test_settings_of_the_user_neither_change_nor_matter(flow_length: dict[str, Any]) -> None:
+    before = pictures(flow_length)
+    with matplotlib.rc_context({"font.size": 30, "text.usetex": False, "axes.facecolor": "red"}):
+        mine = dict(matplotlib.rcParams)
+        assert pictures(flow_length) == before
+        assert dict(matplotlib.rcParams) == mine
+
+
+def test_dense_dots_are_one_image(two_clusters: dict[str, Any]) -> None:
+    panel, size = every_panel(two_clusters)[0]
+    svg = to_svg(panel, size, "p", "")
+    assert svg.count("data:image/png;base64") >= 1
+    assert len(svg) < 300_000
+    assert svg.count("<use") < 100
+
+
+def strip_numbers(value: Any, other: Any) -> Any:
+    """The data with every number of a list replaced."""
+    if isinstance(value, dict):
+        return {key: strip_numbers(item, other) for key, item in value.items()}
+    if isinstance(value, list):
+        return [other if isinstance(item, int | float) else strip_numbers(item, other) for item in value]
+    return value
+
+
+# A grid of a pair must increase, and no class can be counted as nothing: those stay.
+@pytest.mark.parametrize("other", [None, float("nan"), float("inf"), 0.0, -1.0])
+def test_gaps_and_flat_data(
+    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any], other: float | None
+) -> None:
+    for results in (two_clusters, digits, flow_length):
+        for figure in results["figures"]:
+            pairs = figure["data"].pop("pairs", [])
+            figure["data"] = strip_numbers(figure["data"], other)
+            for pair in pairs:
+                pair["density"] = strip_numbers(pair["density"], other)
+            if pairs:
+                figure["data"]["pairs"] = pairs
+        for svg in pictures(results):
+            assert not re.search(r"[\s,\"](nan|inf)\b", svg, re.IGNORECASE)
+
+
+def test_no_panels(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    for kind in FIGURES:
+        empty = {"kind": kind, "title": kind, "caption": "", "data": {"panels": [], "models": []}}
+        two_clusters["figures"] = [empty]
+        assert pictures(two_clusters) == []
+        assert "<svg viewBox" not in write_report([two_clusters], tmp_path / "page.html").read_text()
+        assert len(to_png(make_plot(empty, {}), kind)) > 100
+
+
+def test_text_is_text(flow_length: dict[str, Any]) -> None:
+    """Neither mathematics, nor markup, nor a label that matplotlib would hide, nor letters its font lacks."""
+    panel = flow_length["figures"][0]["data"]["panels"][0]
+    labels = ["$\\frac{1}{", "<b>&amp;", "_hidden", "日本語", "x" * 200]
+    for line, label in zip(panel["lines"], labels, strict=False):
+        line["label"] = label
+    panel["y_label"] = "$\\undefined{ <script>alert(1)</script>"
+    svg = pictures(flow_length)[0]
+    assert "$\\undefined{ &lt;script&gt;" in svg
+    plot = make_plot(flow_length["figures"][0], study_colours(flow_length))
+    assert [key.label for key in plot.keys][:5] == labels
+    assert len(to_png(plot, "$\\frac{日本語")) > 1000
+
+
+def test_colours_agree_between_figures(digits: dict[str, Any]) -> None:
+    colours = study_colours(digits)
+    assert list(colours.values()) == ["blue", "vermillion", "green", "purple"]
+    drawn = pictures(digits)
+    for index, name in enumerate(colours.values()):
+        # The reliability diagram and the confidence histogram of the same model.
+        assert f"var(--{name})" in drawn[index]
+        assert f"var(--{name})" in drawn[index + 8]
+
+
+def test_one_curve_in_one_panel(flow_length: dict[str, Any]) -> None:
+    figure = flow_length["figures"][0]
+    figure["data"]["panels"] = figure["data"]["panels"][:1]
+    figure["data"]["panels"][0]["lines"] = [{"label": "one", "x": [1], "mean": [0.5], "std": None}]
+    assert make_plot(figure, {}).columns == 1
+    assert len(pictures(flow_length)) == 1
+
+
+def test_more_lines_than_hues_differ_in_dashes(flow_length: dict[str, Any]) -> None:
+    figure = flow_length["figures"][0]
+    line = figure["data"]["panels"][0]["lines"][0]
+    figure["data"]["panels"][0]["lines"] = [{**line, "label": chr(97 + index)} for index in range(12)]
+    keys = make_plot(figure, {}).keys
+    assert len({(key.colour, key.dashes) for key in keys}) == len(keys) == 17
+
+
+def test_modes_are_stated(two_clusters: dict[str, Any]) -> None:
+    notes = [panel.note for panel, _ in every_panel(two_clusters)]
+    assert {"1 mode", "2 modes", "3 modes"} <= set(notes)
+
+
+def test_mass_levels_of_a_normal() -> None:
+    """The region that holds a share m of a 2-d normal ends where the density is (1 - m) of its peak."""
+    axis = np.linspace(-6, 6, 601)
+    height = np.exp(-0.5 * (axis[:, None] ** 2 + axis**2))
+    np.testing.assert_allclose(mass_levels(height, (0.5, 0.9)), [0.1, 0.5], rtol=2e-3)
+    assert mass_levels(np.zeros((2, 2)), (0.5,)) == []
+
+
+def test_png(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    paths = save_figures([two_clusters], tmp_path / "made")
+    assert [path.name for path in paths] == [
+        "two-clusters-1-field.png",
+        "two-clusters-2-reliability.png",
+        "two-clusters-3-histogram.png",
+        "two-clusters-4-density.png",
+    ]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == [path.name for path in paths]
+    for path in paths:
+        image = imread(io.BytesIO(path.read_bytes()))
+        assert image.shape[0] > 400
+        assert image.shape[1] > 1200
+        assert float(image[..., :3].min()) < 0.3
+        np.testing.assert_array_equal(image[0, 0, :3], 1.0)
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of WCAG 2, from relative luminances."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_contrast(scheme: int) -> None:
+    """Text at 4.5 to 1 on both grounds, the colours of models at nearly 3 to 1, in light and in dark."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for ground in ("surface", "page"):
+        for text in ("ink", "muted", "accent"):
+            assert contrast(COLOURS[text][scheme], COLOURS[ground][scheme]) >= 4.5, text
+    for name in {*MODELS, *GROUPS}:
+        assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 2.9, name
+    for name in STEPS:
+        assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 1.9, name
+
+
+def test_colours_are_told_apart() -> None:
+    assert len({light(name) for name in COLOURS}) == len(COLOURS)
+    for count in range(3, 9):
+        labels = [f"length {number}" for number in range(count)]
+        assert len(set(assign_colours(labels).values())) == count

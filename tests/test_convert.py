@@ -1,0 +1,372 @@
+"""Conversion: the network that comes out is the network that went in, with noise."""
+
+import copy
+
+import pytest
+import torch
+from conversion_networks import NETWORKS, Case
+from torch import nn
+
+from flowbnn.convert import describe, to_deterministic, to_stochastic
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers import (
+    Dropout,
+    FlowNoise,
+    Layout,
+    NormalAffine,
+    NormalGlow,
+    NormalInvConv,
+    NormalPlanar,
+    freeze,
+    hold_noise,
+    noise,
+    noise_layers,
+    noise_parameters,
+    parameter_groups,
+    register_layer,
+    unfreeze,
+    weight_parameters,
+)
+from flowbnn.transforms import Radial
+
+
+@pytest.fixture(params=NETWORKS, ids=lambda case: case.name)
+def case(request) -> Case:
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture(params=[NormalAffine(), NormalPlanar(2), NormalInvConv()], ids=str)
+def recipe(request):
+    return request.param
+
+
+def convert(case: Case, recipe):
+    network = case.network().eval()
+    return network, to_stochastic(network, {"*": recipe})
+
+
+def test_noise_at_one_is_the_original(case, recipe):
+    network, bayesian = convert(case, recipe)
+    with noise(bayesian, "off"):
+        for mode in (False, True):
+            torch.manual_seed(1)
+            expected = case.output(network.train(mode)(*case.inputs()))
+            torch.manual_seed(1)
+            found = case.output(bayesian.train(mode)(*case.inputs()))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_noise_is_there_in_eval_without_gradients(case):
+    """torch's fused attention and transformer paths must not bypass the layers."""
+    network, bayesian = convert(case, NormalAffine())
+    with torch.no_grad():
+        plain, noisy = case.output(network(*case.inputs())), case.output(bayesian(*case.inputs()))
+    assert (plain - noisy).abs().max() > 1e-3
+
+
+def test_every_layer_reaches_the_output(case):
+    """Each layer's noise alone changes the result: nothing is wrapped and then passed by."""
+    network, bayesian = convert(case, NormalAffine())
+    plain = case.output(network(*case.inputs()))
+    for layer in noise_layers(bayesian).values():
+        hold_noise(bayesian, "off")
+        layer.hold("sample")
+        assert (case.output(bayesian(*case.inputs())) - plain).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+def test_different_draws_for_different_examples(case, site):
+    _, bayesian = convert(case, NormalAffine(site=site))
+    same = case.same_examples()
+    rows = case.output(bayesian(*same)).movedim(case.batch_axis, 0)
+    assert (rows[0] - rows[1]).abs().max() > 1e-4
+    with noise(bayesian, "mean"):
+        rows = case.output(bayesian(*same)).movedim(case.batch_axis, 0)
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-5)
+
+
+def test_gradients_reach_the_noise(case, recipe):
+    _, bayesian = convert(case, recipe)
+    case.output(bayesian.train()(*case.inputs())).square().sum().backward()
+    for name, layer in noise_layers(bayesian).items():
+        for parameter_name, parameter in layer.named_parameters():
+            assert parameter.grad is not None, f"{name}: {parameter_name}"
+        total = sum(p.grad.abs().sum() for p in layer.parameters())
+        assert torch.isfinite(total), name
+        assert total > 0, name
+
+
+def test_the_plain_network_comes_back(case):
+    network, bayesian = convert(case, NormalPlanar(2))
+    plain = to_deterministic(bayesian)
+    assert list(plain.state_dict()) == list(network.state_dict())
+    assert [type(m) for m in plain.modules()] == [type(m) for m in network.modules()]
+    torch.testing.assert_close(
+        case.output(plain.eval()(*case.inputs())), case.output(network.eval()(*case.inputs())), rtol=0, atol=0
+    )
+    assert noise_layers(bayesian), "the stochastic network is left as it was"
+
+
+def test_state_dict_round_trips(case):
+    _, bayesian = convert(case, NormalPlanar(2))
+    other = to_stochastic(case.network().eval(), {"*": NormalPlanar(2)})
+    other.load_state_dict(bayesian.state_dict())
+    for model in (bayesian, other):
+        hold_noise(model, "shared", samples=1, seed=3)
+    torch.testing.assert_close(case.output(other.eval()(*case.inputs())), case.output(bayesian.eval()(*case.inputs())))
+
+
+def test_deepcopy_has_noise_of_its_own(case):
+    _, bayesian = convert(case, NormalAffine())
+    twin = copy.deepcopy(bayesian)
+    with torch.no_grad():
+        for parameter in noise_parameters(bayesian):
+            parameter.fill_(float("nan"))
+    assert torch.isfinite(case.output(twin(*case.inputs()))).all()
+    assert torch.isnan(case.output(bayesian(*case.inputs()))).any()
+
+
+def test_the_original_is_untouched(case):
+    network = case.network().eval()
+    before = copy.deepcopy(network.state_dict())
+    to_stochastic(network, {"*": NormalAffine()})
+    assert list(network.state_dict()) == list(before)
+    assert not noise_layers(network)
+
+
+def test_compiles_without_a_graph_break(case):
+    if not case.compiles:
+        pytest.skip(case.why)
+    network, bayesian = convert(case, NormalPlanar(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(bayesian, fullgraph=True, backend="eager")
+    with noise(bayesian, "off"):
+        expected = case.output(network(*case.inputs()))
+        torch.testing.assert_close(case.output(compiled(*case.inputs())), expected, rtol=1e-5, atol=1e-5)
+    assert (case.output(compiled(*case.inputs())) - expected).abs().max() > 1e-3
+
+
+# --- the converted network is still what it was -------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_weights_read_and_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.embedding(x))
+
+    bayesian = to_stochastic(Tied(), {"*": NormalAffine()})
+    assert bayesian.head.weight is bayesian.embedding.weight
+    assert len(weight_parameters(bayesian)) == 1
+    bayesian(torch.arange(4)).sum().backward()
+    assert bayesian.embedding.weight.grad is not None
+
+
+def test_hooks_fire_and_see_what_they_saw():
+    seen = []
+    network = mlp()
+    network[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    network[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    bayesian = to_stochastic(network, {"*": NormalAffine()})
+    bayesian(torch.ones(5, 4))
+    assert seen == [(5, 8), (5, 8)]
+
+
+def test_a_shared_module_has_one_noise_and_answers_to_both_names():
+    layer = nn.Linear(4, 4)
+    network = nn.Sequential(layer, nn.ReLU(), layer)
+    bayesian = to_stochastic(network, {"2": NormalPlanar(1)})
+    assert bayesian[0] is bayesian[2]
+    assert len(noise_layers(bayesian)) == 1
+
+
+def test_absorbing_the_mean_gives_the_mean_network():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2), nn.Flatten(), nn.Linear(4 * 49, 3)
+    )
+    bayesian = to_stochastic(network, {"*": NormalAffine()})
+    with torch.no_grad():
+        for parameter in noise_parameters(bayesian):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = torch.randn(2, 4, 8, 8)
+    with noise(bayesian, "mean"):
+        expected = bayesian(x)
+    torch.testing.assert_close(to_deterministic(bayesian, absorb=True)(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float64_and_half_networks():
+    x = torch.randn(3, 4)
+    assert to_stochastic(mlp().double(), {"*": NormalPlanar(2)})(x.double()).dtype == torch.float64
+    half = to_stochastic(mlp().bfloat16(), {"*": NormalPlanar(2)})
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    assert {p.dtype for p in noise_parameters(half)} == {torch.float32}
+
+
+def test_autocast_keeps_the_flow_in_float32():
+    bayesian = to_stochastic(mlp(), {"*": NormalGlow(1)})
+    dtypes = []
+    for layer in noise_layers(bayesian).values():
+        layer.transform.register_forward_hook(lambda module, args, output: dtypes.append(output[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bayesian(torch.ones(2, 4))
+    assert set(dtypes) == {torch.float32}
+
+
+def test_modes():
+    torch.manual_seed(0)
+    bayesian = to_stochastic(mlp(), {"*": NormalPlanar(2)}).eval()
+    x = torch.randn(3, 4)
+    assert not torch.equal(bayesian(x), bayesian(x))
+    with noise(bayesian, "shared", samples=2, seed=1):
+        twice = torch.cat([x, x])
+        first, again = bayesian(twice), bayesian(twice)
+        assert torch.equal(first, again), "shared draws are fixed"
+        assert not torch.allclose(first[:3], first[3:]), "the two draws differ"
+        one_by_one = torch.cat([bayesian(torch.stack([row, row])) for row in x])
+        torch.testing.assert_close(one_by_one[0::2], first[:3])
+        torch.testing.assert_close(one_by_one[1::2], first[3:])
+        with pytest.raises(FlowBNNError, match="2 shared draws"):
+            bayesian(x)
+    assert all(layer.mode == "sample" for layer in noise_layers(bayesian).values())
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    results = []
+    for generator in generators:
+        with noise(bayesian, "sample", generator=generator):
+            results.append(bayesian(x))
+    assert torch.equal(*results)
+
+
+def test_position_noise_differs_over_the_map_and_channel_noise_does_not():
+    x = torch.ones(1, 3, 5, 5)
+    for site, varies in (("position", True), ("channel", False)):
+        bayesian = to_stochastic(nn.Conv2d(3, 2, 1), {"*": NormalAffine(site=site)})
+        assert (bayesian(x).std((2, 3)) > 1e-4).all().item() is varies
+
+
+def test_freezing_and_parameter_groups():
+    bayesian = to_stochastic(mlp(), {"*": NormalAffine()})
+    groups = parameter_groups(bayesian, weight_lr=0.1, noise_lr=0.2)
+    assert [(g["name"], g["lr"], len(g["params"])) for g in groups] == [("weights", 0.1, 6), ("noise", 0.2, 6)]
+    freeze(bayesian, "weights")
+    assert [g["name"] for g in parameter_groups(bayesian)] == ["noise"]
+    unfreeze(bayesian, "weights")
+    freeze(bayesian, "noise")
+    assert [g["name"] for g in parameter_groups(bayesian)] == ["weights"]
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------------
+
+
+def labels(model) -> dict[str, str]:
+    return {row.layer: row.noise for row in describe(model)}
+
+
+def test_the_more_exact_rule_wins_wherever_it_stands():
+    rules = {
+        "2": NormalPlanar(3),
+        lambda name, module: getattr(module, "out_features", 0) == 3: NormalPlanar(4),
+        nn.Linear: NormalPlanar(5),
+        "*": NormalAffine(),
+    }
+    expected = {"0": "NormalPlanar(length=5)", "2": "NormalPlanar(length=3)", "4": "NormalPlanar(length=4)"}
+    assert labels(to_stochastic(mlp(), rules)) == expected
+    assert labels(to_stochastic(mlp(), dict(reversed(rules.items())))) == expected
+
+
+def test_of_equal_rules_the_later_wins_and_none_leaves_plain():
+    network = nn.ModuleDict({"block1": nn.Linear(2, 2), "block2": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    found = labels(to_stochastic(network, {"*": NormalAffine(), "b*": NormalPlanar(1), "bl*": NormalPlanar(3), "head": None}))
+    assert found == {"block1": "NormalPlanar(length=1)".replace("1", "3"), "block2": "NormalPlanar(length=3)"}
+    found = labels(to_stochastic(network, {nn.Module: NormalAffine(), nn.Linear: NormalPlanar(1)}))
+    assert set(found.values()) == {"NormalPlanar(length=1)"}
+
+
+def test_the_table_counts():
+    table = describe(to_stochastic(mlp(), {"0": NormalPlanar(2), "4": NormalAffine()}))
+    assert [(row.layer, row.kind, row.dim, row.parameters) for row in table] == [
+        ("0", "Linear", 4, 2 * 4 + 2 * 9),
+        ("4", "Linear", 8, 16),
+    ]
+    assert "NormalAffine()" in str(table)
+    assert str(table).splitlines()[-1].strip() == "42"
+
+
+def test_show_prints_the_table(capsys):
+    to_stochastic(mlp(), {"*": NormalAffine()}, show=True)
+    assert "Linear" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rules", "line"),
+    [
+        ({"fc1": NormalAffine()}, "rule 'fc1' matches no layer; there is '0', '2', '4'"),
+        ({"22": NormalAffine()}, "did you mean '2'"),
+        ({"x*": NormalAffine()}, "rule 'x*' matches no layer"),
+        ({nn.Conv2d: NormalAffine()}, "rule Conv2d matches none of the 3 layers"),
+        ({"1": NormalAffine()}, "'1' is a ReLU, which cannot carry noise"),
+        ({"*": None}, "leave every layer plain"),
+        ({"*": NormalAffine}, r"write NormalAffine\(\) with its brackets"),
+        ({"*": "planar"}, "gives a str; give a recipe"),
+        ({}, "no rules were given"),
+        ({"*": NormalAffine(prior_scale=0.0)}, "the scale of a normal must be above 0, not 0.0"),
+        ({"*": NormalPlanar(-1)}, "a flow has a length of at least 0, not -1"),
+        ({"*": NormalAffine(site="pixel")}, "site is 'channel' or 'position'"),
+        ({"*": Dropout(1.0)}, "a dropout rate is at least 0 and below 1"),
+        ({"*": FlowNoise()}, "FlowNoise needs a factory"),
+    ],
+)
+def test_bad_rules_are_refused_in_one_line(rules, line):
+    with pytest.raises(FlowBNNError, match=line.replace("*", r"\*")) as error:
+        to_stochastic(mlp(), rules)
+    assert "\n" not in str(error.value)
+
+
+def test_other_refusals():
+    with pytest.raises(FlowBNNError, match="no layer that can carry noise"):
+        to_stochastic(nn.Sequential(nn.ReLU()), {"*": NormalAffine()})
+    with pytest.raises(FlowBNNError, match="noise already"):
+        to_stochastic(to_stochastic(mlp(), {"*": NormalAffine()}), {"*": NormalAffine()})
+    with pytest.raises(FlowBNNError, match="no noise to take off"):
+        to_deterministic(mlp())
+    with pytest.raises(FlowBNNError, match="takes an nn.Module"):
+        to_stochastic("net", {"*": NormalAffine()})
+    with pytest.raises(FlowBNNError, match="put the noise on '0'"):
+        to_stochastic(nn.Sequential(nn.MultiheadAttention(4, 2)), {"0.out_proj": NormalAffine()})
+    with pytest.raises(FlowBNNError, match=r"its layers are '0\.\*'"):
+        to_stochastic(nn.Sequential(mlp()), {"0": NormalAffine()})
+    with pytest.raises(FlowBNNError, match="cannot be absorbed"):
+        to_deterministic(to_stochastic(nn.LSTM(2, 2), {"*": NormalAffine()}), absorb=True)
+    with pytest.raises(FlowBNNError, match="no input width yet"):
+        to_stochastic(nn.LazyLinear(3), {"*": NormalAffine()})
+
+
+def test_a_network_that_cannot_be_copied_is_wrapped_in_place():
+    network = mlp()
+    network.cache = network[0].weight * 2  # a tensor with a history, which deepcopy refuses
+    with pytest.raises(FlowBNNError, match="inplace=True"):
+        to_stochastic(network, {"*": NormalAffine()})
+    assert to_stochastic(network, {"*": NormalAffine()}, inplace=True) is network
+
+
+def test_a_layer_of_ones_own():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight
+
+    register_layer(Scale, lambda module: Layout(len(module.weight)))
+    bayesian = to_stochastic(nn.Sequential(Scale()), {Scale: FlowNoise(Radial)})
+    assert bayesian(torch.ones(3, 4)).std() > 0

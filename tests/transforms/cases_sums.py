@@ -1,0 +1,29 @@
+"""Cases: the elementwise affine map, transforms made of transforms, and the maps that add something to their input."""
+
+from case import Case
+
+from flowbnn.transforms.affine import Affine
+from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.planar import Planar
+from flowbnn.transforms.radial import Radial
+from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
+
+__all__ = ["CASES"]
+
+CASES: list[Case] = [
+    Case("affine", Affine, Affine),
+    Case("compose", Compose, lambda dim: Compose(Affine(dim), Planar(dim), Radial(dim))),
+    Case("compose-empty", Compose, lambda dim: Compose()),
+    Case("inverse", Inverse, lambda dim: Inverse(Affine(dim))),
+    Case("inverse-planar", Inverse, lambda dim: Inverse(Planar(dim))),
+    Case("planar", Planar, Planar),
+    Case("radial", Radial, Radial),
+    Case(
+        "sylvester-orthogonal",
+        OrthogonalSylvester,
+        lambda dim: OrthogonalSylvester(dim, hidden=max(1, dim - 1)),
+    ),
+    Case("sylvester-householder", HouseholderSylvester, lambda dim: HouseholderSylvester(dim, reflections=2)),
+    Case("sylvester-triangular", TriangularSylvester, TriangularSylvester),
+    Case("sylvester-reversed", TriangularSylvester, lambda dim: TriangularSylvester(dim, reverse=True)),
+]

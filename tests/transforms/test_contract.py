@@ -1,0 +1,281 @@
+"""The contract of a transform, over every public transform. ``case.py`` says what a case is."""
+
+import copy
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from case import Case
+from cases import CASES
+from torch import Tensor
+
+import flowbnn.transforms as transforms
+from flowbnn.transforms.base import Transform
+
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+FRESH_OR_TRAINED = pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+PRECISION = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+ROUND_TRIP = {torch.float32: 1e-5, torch.float64: 1e-10}
+LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def build(
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    trained: bool = True,
+    dim: int | None = None,
+    seed: int = 0,
+) -> Transform:
+    """The case's transform, fresh or with noise on every parameter to stand for training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transform = case.build(dim or case.dim).to(dtype)
+    if trained:
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in transform.parameters():
+                parameter += case.spread * torch.randn(parameter.shape, generator=generator)
+    return transform.eval()
+
+
+def noise(
+    case: Case, transform: Transform, batch: tuple[int, ...], scale: float = 1.0, seed: int = 2
+) -> Tensor:
+    """Scaled standard normal events, in float64."""
+    shape = batch + (case.dim,) * transform.event_dim
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def batch_shape(transform: Transform, value: Tensor) -> torch.Size:
+    return value.shape[: value.ndim - transform.event_dim]
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def directions(case: Case, transform: Transform, dtype: torch.dtype, scale: float = 1.0, count: int = 64):
+    """Both maps of a transform, each with points of its own domain."""
+    start = noise(case, transform, (count,), scale)
+    yield "forward", transform.forward, case.to_domain(start).to(dtype)
+    yield "inverse", transform.inverse, case.to_range(start).to(dtype)
+
+
+def test_every_public_transform_has_a_case() -> None:
+    public = {getattr(transforms, name) for name in transforms.__all__}
+    classes = {item for item in public if isinstance(item, type) and issubclass(item, Transform)} - {
+        Transform
+    }
+    assert classes - {case.covers for case in CASES} == set()
+    assert all(isinstance(build(case), case.covers) for case in CASES)
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+@PRECISION
+def test_round_trip(case: Case, trained: bool, dtype: torch.dtype) -> None:
+    transform = build(case, dtype, trained)
+    back = {"forward": transform.inverse, "inverse": transform.forward}
+    for name, function, start in directions(case, transform, dtype):
+        end, log_det = function(start)
+        again, log_det_back = back[name](end)
+        close(again, start, ROUND_TRIP[dtype])
+        close(log_det_back, -log_det, LOG_DET[dtype])
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+@PRECISION
+def test_log_det_is_that_of_the_jacobian(case: Case, trained: bool, dtype: torch.dtype) -> None:
+    transform = build(case, dtype, trained)
+    for _, function, start in directions(case, transform, dtype, count=4):
+        log_det = function(start)[1]
+        for row, one in enumerate(start):
+            jacobian = torch.func.jacrev(lambda point, function=function: function(point)[0])(one)
+            size = one.numel()
+            close(log_det[row], torch.linalg.slogdet(jacobian.reshape(size, size)).logabsdet, LOG_DET[dtype])
+
+
+def standard_normal(z: Tensor) -> Tensor:
+    return torch.exp(-0.5 * z.square().flatten(1).sum(-1)) / (2 * math.pi) ** (z[0].numel() / 2)
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+def test_density_integrates_to_one_on_a_line(case: Case, trained: bool) -> None:
+    if 1 not in case.quadrature:
+        pytest.skip(case.no_quadrature)
+    transform = build(case, trained=trained, dim=1)
+    nodes = torch.linspace(-7, 7, 20001, dtype=torch.float64)
+    with torch.no_grad():
+        x = transform(nodes.reshape(-1, *(1,) * transform.event_dim))[0]
+        z, log_det = transform.inverse(x)
+    density = standard_normal(z) * log_det.exp()
+    mass = (0.5 * (density[1:] + density[:-1]) * x.flatten().diff().abs()).sum().item()
+    assert mass == pytest.approx(1, abs=1e-3)
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+def test_density_integrates_to_one_in_the_plane(case: Case, trained: bool) -> None:
+    if 2 not in case.quadrature:
+        pytest.skip(case.no_quadrature)
+    transform = build(case, trained=trained, dim=2)
+    if transform.event_dim == 0:
+        pytest.skip("a map of numbers is a product in the plane")
+    side = torch.linspace(-6, 6, 61, dtype=torch.float64)
+    with torch.no_grad():
+        image = transform(torch.cartesian_prod(side, side))[0]
+        low, high = image.amin(0), image.amax(0)
+        middles = (torch.arange(500, dtype=torch.float64) + 0.5) / 500
+        x = low + (high - low) * torch.cartesian_prod(middles, middles)
+        z, log_det = transform.inverse(x)
+    mass = ((standard_normal(z) * log_det.exp()).mean() * (high - low).prod()).item()
+    assert mass == pytest.approx(1, abs=1e-3)
+
+
+def total(value: Tensor, log_det: Tensor) -> Tensor:
+    """A number that depends on every output, with weights that no symmetry cancels."""
+    weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
+    return (value * weights).sum() + (
+        log_det * torch.linspace(1, 2, log_det.numel()).reshape(log_det.shape)
+    ).sum()
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+def test_gradients_reach_every_parameter(case: Case, trained: bool) -> None:
+    transform = build(case, trained=trained)
+    waiting = () if trained else case.wakes_later
+    for direction, function, start in directions(case, transform, torch.float64):
+        transform.zero_grad()
+        start.requires_grad_()
+        total(*function(start)).backward()
+        assert start.grad is not None
+        assert (start.grad != 0).any()
+        for name, parameter in transform.named_parameters():
+            assert parameter.grad is not None, f"{direction}: no gradient reaches {name}"
+            if not any(part in name for part in waiting):
+                assert (parameter.grad != 0).any(), f"{direction}: the gradient of {name} is zero"
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+def test_gradients_are_those_of_finite_differences(case: Case, trained: bool) -> None:
+    transform = build(case, trained=trained)
+    parameters = dict(transform.named_parameters())
+    for _, function, start in directions(case, transform, torch.float64, count=8):
+        name_of_map = function.__name__
+        moves = {
+            name: torch.randn(value.shape, generator=torch.Generator().manual_seed(3), dtype=value.dtype)
+            for name, value in parameters.items()
+        }
+        value = total(*function(start))
+        if not value.requires_grad:
+            continue
+        slopes = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        slope = sum((s * m).sum() for s, m in zip(slopes, moves.values(), strict=True) if s is not None)
+        ends = []
+        for step in (-1e-6, 1e-6):
+            moved = {name: value.detach() + step * moves[name] for name, value in parameters.items()}
+            shifted = copy.deepcopy(transform)
+            shifted.load_state_dict({**shifted.state_dict(), **moved})
+            ends.append(total(*getattr(shifted, name_of_map)(start)).detach())
+        torch.testing.assert_close((ends[1] - ends[0]) / 2e-6, slope.detach(), rtol=1e-4, atol=1e-4)
+
+
+@EVERY_CASE
+@FRESH_OR_TRAINED
+@pytest.mark.parametrize("scale", [1, 10, 100])
+def test_float32_stays_finite(case: Case, trained: bool, scale: float) -> None:
+    transform = build(case, torch.float32, trained)
+    for direction, function, start in directions(case, transform, torch.float32, scale):
+        transform.zero_grad()
+        start.requires_grad_()
+        value, log_det = function(start)
+        assert value.isfinite().all(), f"{direction}: value"
+        assert log_det.isfinite().all(), f"{direction}: log-det"
+        total(value, log_det).backward()
+        assert start.grad is not None
+        assert start.grad.isfinite().all(), f"{direction}: gradient of the input"
+        for name, parameter in transform.named_parameters():
+            assert parameter.grad is None or parameter.grad.isfinite().all(), (
+                f"{direction}: gradient of {name}"
+            )
+
+
+@EVERY_CASE
+def test_save_and_load(case: Case) -> None:
+    transform, other = build(case), build(case, trained=False, seed=7)
+    file = io.BytesIO()
+    torch.save(transform.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for (_, ours, start), (_, theirs, _) in zip(
+        directions(case, transform, torch.float64), directions(case, other, torch.float64), strict=True
+    ):
+        for saved, loaded in zip(ours(start), theirs(start), strict=True):
+            assert torch.equal(saved, loaded)
+
+
+@EVERY_CASE
+def test_copies_are_equal_and_apart(case: Case) -> None:
+    transform = build(case)
+    twin = copy.deepcopy(transform)
+    start = case.to_domain(noise(case, transform, (5,)))
+    value, log_det = transform(start)
+    assert torch.equal(twin(start)[0], value)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter += 1
+    assert torch.equal(transform(start)[0], value)
+    assert torch.equal(transform(start)[1], log_det)
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("direction", ["forward", "inverse"])
+def test_compiles_without_a_graph_break(case: Case, direction: str) -> None:
+    transform = build(case)
+    _, function, start = next(
+        item for item in directions(case, transform, torch.float64) if item[0] == direction
+    )
+    torch._dynamo.reset()
+    # tracing is what can break; generating code as well would take minutes
+    compiled = torch.compile(
+        function, fullgraph=True, backend="aot_eager" if direction == "forward" else "eager"
+    )
+    for ours, theirs in zip(compiled(start), function(start), strict=True):
+        close(ours, theirs, 1e-12)
+
+
+@EVERY_CASE
+@PRECISION
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (2, 3)], ids=str)
+def test_any_batch_shape(case: Case, dtype: torch.dtype, batch: tuple[int, ...]) -> None:
+    transform = build(case, dtype)
+    state = torch.random.get_rng_state()
+    start = noise(case, transform, batch)
+    for function, carry in ((transform.forward, case.to_domain), (transform.inverse, case.to_range)):
+        points = carry(start).to(dtype)
+        before = points.clone()
+        value, log_det = function(points, context=None)
+        assert value.shape == points.shape
+        assert log_det.shape == batch_shape(transform, points)
+        assert value.dtype == log_det.dtype == dtype
+        assert torch.equal(points, before)
+        assert not points.requires_grad
+        for index in itertools.product(*map(range, batch)):
+            one, one_log_det = function(points[index])
+            close(value[index], one, ROUND_TRIP[dtype])
+            close(log_det[index], one_log_det, LOG_DET[dtype])
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@EVERY_CASE
+def test_vmap(case: Case) -> None:
+    transform = build(case)
+    for _, function, start in directions(case, transform, torch.float64, count=6):
+        for mapped, plain in zip(torch.func.vmap(function)(start), function(start), strict=True):
+            close(mapped, plain, 1e-12)

@@ -1,0 +1,306 @@
+"""Where planar, radial and Sylvester flows of other packages break, and formulas against their papers."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.numerics import monotone_root, tanh_root, tanh_slope
+from flowbnn.transforms import (
+    Affine,
+    Compose,
+    HouseholderSylvester,
+    Inverse,
+    OrthogonalSylvester,
+    Planar,
+    Radial,
+    Transform,
+    TriangularSylvester,
+)
+
+SUMS = {
+    "planar": lambda: Planar(3),
+    "radial": lambda: Radial(3),
+    "orthogonal": lambda: OrthogonalSylvester(3, hidden=2),
+    "householder": lambda: HouseholderSylvester(3, reflections=2),
+    "triangular": lambda: TriangularSylvester(3),
+}
+EVERY_SUM = pytest.mark.parametrize("make", SUMS.values(), ids=SUMS.keys())
+
+
+def set_to(parameter: Tensor, value: float | list[float]) -> None:
+    with torch.no_grad():
+        parameter.copy_(torch.tensor(value))
+
+
+def planar_with(product: float, dtype: torch.dtype = torch.float32) -> Planar:
+    """A planar flow in three dimensions with ``w.u`` equal to ``product``."""
+    planar = Planar(3).to(dtype)
+    set_to(planar.w, [2.0, -1.0, 0.5])
+    set_to(planar.u, [product / 2 + 0.5, 1.0, 0.0])
+    set_to(planar.b, 0.0)
+    return planar
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def assert_all_finite(transform: Transform, start: Tensor) -> None:
+    for function in (transform.forward, transform.inverse):
+        transform.zero_grad()
+        point = start.clone().requires_grad_()
+        value, log_det = function(point)
+        (value.sum() + log_det.sum()).backward()
+        results = [value, log_det, point.grad, *(parameter.grad for parameter in transform.parameters())]
+        assert all(result is not None and result.isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize("product", [128.0, -32.0, 1e4, -1e4, 0.0])
+def test_planar_is_finite_for_any_product(product: float) -> None:
+    planar = planar_with(product)
+    start = torch.cat([torch.zeros(1, 3), normal(32, 3), 100 * normal(32, 3), 1e6 * normal(32, 3)])
+    assert_all_finite(planar, start)
+
+
+@pytest.mark.parametrize("product", [128.0, -32.0, 1e4, -1e4])
+def test_planar_inverts_for_any_product(product: float) -> None:
+    planar = planar_with(product, torch.float64)
+    z = normal(64, 3, dtype=torch.float64)
+    x, log_det = planar(z)
+    again, log_det_back = planar.inverse(x)
+    # float64 rounds the longest u_hat, 5e3, by 1e-12, which the strongest squeeze, 1e-3, makes 1e-9
+    torch.testing.assert_close(again, z, rtol=0, atol=1e-8)
+    torch.testing.assert_close(log_det_back, -log_det, rtol=0, atol=1e-6)
+
+
+def test_planar_squeezes_no_further_than_its_margin() -> None:
+    for product in (-32.0, -1e4):
+        planar = planar_with(product)
+        log_det = planar(torch.zeros(3))[1]
+        assert log_det.item() == pytest.approx(torch.tensor(planar.margin).log().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("product", [-3.0, 0.0, 0.5, 7.0, 128.0])
+def test_planar_constraint_is_that_of_the_paper(product: float) -> None:
+    planar = planar_with(product, torch.float64)
+    w, u = planar.w.detach(), planar.u.detach()
+    m = -1 + torch.log1p(torch.exp(w @ u))
+    expected = u + (m - w @ u) * w / (w @ w)
+    u_hat, squeeze = planar.constrained()
+    torch.testing.assert_close(u_hat.detach(), expected, rtol=1e-8, atol=1e-8)
+    assert squeeze.item() == pytest.approx((1 + m).item(), abs=1e-8)
+    z = torch.tensor([0.3, -0.2, 1.1], dtype=torch.float64)
+    a = w @ z
+    x, log_det = planar(z)
+    torch.testing.assert_close(x.detach(), z + expected * torch.tanh(a), rtol=1e-8, atol=1e-8)
+    assert log_det.item() == pytest.approx(torch.log1p(m / torch.cosh(a) ** 2).item(), abs=1e-8)
+
+
+def test_planar_by_hand() -> None:
+    planar = Planar(1).double()
+    set_to(planar.w, [1.0])
+    set_to(planar.u, [0.0])
+    set_to(planar.b, 0.0)
+    x, log_det = planar(torch.tensor([[0.0], [1.0]], dtype=torch.float64))
+    # u_hat = m(0) = ln 2 - 1, tanh(1) = 0.76159, tanh'(1) = 0.41997
+    assert x.flatten().tolist() == pytest.approx([0.0, 1 - 0.306852819440 * 0.761594155956])
+    assert log_det.tolist() == pytest.approx([-0.366512920582, -0.137964416333])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-19, 1e-8, 1e-3, 0.03, 0.04])
+def test_planar_with_a_vanishing_w(size: float) -> None:
+    planar = Planar(3)
+    set_to(planar.w, [size, 0.0, 0.0])
+    set_to(planar.u, [0.3, -0.4, 0.5])
+    set_to(planar.b, 0.7)
+    start = torch.cat([torch.zeros(1, 3), normal(64, 3)])
+    assert_all_finite(planar, start)
+    x, _ = planar(start)
+    torch.testing.assert_close(planar.inverse(x)[0], start, rtol=1e-5, atol=1e-5)
+    if size == 0:
+        shift = torch.tensor([0.3, -0.4, 0.5]) * torch.tanh(torch.tensor(0.7))
+        torch.testing.assert_close(x.detach(), start + shift)
+
+
+def test_planar_gradient_has_no_cosh() -> None:
+    for size in (30.0, 100.0, 1e4, 1e30):
+        planar = planar_with(1.0)
+        z = torch.full((3,), size, requires_grad=True)
+        x, log_det = planar(z)
+        gradient = torch.autograd.grad(x.sum() + log_det, z)[0]
+        torch.testing.assert_close(gradient, torch.ones(3))
+
+
+def test_radial_is_that_of_the_paper() -> None:
+    radial = Radial(3).double()
+    set_to(radial.raw_alpha, 0.3)
+    set_to(radial.raw_beta, -1.2)
+    z = 2 * normal(16, 3, dtype=torch.float64)
+    alpha = torch.log1p(torch.exp(radial.raw_alpha))
+    beta = -alpha + torch.log1p(torch.exp(radial.raw_beta))
+    assert -alpha < beta < 0
+    r = (z - radial.center).norm(dim=-1)
+    x, log_det = radial(z)
+    torch.testing.assert_close(x, z + (beta / (alpha + r)).unsqueeze(-1) * (z - radial.center))
+    torch.testing.assert_close(
+        log_det, torch.log1p(alpha * beta / (alpha + r) ** 2) + 2 * torch.log1p(beta / (alpha + r))
+    )
+
+
+@pytest.mark.parametrize("raw_alpha", [-1e4, -5.0, 0.0, 50.0, 1e4])
+@pytest.mark.parametrize("raw_beta", [-1e4, -5.0, 0.0, 50.0, 1e4])
+def test_radial_is_finite_for_any_parameter(raw_alpha: float, raw_beta: float) -> None:
+    radial = Radial(3)
+    set_to(radial.raw_alpha, raw_alpha)
+    set_to(radial.raw_beta, raw_beta)
+    center = radial.center.detach().clone()
+    start = torch.cat([center.unsqueeze(0), center + normal(32, 3), 1e4 * normal(32, 3)])
+    assert_all_finite(radial, start)
+    assert torch.equal(radial(center)[0], center)
+    wide = radial.double()
+    start = start.double()
+    torch.testing.assert_close(wide.inverse(wide(start)[0])[0], start, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [lambda: OrthogonalSylvester(6, 4), lambda: HouseholderSylvester(6, 3)])
+def test_sylvester_bases_are_orthonormal(make) -> None:
+    flow = make().double()
+    basis = flow._basis()
+    torch.testing.assert_close(
+        basis.mT @ basis, torch.eye(flow.hidden, dtype=torch.float64), rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("raw", [-30.0, 30.0])
+def test_sylvester_is_invertible_with_saturated_diagonals(raw: float) -> None:
+    flow = TriangularSylvester(3).double()
+    set_to(flow.triangles, [[raw, 3.0, -2.0], [1.0, raw, 4.0], [-2.0, 0.5, raw]])
+    set_to(flow.raw_diagonal, [30.0, 30.0, 30.0])
+    start = torch.cat([torch.zeros(1, 3), normal(64, 3), 100 * normal(64, 3)]).double()
+    assert_all_finite(flow, start)
+    torch.testing.assert_close(flow.inverse(flow(start)[0])[0], start, rtol=0, atol=1e-8)
+    assert_all_finite(flow.float(), start.float())
+
+
+def test_sylvester_is_that_of_the_paper() -> None:
+    for make in (SUMS["orthogonal"], SUMS["householder"], SUMS["triangular"]):
+        flow = make().double()
+        right, left, _ = flow._factors()
+        basis = flow._basis()
+        basis = torch.eye(3, dtype=torch.float64) if basis is None else basis
+        assert torch.equal(right, right.triu())
+        assert torch.equal(left, left.triu())
+        z = normal(3, dtype=torch.float64)
+        expected = z + basis @ right @ torch.tanh(left @ basis.T @ z + flow.bias)
+        torch.testing.assert_close(flow(z)[0], expected)
+
+
+def test_householder_ignores_a_mirror_of_zero() -> None:
+    flow = HouseholderSylvester(3, reflections=2)
+    set_to(flow.mirrors, [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert_all_finite(flow, normal(8, 3))
+    assert torch.equal(flow._basis().detach(), torch.diag(torch.tensor([-1.0, 1.0, 1.0])))
+
+
+@EVERY_SUM
+def test_starts_near_the_identity_and_repeats_with_a_generator(make) -> None:
+    torch.manual_seed(0)
+    first = make()
+    z = normal(256, 3)
+    x, log_det = first(z)
+    assert (x - z).abs().max() < 0.5
+    assert log_det.abs().max() < 0.5
+    one, two = (
+        type(first)(*arguments, generator=torch.Generator().manual_seed(5))
+        for arguments in [options(first)] * 2
+    )
+    assert torch.equal(one(z)[0], two(z)[0])
+
+
+def options(transform: Transform) -> tuple[int, ...]:
+    extra = {OrthogonalSylvester: (2,), HouseholderSylvester: (2,)}
+    return (3, *extra.get(type(transform), ()))
+
+
+@EVERY_SUM
+def test_one_clear_line_for_bad_input(make) -> None:
+    transform = make()
+    for function in (transform.forward, transform.inverse):
+        with pytest.raises(FlowBNNError, match="vectors of length 3") as caught:
+            function(torch.zeros(5, 4))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(FlowBNNError, match=r"at least 1|between 1"):
+        type(transform)(0, *options(transform)[1:])
+
+
+def test_one_clear_line_for_bad_sizes_and_types() -> None:
+    with pytest.raises(FlowBNNError, match="between 1 and 3"):
+        OrthogonalSylvester(3, hidden=4)
+    with pytest.raises(FlowBNNError, match="at least 1 reflection"):
+        HouseholderSylvester(3, reflections=0)
+    for transform in (Planar(3), TriangularSylvester(3)):
+        with pytest.raises(FlowBNNError, match=r"float32 parameters but got torch\.float64"):
+            transform(torch.zeros(3, dtype=torch.float64))
+
+
+def test_tanh_root_against_a_bracketing_search() -> None:
+    slope = torch.cat([torch.logspace(-3, 0, 12), torch.logspace(0, 5, 12)]).double().unsqueeze(-1)
+    target = torch.cat([torch.zeros(1), torch.logspace(-12, 5, 300), -torch.logspace(-12, 5, 300)]).double()
+    target = target.expand(24, -1)
+    m = slope - 1
+
+    def residual(a: Tensor) -> tuple[Tensor, Tensor]:
+        return a + m * torch.tanh(a) - target, 1 + m * tanh_slope(a)
+
+    expected = monotone_root(residual, target - m.abs(), target + m.abs(), iterations=240)
+    torch.testing.assert_close(tanh_root(target, slope), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_tanh_root_has_the_gradients_of_the_implicit_function() -> None:
+    target = torch.tensor([-2.0, 0.1, 3.0], dtype=torch.float64, requires_grad=True)
+    slope = torch.tensor([0.2, 1.5, 40.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(tanh_root, (target, slope))
+
+
+def test_compose_and_inverse_add_up_log_dets() -> None:
+    parts = [Affine(3), Planar(3), Radial(3)]
+    z = normal(4, 3)
+    x, expected = z, torch.zeros(4)
+    for part in parts:
+        x, log_det = part(x)
+        expected = expected + log_det
+    value, log_det = Compose(*parts)(z)
+    torch.testing.assert_close(value, x)
+    torch.testing.assert_close(log_det, expected)
+    torch.testing.assert_close(Inverse(Compose(*parts))(x)[1], -expected, rtol=1e-4, atol=1e-5)
+    assert Compose(*parts).inverse_kind == "numerical"
+    assert Compose(Affine(3), Radial(3)).inverse_kind == "exact"
+
+
+def test_importing_changes_no_global_state() -> None:
+    script = """
+        import torch
+        from torch.distributions import Distribution
+
+        def state():
+            return (
+                Distribution._validate_args,
+                torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state().tolist(),
+                torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(), torch.get_num_threads(),
+            )
+
+        before = state()
+        import flowbnn, flowbnn.transforms, flowbnn.distributions, flowbnn.layers
+        assert state() == before, "importing flowbnn changed torch's global state"
+        print("unchanged")
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert result.stdout.strip() == "unchanged", result.stderr
