@@ -38,7 +38,11 @@ class TiedAutoencoder(nn.Module):
 class TiedLanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.mix, self.head = nn.Embedding(12, 6), nn.Linear(6, 6), nn.Linear(6, 12, bias=False)
+        self.embedding, self.mix, self.head = (
+            nn.Embedding(12, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 12, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,7 +92,9 @@ class Case:
     def same_examples(self) -> tuple[Tensor, ...]:
         """The first example repeated, so that only noise can tell the rows apart."""
         return tuple(
-            x.narrow(self.batch_axis, 0, 1).expand(x.shape).contiguous() if x.ndim > 1 else x[:1].expand(len(x))
+            x.narrow(self.batch_axis, 0, 1).expand(x.shape).contiguous()
+            if x.ndim > 1
+            else x[:1].expand(len(x))
             for x in self.inputs()
         )
 
@@ -107,12 +113,18 @@ NETWORKS = [
     Case("mlp", lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), ((6, 4),)),
     Case(
         "conv-batchnorm-without-bias",
-        lambda: nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3)
+        ),
         ((4, 3, 8, 8),),
     ),
-    Case("non-square-kernel", lambda: nn.Conv2d(3, 4, (1, 5), stride=(2, 1), padding=(0, 2)), ((4, 3, 8, 6),)),
+    Case(
+        "non-square-kernel", lambda: nn.Conv2d(3, 4, (1, 5), stride=(2, 1), padding=(0, 2)), ((4, 3, 8, 6),)
+    ),
     Case("grouped", lambda: nn.Conv2d(6, 4, 3, groups=2), ((4, 6, 7, 7),)),
-    Case("depthwise", lambda: nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 3, 1)), ((4, 6, 7, 7),)),
+    Case(
+        "depthwise", lambda: nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 3, 1)), ((4, 6, 7, 7),)
+    ),
     Case("padding-same", lambda: nn.Conv2d(3, 4, 3, padding="same", dilation=2), ((4, 3, 8, 8),)),
     Case("padding-reflect", lambda: nn.Conv2d(3, 4, 3, padding=2, padding_mode="reflect"), ((4, 3, 8, 8),)),
     Case("conv1d", lambda: nn.Conv1d(3, 4, 3), ((4, 3, 9),)),
@@ -138,16 +150,28 @@ NETWORKS = [
         ((4, 5, 8),),
     ),
     Case("lstm", recurrent(nn.LSTM, True), ((4, 6, 5),), output=first, compiles=False, why=DYNAMO),
-    Case("lstm-time-first", recurrent(nn.LSTM, False), ((6, 4, 5),), 1, output=first, compiles=False, why=DYNAMO),
+    Case(
+        "lstm-time-first",
+        recurrent(nn.LSTM, False),
+        ((6, 4, 5),),
+        1,
+        output=first,
+        compiles=False,
+        why=DYNAMO,
+    ),
     Case("gru", recurrent(nn.GRU, True), ((4, 6, 5),), output=first, compiles=False, why=DYNAMO),
-    Case("gru-time-first", recurrent(nn.GRU, False), ((6, 4, 5),), 1, output=first, compiles=False, why=DYNAMO),
+    Case(
+        "gru-time-first", recurrent(nn.GRU, False), ((6, 4, 5),), 1, output=first, compiles=False, why=DYNAMO
+    ),
     Case("gru-cell", lambda: nn.GRUCell(5, 4), ((4, 5),)),
     Case("tied-weights", TiedLanguageModel, ((4, 3),), integers=12),
     Case("embedding", lambda: nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 2)), ((4, 3),), integers=9),
     Case("reads-anothers-weight", TiedAutoencoder, ((4, 6),)),
     Case("linear-subclass", lambda: nn.Sequential(ScaledLinear(4, 6), nn.ReLU(), nn.Linear(6, 2)), ((5, 4),)),
     Case("spectral-norm", lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Linear(6, 2)), ((5, 4),)),
-    Case("weight-norm", lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), nn.Flatten()), ((5, 3, 5, 5),)),
+    Case(
+        "weight-norm", lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), nn.Flatten()), ((5, 3, 5, 5),)
+    ),
     Case("bare-linear", lambda: nn.Linear(4, 3), ((5, 4),)),
     Case("residual", Residual, ((4, 3, 8, 8),)),
 ]

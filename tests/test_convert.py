@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from conversion_networks import NETWORKS, Case
 from torch import nn
 
+from conversion_networks import NETWORKS, Case
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.layers import (
@@ -114,7 +114,9 @@ def test_state_dict_round_trips(case):
     other.load_state_dict(bayesian.state_dict())
     for model in (bayesian, other):
         hold_noise(model, "shared", samples=1, seed=3)
-    torch.testing.assert_close(case.output(other.eval()(*case.inputs())), case.output(bayesian.eval()(*case.inputs())))
+    torch.testing.assert_close(
+        case.output(other.eval()(*case.inputs())), case.output(bayesian.eval()(*case.inputs()))
+    )
 
 
 def test_deepcopy_has_noise_of_its_own(case):
@@ -192,7 +194,11 @@ def test_a_shared_module_has_one_noise_and_answers_to_both_names():
 def test_absorbing_the_mean_gives_the_mean_network():
     torch.manual_seed(0)
     network = nn.Sequential(
-        nn.Conv2d(4, 6, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2), nn.Flatten(), nn.Linear(4 * 49, 3)
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 4, 2),
+        nn.Flatten(),
+        nn.Linear(4 * 49, 3),
     )
     bayesian = to_stochastic(network, {"*": NormalAffine()})
     with torch.no_grad():
@@ -256,7 +262,10 @@ def test_position_noise_differs_over_the_map_and_channel_noise_does_not():
 def test_freezing_and_parameter_groups():
     bayesian = to_stochastic(mlp(), {"*": NormalAffine()})
     groups = parameter_groups(bayesian, weight_lr=0.1, noise_lr=0.2)
-    assert [(g["name"], g["lr"], len(g["params"])) for g in groups] == [("weights", 0.1, 6), ("noise", 0.2, 6)]
+    assert [(g["name"], g["lr"], len(g["params"])) for g in groups] == [
+        ("weights", 0.1, 6),
+        ("noise", 0.2, 6),
+    ]
     freeze(bayesian, "weights")
     assert [g["name"] for g in parameter_groups(bayesian)] == ["noise"]
     unfreeze(bayesian, "weights")
@@ -285,7 +294,11 @@ def test_the_more_exact_rule_wins_wherever_it_stands():
 
 def test_of_equal_rules_the_later_wins_and_none_leaves_plain():
     network = nn.ModuleDict({"block1": nn.Linear(2, 2), "block2": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    found = labels(to_stochastic(network, {"*": NormalAffine(), "b*": NormalPlanar(1), "bl*": NormalPlanar(3), "head": None}))
+    found = labels(
+        to_stochastic(
+            network, {"*": NormalAffine(), "b*": NormalPlanar(1), "bl*": NormalPlanar(3), "head": None}
+        )
+    )
     assert found == {"block1": "NormalPlanar(length=1)".replace("1", "3"), "block2": "NormalPlanar(length=3)"}
     found = labels(to_stochastic(network, {nn.Module: NormalAffine(), nn.Linear: NormalPlanar(1)}))
     assert set(found.values()) == {"NormalPlanar(length=1)"}

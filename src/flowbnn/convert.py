@@ -99,8 +99,10 @@ def to_stochastic(
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            module.use_nested_tensor = False  # nested tensors bypass the layers' forward, and the noise with it
-            module.flowbnn_nested = True
+            module.use_nested_tensor = (
+                False  # nested tensors bypass the layers' forward, and the noise with it
+            )
+            vars(module)["flowbnn_nested"] = True
     if show:
         print(describe(model))
     return model
@@ -110,7 +112,9 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Layers that can carry noise. What an attention layer never calls (its output projection) is part of that layer."""
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     return {
-        name: module for name, module in model.named_modules() if wrappable(module) and id(module) not in inner
+        name: module
+        for name, module in model.named_modules()
+        if wrappable(module) and id(module) not in inner
     }
 
 
@@ -143,7 +147,9 @@ def _choose(
         if isinstance(recipe, type) and issubclass(recipe, Recipe):
             raise FlowBNNError(f"rule {_show(rule)}: write {recipe.__name__}() with its brackets")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise FlowBNNError(f"rule {_show(rule)} gives a {type(recipe).__name__}; give a recipe such as NormalAffine(), or None")
+            raise FlowBNNError(
+                f"rule {_show(rule)} gives a {type(recipe).__name__}; give a recipe such as NormalAffine(), or None"
+            )
         if isinstance(rule, str) and rule in aliases and aliases[rule] in first:
             matched = [first[aliases[rule]]]  # a shared module answers to each of its names
         else:
@@ -157,7 +163,9 @@ def _choose(
     chosen = {name: winners[name][1] for name in layers if name in winners}
     wrapped = {name: recipe for name, recipe in chosen.items() if recipe is not None}
     if not wrapped:
-        raise FlowBNNError("the rules leave every layer plain; give at least one layer a recipe such as NormalAffine()")
+        raise FlowBNNError(
+            "the rules leave every layer plain; give at least one layer a recipe such as NormalAffine()"
+        )
     return wrapped
 
 
@@ -173,7 +181,9 @@ def _nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     if isinstance(parent, nn.MultiheadAttention):
         return f"{rule!r} is read by its attention layer without being called; put the noise on {rule.rpartition('.')[0]!r}"
     if rule in modules:
-        inside = f"; its layers are {rule + '.*'!r}" if any(name.startswith(rule + ".") for name in layers) else ""
+        inside = (
+            f"; its layers are {rule + '.*'!r}" if any(name.startswith(rule + ".") for name in layers) else ""
+        )
         return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot carry noise{inside}"
     return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
 
@@ -246,7 +256,7 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "flowbnn_nested", False):
             module.use_nested_tensor = True
-            del module.flowbnn_nested
+            del vars(module)["flowbnn_nested"]
     return model
 
 
@@ -257,12 +267,20 @@ def _absorb(name: str, module: nn.Module, noise: Noise) -> None:
     if isinstance(module, nn.Linear) and not parametrized:
         weight.data.mul_(mean.to(weight.dtype))
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and not parametrized:
-        groups = mean.to(weight.dtype).view(module.groups, -1).repeat_interleave(module.out_channels // module.groups, 0)
+        groups = (
+            mean.to(weight.dtype)
+            .view(module.groups, -1)
+            .repeat_interleave(module.out_channels // module.groups, 0)
+        )
         weight.data.mul_(groups.view(*weight.shape[:2], *(1,) * (weight.ndim - 2)))
-    elif isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) and not parametrized:
+    elif (
+        isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) and not parametrized
+    ):
         weight.data.mul_(mean.to(weight.dtype).view(-1, *(1,) * (weight.ndim - 1)))
     else:
-        raise FlowBNNError(f"the mean of the noise cannot be absorbed into {name!r}, a {type(module).__name__}; use absorb=False")
+        raise FlowBNNError(
+            f"the mean of the noise cannot be absorbed into {name!r}, a {type(module).__name__}; use absorb=False"
+        )
 
 
 def describe(model: nn.Module) -> Table:

@@ -38,7 +38,9 @@ class Categorical(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -F.cross_entropy(outputs.float() if outputs.dtype in _HALF else outputs, targets, reduction="none")
+        return -F.cross_entropy(
+            outputs.float() if outputs.dtype in _HALF else outputs, targets, reduction="none"
+        )
 
     def predictive(self, outputs: Tensor) -> CategoricalPredictive:
         return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs)
@@ -70,7 +72,9 @@ class Bernoulli(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.float().flatten() if outputs.dtype in _HALF else outputs.flatten()
-        return -F.binary_cross_entropy_with_logits(logits, targets.flatten().to(logits.dtype), reduction="none")
+        return -F.binary_cross_entropy_with_logits(
+            logits, targets.flatten().to(logits.dtype), reduction="none"
+        )
 
     def predictive(self, outputs: Tensor) -> CategoricalPredictive:
         return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1))
@@ -101,7 +105,9 @@ class Gaussian(Likelihood):
     def __init__(self, noise: Literal["learned", "predicted"] | float = "learned", dim: int = 1) -> None:
         super().__init__()
         if isinstance(noise, str) and noise not in ("learned", "predicted"):
-            raise FlowBNNError(f"the noise of a Gaussian is 'learned', 'predicted' or a number, not {noise!r}")
+            raise FlowBNNError(
+                f"the noise of a Gaussian is 'learned', 'predicted' or a number, not {noise!r}"
+            )
         if not isinstance(noise, str) and not noise > 0:
             raise FlowBNNError(f"the noise of a Gaussian is above 0, not {noise}")
         self.noise, self.dim = noise, dim
@@ -115,7 +121,9 @@ class Gaussian(Likelihood):
             mean, raw = outputs.chunk(2, -1)
             return mean, raw.clamp(-20.0, 20.0).exp()
         if self.noise == "learned":
-            return outputs, (2.0 * self.log_scale.clamp(-10.0, 10.0)).exp().to(outputs.dtype).expand_as(outputs)
+            return outputs, (2.0 * self.log_scale.clamp(-10.0, 10.0)).exp().to(outputs.dtype).expand_as(
+                outputs
+            )
         return outputs, outputs.new_full((), float(self.noise) ** 2).expand_as(outputs)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +161,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def make_likelihood(
-    likelihood: Likelihood | str | dict[str, Any], outputs: Tensor | None = None, targets: Tensor | None = None
+    likelihood: Likelihood | str | dict[str, Any],
+    outputs: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> Likelihood:
     """A likelihood from its name; ``"auto"`` looks at the targets: integers are classes, real numbers are regression.
 
@@ -168,7 +178,9 @@ def make_likelihood(
         likelihood = str(settings.pop("likelihood")).lower()
     if likelihood == "auto":
         if targets is None:
-            raise FlowBNNError("likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'")
+            raise FlowBNNError(
+                "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
+            )
         likelihood = "gaussian" if targets.is_floating_point() else "categorical"
         if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
             likelihood = "bernoulli"
@@ -178,5 +190,7 @@ def make_likelihood(
         return Gaussian(**settings)
     kinds = {"categorical": Categorical, "bernoulli": Bernoulli}
     if likelihood not in kinds:
-        raise FlowBNNError(f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}")
+        raise FlowBNNError(
+            f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}"
+        )
     return kinds[likelihood]()

@@ -11,7 +11,6 @@ to the network, so its KL is paid once for the whole data set, whatever the batc
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
@@ -88,7 +87,9 @@ class ELBO:
         if num_data < 1:
             raise FlowBNNError(f"num_data is the number of training examples, at least 1, not {num_data}")
         if beta < 0 or gamma < 0:
-            raise FlowBNNError(f"beta and gamma weigh the KL and the entropy and are at least 0, not {beta} and {gamma}")
+            raise FlowBNNError(
+                f"beta and gamma weigh the KL and the entropy and are at least 0, not {beta} and {gamma}"
+            )
         self.likelihood, self.num_data, self.beta, self.gamma = likelihood, num_data, beta, gamma
 
     def __call__(self, model: nn.Module, outputs: Tensor, targets: Any, scale: float = 1.0) -> Terms:

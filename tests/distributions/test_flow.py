@@ -8,7 +8,17 @@ from torch.distributions import transforms as torch_transforms
 
 from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalBase, divergence, from_torch
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms import Affine, AffineCoupling, Compose, Exp, Inverse, LULinear, Planar, Radial, Transform
+from flowbnn.transforms import (
+    Affine,
+    AffineCoupling,
+    Compose,
+    Exp,
+    Inverse,
+    LULinear,
+    Planar,
+    Radial,
+    Transform,
+)
 
 DOUBLE = torch.float64
 
@@ -26,7 +36,9 @@ def normal(dim: int, loc: float = 1.0, scale: float = 0.5) -> DiagonalNormal:
     return DiagonalNormal(torch.full((dim,), loc, dtype=DOUBLE), torch.full((dim,), scale, dtype=DOUBLE))
 
 
-@pytest.mark.parametrize("transform", [Affine(3), Planar(3), Radial(3), Compose(Affine(3), LULinear(3), AffineCoupling(3))])
+@pytest.mark.parametrize(
+    "transform", [Affine(3), Planar(3), Radial(3), Compose(Affine(3), LULinear(3), AffineCoupling(3))]
+)
 def test_one_pass_density_is_the_inverse_density(transform):
     flow = Flow(normal(3), perturbed(transform))
     x, log_prob = flow.rsample_and_log_prob((5, 2))
@@ -41,7 +53,10 @@ def test_a_lognormal_by_hand():
     expected = torch.distributions.LogNormal(0.0, 1.0).log_prob(x).sum(-1)
     torch.testing.assert_close(flow.log_prob(x), expected)
     scalar = Flow(Normal(torch.zeros(()), torch.ones(())), Exp())
-    torch.testing.assert_close(scalar.log_prob(torch.tensor(2.0)), torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0)))
+    torch.testing.assert_close(
+        scalar.log_prob(torch.tensor(2.0)),
+        torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0)),
+    )
 
 
 def test_it_is_a_citizen():
@@ -52,7 +67,10 @@ def test_it_is_a_citizen():
     assert wide.batch_shape == (2,)
     assert wide.rsample((4,)).shape == (4, 2, 3)
     assert wide.log_prob(torch.ones(4, 2, 3, dtype=DOUBLE)).shape == (4, 2)
-    assert Flow(normal(3), Affine(3).double(), validate_args=True).log_prob(torch.ones(3, dtype=DOUBLE)).ndim == 0
+    assert (
+        Flow(normal(3), Affine(3).double(), validate_args=True).log_prob(torch.ones(3, dtype=DOUBLE)).ndim
+        == 0
+    )
 
 
 def test_refusals():
@@ -143,7 +161,10 @@ def test_from_torch_matches_ours_and_trains():
     scale = nn.Parameter(torch.tensor([2.0, 0.5]))
     foreign = from_torch(
         torch_transforms.ComposeTransform(
-            [torch_transforms.AffineTransform(torch.tensor([1.0, 0.0]), scale, event_dim=1), torch_transforms.TanhTransform()]
+            [
+                torch_transforms.AffineTransform(torch.tensor([1.0, 0.0]), scale, event_dim=1),
+                torch_transforms.TanhTransform(),
+            ]
         )
     )
     assert [p is scale for p in foreign.parameters()] == [True]

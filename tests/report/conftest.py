@@ -1,9 +1,12 @@
 """Made-up results of every figure kind, shaped like the real ones."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+
+from flowbnn.report import write_report
 
 MODELS = ("Plain MLP", "Stochastic MLP")
 
@@ -249,15 +252,13 @@ def base(study: str, title: str, labels: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def two_clusters() -> dict[str, Any]:
+def make_two_clusters() -> dict[str, Any]:
     results = base("two-clusters", "Two classes on a plane", MODELS)
     results["figures"] = [field_figure(), reliability_figure(), confidence_figure(), density_figure()]
     return results
 
 
-@pytest.fixture
-def digits() -> dict[str, Any]:
+def make_digits() -> dict[str, Any]:
     labels = ("Plain network", "Dropout", "Gaussian noise", "Flow noise")
     results = base("digits", "Handwritten digits with one class held out", labels)
     results["figures"] = [
@@ -270,9 +271,34 @@ def digits() -> dict[str, Any]:
     return results
 
 
-@pytest.fixture
-def flow_length() -> dict[str, Any]:
+def make_flow_length() -> dict[str, Any]:
     labels = tuple(f"Length {length}" for length in (0, 3, 6, 9, 12, 15))
     results = base("flow-length", "How long a flow should be", labels)
     results["figures"] = [curves_figure()]
     return results
+
+
+@pytest.fixture
+def two_clusters() -> dict[str, Any]:
+    return make_two_clusters()
+
+
+@pytest.fixture
+def digits() -> dict[str, Any]:
+    return make_digits()
+
+
+@pytest.fixture
+def flow_length() -> dict[str, Any]:
+    return make_flow_length()
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One page of all three studies, from a dictionary and from files."""
+    folder = tmp_path_factory.mktemp("page")
+    sources: list[Any] = [make_two_clusters()]
+    for study in (make_digits(), make_flow_length()):
+        sources.append(folder / f"{study['study']}.json")
+        sources[-1].write_text(json.dumps(study))
+    return write_report(sources, folder / "report.html").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The page: whole, self-contained, escaped, and it holds every number."""
 
 import ast
-import json
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -73,19 +72,6 @@ def page_of(results: list[Any], folder: Path) -> str:
     return write_report(results, folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def page(
-    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any], tmp_path: Path
-) -> str:
-    sources: list[Any] = [two_clusters]
-    for study in (digits, flow_length):
-        path = tmp_path / study["study"] / "results.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps(study))
-        sources.append(path)
-    return page_of(sources, tmp_path)
-
-
 def test_whole_page(page: str, two_clusters: dict[str, Any], digits: dict[str, Any]) -> None:
     reader = Reader(page)
     words = reader.words
@@ -148,6 +134,7 @@ def test_structure(page: str) -> None:
 
 
 def test_one_study_needs_no_contents(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["figures"] = two_clusters["figures"][1:2]
     reader = Reader(page_of([two_clusters], tmp_path))
     assert reader.links == []
     assert "This page shows one study" in reader.words
@@ -179,6 +166,7 @@ def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
 
 def test_one_seed_has_no_spread(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["seeds"] = [7]
+    two_clusters["figures"] = []
     for row in two_clusters["rows"]:
         for value in row["values"].values():
             value["std"], value["per_seed"] = 0.0, [value["mean"]]
@@ -194,6 +182,7 @@ def test_values_that_are_not_there(two_clusters: dict[str, Any], tmp_path: Path)
     values["nll"] = {"mean": float("nan"), "std": float("nan"), "per_seed": [None, float("nan")]}
     values["ece"] = {"mean": float("inf"), "std": None, "published": None}
     del values["parameters"]
+    two_clusters["figures"] = []
     cells = make_table(two_clusters, {}).rows[0].cells
     assert [cell.mean for cell in cells] == ["–", "–", "∞", "–"]
     assert [cell.std for cell in cells] == [""] * 4

@@ -96,7 +96,9 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None):
     result = history.to_dict()
     del result["seconds"]
     save_tensors(
-        folder / "result.safetensors", network.state_dict() | {"scale": scale}, {"history": result, "after": torch.rand(2).tolist()}
+        folder / "result.safetensors",
+        network.state_dict() | {"scale": scale},
+        {"history": result, "after": torch.rand(2).tolist()},
     )
 
 
@@ -119,7 +121,9 @@ def in_child(*args, **kwargs):
 
 
 def same(folder, other):
-    (left, left_document), (right, right_document) = (load_tensors(f / "result.safetensors") for f in (folder, other))
+    (left, left_document), (right, right_document) = (
+        load_tensors(f / "result.safetensors") for f in (folder, other)
+    )
     bits = [(left[name].numpy().tobytes(), right[name].numpy().tobytes()) for name in left]
     return left.keys() == right.keys() and all(a == b for a, b in bits) and left_document == right_document
 
@@ -128,7 +132,7 @@ CASES = [
     ("shuffled", [{"kill_at": 4}]),
     ("shuffled", [{"kill_at": 7}, {"kill_at": 8}, {"kill_at": 16}]),
     ("shuffled", [{"kill_in": ("before", 2)}]),
-    ("shuffled", [{"kill_in": ("after", 5)}]),  # just after the save at the end of an epoch
+    ("shuffled", [{"kill_in": ("after", 5)}]),  # after an epoch's last step, before its record
     ("own generator", [{"kill_at": 8}, {"kill_in": ("before", 1)}]),
     ("with replacement", [{"kill_at": 13}]),
     ("list", [{"kill_at": 11}]),
@@ -138,7 +142,9 @@ CASES = [
 
 def main(folder):
     torch.set_num_threads(1)
-    run(folder / "warm-up", "shuffled", fresh=True)  # what torch imports late is imported once, not in every child
+    run(
+        folder / "warm-up", "shuffled", fresh=True
+    )  # what torch imports late is imported once, not in every child
     peaceful = {}
     for number, (kind, kills) in enumerate(CASES):
         if kind not in peaceful:

@@ -1,5 +1,6 @@
 """Is the posterior multimodal? Document 004 asks; this counts."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,23 @@ class Marginal:
     modes: int
 
 
+def _bandwidth(samples: Tensor) -> float:
+    """The kernel width under which each draw is most likely given the others.
+
+    Rules of thumb take the spread of the whole for the width of one mode and wash several modes out.
+    """
+    few = samples[:1000]
+    distance = (few[:, None] - few[None]).square().fill_diagonal_(torch.inf)
+    thumb = 0.9 * float(few.std().clamp_min(1e-6)) * len(few) ** -0.2
+    widths = [thumb * 0.7**k for k in range(10)]
+    scores = [
+        float((torch.logsumexp(-0.5 * distance / width**2, 1) - math.log(width)).sum()) for width in widths
+    ]
+    return widths[scores.index(max(scores))] * (len(samples) / len(few)) ** -0.2
+
+
 def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
-    """Gaussian kernel density with Silverman's rule of thumb on the smaller of spread and interquartile range."""
-    low, high = torch.quantile(samples, torch.tensor([0.25, 0.75], dtype=samples.dtype))
-    spread = torch.minimum(samples.std(), (high - low) / 1.349).clamp_min(1e-6)
-    width = 0.9 * spread * samples.numel() ** -0.2
+    width = _bandwidth(samples)
     distance = (grid[:, None] - samples[None]) / width
     return torch.exp(-0.5 * distance.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
 
@@ -70,7 +83,9 @@ def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, 
         raise FlowBNNError(f"no layer {layer!r} carries flow noise{nearest(layer, found)}")
     noise = found[layer]
     if not 0 <= dimension < noise.layout.dim:
-        raise FlowBNNError(f"the noise of layer {layer!r} has dimensions 0 to {noise.layout.dim - 1}, not {dimension}")
+        raise FlowBNNError(
+            f"the noise of layer {layer!r} has dimensions 0 to {noise.layout.dim - 1}, not {dimension}"
+        )
     prior = noise.prior.distribution()
     generator = torch.Generator(prior.mean.device).manual_seed(seed)
     draws = noise.draw((samples,), generator)[:, dimension].double().cpu()

@@ -60,7 +60,9 @@ class NoisePosterior(Posterior):
             names = dict(network.named_modules())
             absent = [name for name in document["recipes"] if name not in names]
             if absent:
-                raise FlowBNNError(f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'")
+                raise FlowBNNError(
+                    f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'"
+                )
             recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
             if recipes == {name: recipes[name] for name in recipes if name == ""}:
                 network = to_stochastic(network, {"*": recipes[""]})
@@ -97,9 +99,7 @@ def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def prepare(
-    model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str
-) -> tuple[Likelihood, Any]:
+def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str) -> tuple[Likelihood, Any]:
     """The likelihood, checked on the first batch, and that batch's inputs."""
     inputs, targets = first_batch(loader)
     with evaluating(model):
@@ -201,7 +201,9 @@ def fit(
         loader,
         settings,
         schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
-        validate=None if validation is None else validator(NoisePosterior(model, chosen), validation, samples=8),
+        validate=None
+        if validation is None
+        else validator(NoisePosterior(model, chosen), validation, samples=8),
     )
     model.eval()
     posterior = NoisePosterior(model, chosen, history)
@@ -233,7 +235,9 @@ def validator(
     def validate(model: nn.Module) -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
         if targets is None:
-            raise FlowBNNError("validation needs batches of (inputs, targets), but the loader gives inputs alone")
+            raise FlowBNNError(
+                "validation needs batches of (inputs, targets), but the loader gives inputs alone"
+            )
         return {name: float(value) for name, value in predictive.evaluate(targets).items()}
 
     return validate

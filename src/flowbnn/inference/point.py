@@ -36,11 +36,17 @@ def fit_point(
     whose one sample is the network itself.
     """
     if noise_layers(model):
-        raise FlowBNNError("this network has noise; fit_point trains plain networks, fit trains stochastic ones")
+        raise FlowBNNError(
+            "this network has noise; fit_point trains plain networks, fit trains stochastic ones"
+        )
     settings = run_options(epochs, options, "training the network")
     chosen, _ = prepare(model, loader, likelihood)
     groups = [
-        {"params": [p for p in model.parameters() if p.requires_grad], "lr": lr, "weight_decay": weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.requires_grad],
+            "lr": lr,
+            "weight_decay": weight_decay,
+        },
         {"params": list(chosen.parameters()), "lr": lr, "weight_decay": 0.0},
     ]
     engine = optimizer_for([group for group in groups if group["params"]], optimizer)
@@ -61,7 +67,9 @@ def fit_point(
         loader,
         settings,
         schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
-        validate=None if validation is None else validator(PointPosterior(model, chosen), validation, samples=1),
+        validate=None
+        if validation is None
+        else validator(PointPosterior(model, chosen), validation, samples=1),
     )
     model.eval()
     return PointPosterior(model, chosen, history)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
@@ -125,18 +124,24 @@ class Posterior:
         """Tensors and document of a saved posterior of this kind."""
         tensors, document = load_tensors(path)
         if document.get("kind") != cls.kind:
-            raise FlowBNNError(f"'{path}' holds a {document.get('kind', 'file of another kind')}, not a {cls.kind}")
+            raise FlowBNNError(
+                f"'{path}' holds a {document.get('kind', 'file of another kind')}, not a {cls.kind}"
+            )
         return tensors, document
 
     @classmethod
-    def restore(cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any) -> "Posterior":
+    def restore(
+        cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any
+    ) -> "Posterior":
         """Fill ``model`` with stored tensors; it stays untouched if they do not fit."""
         likelihood = make_likelihood(document["likelihood"])
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             _check_fits(target, given, path)
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
-            target.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            target.load_state_dict(
+                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )
         return cls(model, likelihood, History.from_dict(document["history"]))
 
 
@@ -170,7 +175,10 @@ def _is_batch(inputs: Any) -> bool:
     return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
 
 
-def _track(loader: Iterable[Any], progress: bool) -> Iterable[Any]:
+def _track(loader: Any, progress: bool) -> Iterable[Any]:
+    # imported here: rich draws from Python's random numbers when it is imported
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, transient=True, disable=not progress)
     if not progress or not bar.console.is_terminal:
@@ -182,9 +190,17 @@ def _track(loader: Iterable[Any], progress: bool) -> Iterable[Any]:
 
 
 def _check_finite(inputs: Any) -> None:
-    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if hasattr(inputs, "keys") else inputs)
+    tensors = (
+        [inputs]
+        if isinstance(inputs, Tensor)
+        else list(inputs.values() if hasattr(inputs, "keys") else inputs)
+    )
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and not bool(torch.isfinite(tensor).all())
+        ):
             bad = (~torch.isfinite(tensor)).flatten(1).any(1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
             raise FlowBNNError(
                 f"the inputs hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows; clean them before predicting"
@@ -198,5 +214,7 @@ def _check_fits(model: nn.Module, given: dict[str, Tensor], path: Any) -> None:
     shapes = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
     for names, trouble in ((missing, "lacks"), (extra, "holds besides"), (shapes, "has other shapes for")):
         if names:
-            shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            shown = ", ".join(f"'{name}'" for name in names[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
             raise FlowBNNError(f"'{path}' was saved from another architecture: it {trouble} {shown}")

@@ -128,7 +128,12 @@ def parameter_groups(
     Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
     """
     groups = [
-        {"name": "weights", "params": weight_parameters(model), "lr": weight_lr, "weight_decay": weight_decay},
+        {
+            "name": "weights",
+            "params": weight_parameters(model),
+            "lr": weight_lr,
+            "weight_decay": weight_decay,
+        },
         {"name": "noise", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
     ]
     for group in groups:

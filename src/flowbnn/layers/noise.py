@@ -60,7 +60,9 @@ class Noise(nn.Module):
         """KL to the prior and entropy in nats, or None for noise that has no density (dropout)."""
         return None
 
-    def hold(self, mode: Mode, samples: int = 1, seed: int = 0, generator: torch.Generator | None = None) -> None:
+    def hold(
+        self, mode: Mode, samples: int = 1, seed: int = 0, generator: torch.Generator | None = None
+    ) -> None:
         """Set the mode. ``generator`` serves mode ``sample``; ``samples`` and ``seed`` mode ``shared``."""
         if mode not in ("sample", "shared", "mean", "off"):
             raise FlowBNNError(f"the noise is 'sample', 'shared', 'mean' or 'off', not {mode!r}")
@@ -257,7 +259,9 @@ class InputNoise(Noise):
         count = 1 if self.site == "channel" or self.positions == "mean" else self.positions
         device = self.base.distribution().mean.device.type
         with torch.autocast(device, enabled=False):
-            kl, entropy = divergence(self.posterior(), self.prior.distribution(), samples or self.kl_samples, self.generator)
+            kl, entropy = divergence(
+                self.posterior(), self.prior.distribution(), samples or self.kl_samples, self.generator
+            )
         return Divergence(kl * count, entropy * count)
 
     def extra_repr(self) -> str:
@@ -288,5 +292,3 @@ class DropoutNoise(Noise):
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, dim={self.layout.dim}, site={self.site}"
-
-

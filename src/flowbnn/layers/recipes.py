@@ -81,7 +81,7 @@ class Recipe:
             base = MixtureBase(dim, self.components, self.base_loc, self.base_scale)
         return InputNoise(
             base,
-            Compose(Affine(dim), *self.transforms(dim)),
+            Compose(Affine(dim, center=self.base_loc), *self.transforms(dim)),
             NormalBase(dim, self.prior_loc, self.prior_scale),
             layout,
             self.site,
@@ -165,7 +165,9 @@ class NormalCoupling(Recipe):
     def transforms(self, dim: int) -> Sequence[Transform]:
         if dim < 2:
             return ()
-        steps = [(AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(_length(self.length))]
+        steps = [
+            (AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(_length(self.length))
+        ]
         return [part for step in steps for part in step]
 
 
@@ -228,5 +230,7 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     if name not in known:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(name, known)}")
     if name == "FlowNoise":
-        raise FlowBNNError("a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it")
+        raise FlowBNNError(
+            "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it"
+        )
     return known[name](**settings)

@@ -4,7 +4,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.metrics.checks import check_scores
@@ -23,6 +22,8 @@ def novelty_auroc(known_scores: Tensor, novel_scores: Tensor) -> float:
     >>> novelty_auroc(torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.3, 0.5]))  # right in 5 of 6 pairs
     0.833...
     """
+    from torchmetrics.functional.classification import binary_auroc  # here: it is slow, and brings pyplot
+
     ranks, novel = _ranked(known_scores, novel_scores)
     return float(binary_auroc(ranks, novel))
 
@@ -40,6 +41,8 @@ def novelty_aupr(
     """
     if positive not in ("novel", "known"):
         raise FlowBNNError(f"unknown positive '{positive}'{nearest(positive, ['novel', 'known'])}")
+    from torchmetrics.functional.classification import binary_average_precision
+
     ranks, novel = _ranked(known_scores, novel_scores)
     if positive == "known":
         ranks, novel = 1.0 - ranks, 1 - novel

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
 from flowbnn.report.figures_calibration import field, reliability
 from flowbnn.report.figures_density import density, images
-from flowbnn.report.schema import numbers
+from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import assign_colours, light, tick
 
 __all__ = ["make_plot", "study_colours"]
@@ -23,10 +23,14 @@ DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")
 def study_colours(results: Data) -> dict[str, str]:
     """One colour for each model of a study, the same in its table and in all of its figures."""
     labels = [row["label"] for row in results["rows"]]
+    labels += [model["label"] for figure in results["figures"] for model in figure["data"].get("models", [])]
     for figure in results["figures"]:
-        data = figure["data"]
-        labels += [model["label"] for model in data.get("models", [])]
-        labels += [line["label"] for panel in data.get("panels", []) for line in panel.get("lines", [])]
+        lines = [
+            line["label"] for panel in figure["data"].get("panels", []) for line in panel.get("lines", [])
+        ]
+        # Curves of other things than the models keep colours of their own.
+        if set(lines) & set(labels):
+            labels += lines
     return assign_colours(labels)
 
 
@@ -114,9 +118,8 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
     known = all(label in colours for label in labels)
     own = dict(colours) if known else assign_colours(labels, groups=True)
     groups = [group for panel in panels for group in panel["groups"]]
-    edges = np.concatenate([numbers(group["edges"]) for group in groups] or [np.array([0.0, 1.0])])
-    tops = np.concatenate([numbers(group["fraction"]) for group in groups] or [np.array([1.0])])
-    top = float(np.nanmax(tops)) if bool(np.isfinite(tops).any()) else 1.0
+    span = extent(*[numbers(group["edges"]) for group in groups])
+    top = max(0.0, *(extent(np.zeros(1), *[numbers(group["fraction"]) for group in groups]) or (0.0, 1.0)))
 
     def make(panel: Data) -> Panel:
         def draw(figure: Figure) -> None:
@@ -127,8 +130,8 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
                 if len(height) and bool(np.isfinite(place).all()):
                     axes.stairs(height, place, fill=True, color=colour, alpha=0.30, linewidth=0)
                     axes.stairs(height, place, color=colour, linewidth=1.5)
-            if bool(np.isfinite(edges).any()) and np.nanmax(edges) > np.nanmin(edges):
-                axes.set_xlim(np.nanmin(edges), np.nanmax(edges))
+            if span is not None:
+                axes.set_xlim(*span)
             axes.set_ylim(0, 1.05 * top if top > 0 else 1)
             axes.yaxis.set_major_locator(nice_ticks(4))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
-from flowbnn.report.schema import numbers
+from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import decimal, light, tick
 
 __all__ = ["field", "reliability"]
@@ -64,8 +64,8 @@ def _share(axes: Axes, bins: list[Data], colour: str, top: float) -> None:
 
 
 def _top_share(models: list[Data]) -> float:
-    shares = [item["fraction"] for model in models for item in model["bins"]]
-    return float(np.nanmax(numbers(shares), initial=0.0)) if shares else 1.0
+    shares = numbers([item["fraction"] for model in models for item in model["bins"]])
+    return (extent(np.zeros(1), shares) or (0.0, 1.0))[1]
 
 
 KEYS = [
@@ -109,17 +109,15 @@ def _spacing(grid: np.ndarray, width: float) -> float:
 
 def _span(models: list[Data]) -> tuple[tuple[float, float], tuple[float, float]] | None:
     # The grid is what was asked about; the points may stray far outside it.
-    found = [numbers(model["grid"]) for model in models if model["grid"]]
-    found = found or [numbers(model["points"]) for model in models if model["points"]]
-    if not found:
-        return None
-    low = np.nanmin(np.concatenate(found), axis=0)
-    high = np.nanmax(np.concatenate(found), axis=0)
-    pad = 0.02 * np.maximum(high - low, 1e-6)
-    return (float(low[0] - pad[0]), float(high[0] + pad[0])), (
-        float(low[1] - pad[1]),
-        float(high[1] + pad[1]),
-    )
+    for name in ("grid", "points"):
+        found = [numbers(model[name]).reshape(-1, 2) for model in models]
+        limits = [extent(*[points[:, axis] for points in found]) for axis in (0, 1)]
+        if limits[0] is not None and limits[1] is not None:
+            padded = [
+                (low - 0.02 * (high - low), high + 0.02 * (high - low)) for low, high in filter(None, limits)
+            ]
+            return padded[0], padded[1]
+    return None
 
 
 def _field_panel(model: Data, largest: float, span: Any, width: int) -> Panel:
@@ -192,12 +190,13 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     """A row for each model: decisions on the plane with uncertainty as dot size, confidence, calibration."""
     models, size = data["models"], (300, 280)
     spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
-    largest = max((float(np.nanmax(spread, initial=0.0)) for spread in spreads), default=0.0)
+    largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     top, span = _top_share(models), _span(models)
     groups = [
         _field_row(model, colours.get(model["label"], "blue"), largest, top, span, size) for model in models
     ]
-    kinds = sorted({int(kind) for model in models for kind in model["point_class"] if kind is not None})
+    found = numbers([kind for model in models for kind in model["point_class"]])
+    kinds = sorted({int(kind) for kind in found[np.isfinite(found)]})
     keys = [Key(f"class {kind}", CLASSES[kind % len(CLASSES)], "dot") for kind in kinds]
     if spreads:
         keys.append(Key("the larger the dot, the less certain", "muted", "sizes"))

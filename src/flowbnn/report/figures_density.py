@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
-from flowbnn.report.schema import numbers
+from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import decimal, light, tick
 
 __all__ = ["density", "images", "mass_levels"]
@@ -88,12 +88,7 @@ def _pair_panel(pair: Data) -> Panel:
 def density(data: Data, colours: Mapping[str, str]) -> Plot:
     """Posterior of single noise dimensions with the number of their modes, then pairs of dimensions."""
     panels, pairs = data["panels"], data.get("pairs") or []
-    ends = [numbers(panel["x"]) for panel in panels if panel["x"]]
-    limits = None
-    if ends:
-        low = min(float(np.nanmin(x, initial=np.inf)) for x in ends)
-        high = max(float(np.nanmax(x, initial=-np.inf)) for x in ends)
-        limits = (low, high) if low < high else None
+    limits = extent(*[numbers(panel["x"]) for panel in panels])
     groups = [Group([_line_panel(panel, limits) for panel in panels])] if panels else []
     keys = [Key("posterior", COLOUR, "area")] if panels else []
     if any(panel.get("prior") is not None for panel in panels):
@@ -121,8 +116,8 @@ def _image_panel(panel: Data) -> Panel:
             picture, chart = figure.subplots(), None
         picture.set_axis_off()
         if pixels.size:
-            span = np.nanmax(pixels) - np.nanmin(pixels)
-            shown = (pixels - np.nanmin(pixels)) / span if pixels.ndim == 3 and span > 0 else pixels
+            span = extent(pixels)
+            shown = (pixels - span[0]) / (span[1] - span[0]) if span and pixels.ndim == 3 else pixels
             picture.imshow(shown, cmap="gray_r", interpolation="nearest")
         if chart is None:
             return

@@ -8,7 +8,7 @@ import numpy as np
 
 from flowbnn.errors import FlowBNNError, nearest
 
-__all__ = ["FIGURES", "SCHEMA", "check_results", "numbers"]
+__all__ = ["FIGURES", "SCHEMA", "check_results", "extent", "numbers"]
 
 SCHEMA = 1
 
@@ -95,6 +95,19 @@ def numbers(value: object) -> np.ndarray:
     """
     array = np.array(value, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
+
+
+def extent(*arrays: np.ndarray) -> tuple[float, float] | None:
+    """The least and the greatest of all numbers that are there, or nothing where they do not differ.
+
+    >>> extent(np.array([3.0, np.nan]), np.array([1.0])), extent(np.array([np.nan]))
+    ((1.0, 3.0), None)
+    """
+    flat = np.concatenate([np.zeros(0), *[array.ravel() for array in arrays]])
+    flat = flat[np.isfinite(flat)]
+    if flat.size == 0 or flat.min() == flat.max():
+        return None
+    return float(flat.min()), float(flat.max())
 
 
 def _check(value: Any, shape: Shape, where: str) -> None:

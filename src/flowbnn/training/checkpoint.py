@@ -18,6 +18,8 @@ from flowbnn.training.storage import load_tensors, save_tensors
 
 __all__ = ["Position", "Trained", "check_architecture", "load_weights", "read_run", "write_run"]
 
+REACHED = ("epoch", "batches", "step", "best", "waited")
+
 
 @dataclass
 class Position:
@@ -139,8 +141,10 @@ def read_run(path: Path, trained: Trained) -> tuple[Position, dict[str, Any]]:
         raise FlowBNNError(f"'{path}' is no checkpoint of a training run, but holds {document.get('kind')!r}")
     try:
         parts = {name: decode_state(tree, tensors) for name, tree in document["state"].items()}
+        reached = document["position"]
         position = Position(
-            **document["position"],
+            **{name: reached.pop(name) for name in REACHED},
+            **reached,
             averages=Averages(**document["averages"]),
             history=History.from_dict(document["history"]),
             best_weights=parts["best_weights"],

@@ -65,9 +65,11 @@ class History:
     def from_dict(cls, values: Mapping[str, Any]) -> "History":
         """The inverse of :meth:`to_dict`."""
         try:
-            return cls(**values)
-        except TypeError as error:
+            history = cls(**values)
+            history.records = [{str(k): float(v) for k, v in record.items()} for record in history.records]
+        except (TypeError, ValueError, AttributeError) as error:
             raise FlowBNNError(f"this is not a stored history: {error}") from None
+        return history
 
 
 class Averages:

@@ -29,7 +29,9 @@ class Compose(Transform):
         super().__init__()
         for part in parts:
             if not isinstance(part, Transform):
-                raise FlowBNNError(f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)")
+                raise FlowBNNError(
+                    f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)"
+                )
         self.parts = nn.ModuleList(parts)
         self.event_dim = max((part.event_dim for part in parts), default=1)
         kinds = {part.linearity for part in parts}
@@ -45,7 +47,9 @@ class Compose(Transform):
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._chain([(part.inverse, part.event_dim) for part in reversed(list(self))], x, context)
 
-    def _chain(self, maps: Sequence[tuple[Any, int]], value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _chain(
+        self, maps: Sequence[tuple[Any, int]], value: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         total = value.new_zeros(value.shape[: value.ndim - self.event_dim])
         for function, event_dim in maps:
             value, log_det = function(value, context)

@@ -18,7 +18,11 @@ Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 
 
 class Coupling(Transform):
-    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(z_A, c))` with :math:`g` monotone in each entry.
+    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` monotone in each entry.
+
+    The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
+    :math:`r` carries a rounding error of size :math:`r\epsilon`, which a net that goes on growing hands to the next layer
+    multiplied; a deep trained stack then does not find its way back from far points in any precision.
 
     A subclass says how many parameters an entry takes (``per_entry``) and writes :meth:`move` and :meth:`move_back`;
     each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
@@ -29,7 +33,8 @@ class Coupling(Transform):
             boolean per entry.
         flip: exchange what is kept and what is moved.
         hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
-        net: a module called as ``net(kept, context)`` that gives ``per_entry`` numbers for each moved entry.
+        net: a module called as ``net(q(kept), context)`` that gives ``per_entry`` numbers for each moved entry.
+        compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
     """
 
     per_entry: int = 0
@@ -47,6 +52,7 @@ class Coupling(Transform):
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: int = 0,
         net: nn.Module | None = None,
+        compress: bool = True,
     ) -> None:
         super().__init__()
         if dim < 2:
@@ -54,6 +60,7 @@ class Coupling(Transform):
                 f"a coupling needs at least 2 dimensions, not {dim}; for one number use Affine"
             )
         self.dim = dim
+        self.compress = compress
         keep = _read_mask(mask, dim)
         self.register_buffer("mask", ~keep if flip else keep)
         for name in ("kept_index", "moved_index", "restore"):
@@ -82,7 +89,7 @@ class Coupling(Transform):
         return self._join(kept, moved), log_det
 
     def _condition(self, kept: Tensor, moved: Tensor, context: Tensor | None) -> Tensor:
-        parameters = self.net(kept, context)
+        parameters = self.net(kept / (1.0 + 0.2 * kept.abs()) if self.compress else kept, context)
         wanted = (*moved.shape[:-1], self.per_entry * moved.shape[-1])
         if parameters.shape != wanted:
             raise FlowBNNError(
@@ -145,8 +152,8 @@ class AffineCoupling(Coupling):
 
     Args:
         bound: largest size :math:`b` of the log-scale.
-        dim, mask, flip, hidden, activation, context_dim, net: as in :class:`Coupling`; the net gives all log-scales
-            :math:`a`, then all shifts :math:`t`.
+        dim, mask, flip, hidden, activation, context_dim, net, compress: as in :class:`Coupling`; the net gives all
+            log-scales :math:`a`, then all shifts :math:`t`.
 
     >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
     >>> x.shape, log_det.detach()
@@ -164,9 +171,10 @@ class AffineCoupling(Coupling):
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: int = 0,
         net: nn.Module | None = None,
+        compress: bool = True,
         bound: float = 2.0,
     ) -> None:
-        super().__init__(dim, mask, flip, hidden, activation, context_dim, net)
+        super().__init__(dim, mask, flip, hidden, activation, context_dim, net, compress)
         if not bound > 0.0:
             raise FlowBNNError(f"the bound of the log-scale must be positive, not {bound}")
         self.bound = bound

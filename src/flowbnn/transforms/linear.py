@@ -18,17 +18,17 @@ class LULinear(Transform):
     :math:`W = PLU` is never formed: forward is two triangular products, inverse two triangular solves, and the
     log-det costs one sum. On the last axis of ``(B, H, W, C)`` it is Glow's invertible 1x1 convolution.
 
-    Both factors live in one ``dim x dim`` parameter, as in LAPACK: its strict lower triangle is that of :math:`L`, its
-    strict upper triangle that of :math:`U`, its diagonal holds :math:`d` before the bound. It starts at the
-    identity but for small random entries off the diagonal, without any rotation.
+    Both factors live in one ``dim x dim`` parameter, as in LAPACK: its strict lower triangle is that of :math:`L` and its
+    strict upper triangle that of :math:`U`, both times :math:`\sqrt D`; its diagonal holds :math:`d` before the bound. The
+    root keeps wide maps well conditioned: a step of one size in every entry turns the map by one amount, whatever
+    :math:`D`. It starts at the identity but for small random entries off the diagonal, without any rotation.
 
     Args:
         dim: length of the vectors.
         bias: add a shift :math:`b`.
         permute: draw a random :math:`P`, kept in the ``state_dict``; by default :math:`P = I`.
         bound: largest size of :math:`d`.
-        spread: standard deviation of the first off-diagonal entries, times :math:`1/\sqrt{D}`; 0 starts exactly at
-            :math:`P`.
+        spread: standard deviation of the parameter's first off-diagonal entries; 0 starts exactly at :math:`P`.
         generator: where the draws come from; torch's own by default.
 
     >>> linear = LULinear(3, generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ class LULinear(Transform):
         self.dim = check_dim(dim, self)
         self.bound = bound
         self.permute = permute
-        factors = torch.randn(dim, dim, generator=generator) * (spread / dim**0.5)
+        factors = torch.randn(dim, dim, generator=generator) * spread
         self.factors = nn.Parameter(factors.fill_diagonal_(0.0))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
         order = torch.randperm(dim, generator=generator) if permute else torch.arange(dim)
@@ -68,14 +68,14 @@ class LULinear(Transform):
     @property
     def lower(self) -> Tensor:
         """:math:`L`."""
-        return self.factors.tril(-1) + torch.eye(
+        return self.factors.tril(-1) / self.dim**0.5 + torch.eye(
             self.dim, dtype=self.factors.dtype, device=self.factors.device
         )
 
     @property
     def upper(self) -> Tensor:
         """:math:`U`."""
-        return self.factors.triu(1) + torch.diag_embed(self.log_diagonal.exp())
+        return self.factors.triu(1) / self.dim**0.5 + torch.diag_embed(self.log_diagonal.exp())
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(z, self.dim, self)

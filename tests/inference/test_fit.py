@@ -1,0 +1,350 @@
+"""Fit, predict, save, load: the ten lines of the README."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.inference.batches import count_data, split_batch
+
+QUIET = {"progress": False}
+
+
+def blobs(count: int = 240, classes: int = 3) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(count) % classes
+    centres = 3 * torch.eye(classes, 4)
+    return TensorDataset(centres[labels] + torch.randn(count, 4, generator=generator), labels)
+
+
+def loader(data: TensorDataset | None = None, **options) -> DataLoader:
+    return DataLoader(data or blobs(), batch_size=40, shuffle=True, **options)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@pytest.fixture(autouse=True)
+def _short_runs_may_stay_at_the_prior():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fallen back onto its prior", category=FlowBNNWarning)
+        yield
+
+
+def fitted(**options) -> fb.NoisePosterior:
+    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    return fb.fit(
+        model, loader(), **{"epochs": 8, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, **QUIET, **options}
+    )
+
+
+def test_the_ten_lines():
+    plain = fb.fit_point(network(), loader(), epochs=4, lr=0.01, **QUIET)
+    bayesian = fb.to_stochastic(plain.model, {"0": fb.NormalPlanar(length=2), "*": fb.NormalAffine()})
+    posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET)
+    images = blobs().tensors[0][:7]
+    prediction = posterior.predict(images, samples=16)
+    assert prediction.probabilities.shape == (7, 3)
+    assert prediction.epistemic.shape == (7,)
+    assert prediction.decide(abstain_above=0.5).shape == (7,)
+
+
+def test_fitting_raises_the_elbo_and_learns():
+    posterior = fitted(epochs=12)
+    elbo = posterior.history["elbo"]
+    assert elbo[-1] > elbo[0]
+    assert fb.evaluate(posterior, loader(), progress=False)["accuracy"] > 0.85
+    record = posterior.history.last
+    assert record["elbo"] == pytest.approx(record["log_likelihood"] - record["kl"] / 240, abs=1e-4)
+    assert record["kl"] == pytest.approx(record["kl/0"] + record["kl/2"], rel=1e-4)
+    assert "entropy/0" in record
+
+
+def test_the_weights_can_be_left_alone():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    before = [p.clone() for p in fb.layers.weight_parameters(model)]
+    noise_before = [p.clone() for p in fb.layers.noise_parameters(model)]
+    fb.freeze(model, "weights")
+    fb.fit(model, loader(), epochs=2, **QUIET)
+    assert all(torch.equal(a, b) for a, b in zip(before, fb.layers.weight_parameters(model), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(noise_before, fb.layers.noise_parameters(model), strict=True)
+    )
+    fb.freeze(model, "noise")
+    with pytest.raises(FlowBNNError, match="nothing is left to train"):
+        fb.fit(model, loader(), epochs=1, **QUIET)
+
+
+def test_regression_is_a_first_class_citizen():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 1, generator=generator)
+    y = 2 * x + 0.5 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    model = fb.to_stochastic(
+        nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.NormalAffine()}
+    )
+    data = loader(TensorDataset(x, y))
+    posterior = fb.fit(model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET)
+    assert isinstance(posterior.likelihood, fb.Gaussian)
+    assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(0.5, rel=0.25)
+    report = fb.evaluate(posterior, data, samples=64, progress=False)
+    assert report["rmse"] < 0.65
+    assert 0.8 < report["coverage_90"] < 0.97
+    prediction = posterior.predict(x[:5], samples=64)
+    torch.testing.assert_close(prediction.variance, prediction.aleatoric + prediction.epistemic)
+    predicted = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 2))
+    posterior = fb.fit(
+        fb.to_stochastic(predicted, {"*": fb.NormalAffine()}),
+        data,
+        epochs=1,
+        likelihood=fb.Gaussian("predicted"),
+        **QUIET,
+    )
+    assert posterior.predict(x[:5]).mean.shape == (5, 1)
+
+
+def test_bernoulli_from_one_logit():
+    data = blobs(classes=2)
+    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
+    posterior = fb.fit(model, loader(data), epochs=20, weight_lr=0.05, **QUIET)
+    assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
+
+
+def test_the_same_seed_gives_the_same_posterior():
+    first, second, other = fitted(), fitted(), fitted(seed=1)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), name
+    assert not torch.equal(first.model[0].weight, other.model[0].weight)
+
+
+def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
+    whole = fitted(epochs=6)
+    fitted(epochs=6, checkpoint=tmp_path / "a.safetensors", early_stop=fb.EarlyStop("loss", patience=99))
+
+    class Killed(Exception):
+        pass
+
+    def breaking(stop: int):
+        class Loader(DataLoader):
+            passes = 0
+
+            def __iter__(self):
+                Loader.passes += 1
+                if Loader.passes > stop:
+                    raise Killed
+                return super().__iter__()
+
+        return Loader(blobs(), batch_size=40, shuffle=True)
+
+    path = tmp_path / "b.safetensors"
+    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    options = {"epochs": 6, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, "checkpoint": path, **QUIET}
+    with pytest.raises(Killed):
+        fb.fit(model, breaking(4), **options)
+    again = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    resumed = fb.fit(again, loader(), resume=True, **options)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert resumed.history["elbo"] == whole.history["elbo"]
+
+
+def test_save_and_load(tmp_path):
+    posterior = fitted(epochs=2)
+    x = blobs().tensors[0][:6]
+    expected = posterior.predict(x, samples=8, seed=5).probabilities
+    path = posterior.save(tmp_path / "posterior.safetensors")
+    for start in (network(), fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})):
+        loaded = fb.NoisePosterior.load(path, start)
+        assert torch.equal(loaded.predict(x, samples=8, seed=5).probabilities, expected)
+        assert loaded.history["elbo"] == posterior.history["elbo"]
+    plain = fb.fit_point(network(), loader(), epochs=1, **QUIET)
+    path = plain.save(tmp_path / "plain.safetensors")
+    assert torch.equal(
+        fb.PointPosterior.load(path, network()).predict(x).probabilities, plain.predict(x).probabilities
+    )
+    bare = fb.fit(fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+    path = bare.save(tmp_path / "bare.safetensors")
+    loaded = fb.NoisePosterior.load(path, nn.Linear(4, 3))
+    assert torch.equal(loaded.predict(x, seed=1).probabilities, bare.predict(x, seed=1).probabilities)
+
+
+def test_bad_files_leave_the_network_alone(tmp_path):
+    posterior = fitted(epochs=1)
+    path = posterior.save(tmp_path / "posterior.safetensors")
+    other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(FlowBNNError, match="another architecture"):
+        fb.NoisePosterior.load(path, other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    with pytest.raises(FlowBNNError, match="no layer '2'"):
+        fb.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))
+    with pytest.raises(FlowBNNError, match="holds a node noise, not a point"):
+        fb.PointPosterior.load(path, other)
+    (tmp_path / "short.safetensors").write_bytes(path.read_bytes()[:100])
+    (tmp_path / "pickle.safetensors").write_bytes(b"\x80\x04\x95cos\nsystem\n")
+    for name in ("short", "pickle", "missing"):
+        with pytest.raises(FlowBNNError) as error:
+            fb.NoisePosterior.load(tmp_path / f"{name}.safetensors", network())
+        assert "\n" not in str(error.value)
+
+
+def test_early_stopping_on_validation_keeps_the_best():
+    posterior = fitted(epochs=30, validation=loader(), early_stop=fb.EarlyStop("validation_nll", patience=2))
+    values = posterior.history["validation_nll"]
+    assert posterior.history.best_epoch == values.index(min(values))
+    assert "validation_accuracy" in posterior.history
+
+
+def test_several_samples_and_schedules_and_optimizers():
+    posterior = fitted(
+        epochs=2,
+        samples=3,
+        optimizer=torch.optim.SGD,
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [0.01, 0.1], total_steps=steps
+        ),
+    )
+    assert posterior.history.epochs == 2
+
+
+def test_predicting_a_loader_keeps_the_order_and_needs_no_targets():
+    posterior = fitted(epochs=1)
+    x, y = blobs().tensors
+    batches = DataLoader(TensorDataset(x, y), batch_size=32)
+    together = posterior.predict(x, samples=4, seed=2).probabilities
+    torch.testing.assert_close(posterior.predict(batches, samples=4, seed=2).probabilities, together)
+    torch.testing.assert_close(
+        posterior.predict(list(x.split(50)), samples=4, seed=2).probabilities, together
+    )
+    _, targets = posterior.predict_with_targets(batches, samples=4, seed=2)
+    assert torch.equal(targets, y)
+    own = posterior.predict(batches, samples=4, seed=2, shared=False).probabilities
+    assert own.shape == together.shape
+
+
+def test_networks_with_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, left, right):
+            return self.a(left) + self.b(right)
+
+    x, y = blobs().tensors
+    model = fb.to_stochastic(Two(), {"*": fb.NormalAffine()})
+    batches = [((x[i : i + 40], x[i : i + 40]), y[i : i + 40]) for i in range(0, 240, 40)]
+    posterior = fb.fit(model, batches, epochs=1, **QUIET)
+    assert posterior.predict((x, x), samples=3).probabilities.shape == (240, 3)
+    assert posterior.predict({"left": x, "right": x}, samples=3).probabilities.shape == (240, 3)
+
+
+def test_novelty_is_judged_by_entropy():
+    posterior = fitted(epochs=20)
+    strange = [(torch.zeros(50, 4) + 1.0, torch.zeros(50, dtype=torch.long))]
+    report = fb.evaluate(posterior, loader(), novel=strange, samples=32, progress=False)
+    assert report["novelty_auroc"] > 0.8
+
+
+def test_dropout_behind_the_same_interface():
+    model = fb.to_stochastic(network(), {"2": fb.Dropout(0.3)})
+    posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET)
+    assert posterior.history["kl"] == [0.0] * 3
+    prediction = posterior.predict(blobs().tensors[0], samples=20)
+    assert prediction.epistemic.max() > 1e-4
+
+
+def test_warnings_name_the_layer():
+    warnings.resetwarnings()
+    warnings.simplefilter("always", FlowBNNWarning)
+    with pytest.warns(FlowBNNWarning, match="layer '0' has fallen back onto its prior"):
+        fb.fit(
+            fb.to_stochastic(network(), {"0": fb.NormalAffine()}), loader(), epochs=1, noise_lr=1e-7, **QUIET
+        )
+    model = fb.to_stochastic(network(), {"2": fb.NormalAffine()})
+    with torch.no_grad():
+        fb.layers.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
+    with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point"):
+        fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)
+
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.read = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.used(x) + nn.functional.linear(x, self.read.weight)
+
+    with pytest.warns(FlowBNNWarning, match="layer 'read' carries noise but the network never calls it"):
+        fb.fit(fb.to_stochastic(Idle(), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+
+
+def test_counting():
+    data = blobs(100)
+    assert count_data(DataLoader(data, batch_size=30)) == 100
+    assert count_data(DataLoader(data, batch_size=30, drop_last=True)) == 90
+    assert count_data([(torch.zeros(7, 2), torch.zeros(7)), (torch.zeros(3, 2), torch.zeros(3))]) == 10
+    assert split_batch((1, 2, 3)) == ((1, 2), 3)
+    with pytest.raises(FlowBNNError, match="num_data="):
+        count_data(iter([]))
+
+
+def nan_at(row: int) -> DataLoader:
+    x, y = (tensor.clone() for tensor in blobs().tensors)
+    x[row] = float("nan")
+    return DataLoader(TensorDataset(x, y), batch_size=40)
+
+
+class Exploding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (lambda m: fb.fit(network(), loader(), **QUIET), "has no noise; convert it first"),
+        (lambda m: fb.fit(m, [], **QUIET), "the loader is empty"),
+        (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
+        (lambda m: fb.fit(m, loader(), samples=0, **QUIET), "samples is at least 1"),
+        (lambda m: fb.fit(m, loader(), warmup=2.0, **QUIET), "between 0 and 1"),
+        (lambda m: fb.fit(m, loader(), epochs=0, **QUIET), "epochs"),
+        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "the options of a run are"),
+        (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "labels run from 0 to 3"),
+        (lambda m: fb.fit(m, nan_at(100), **QUIET), "NaN|nan"),
+        (lambda m: fb.fit_point(m, loader(), **QUIET), "fit_point trains plain networks"),
+        (lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET), "/proc/nothing/here"),
+        (
+            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.ones(2, 4), samples=0),
+            "samples is at least 1",
+        ),
+        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict([]), "the loader is empty"),
+        (
+            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.full((2, 4), torch.nan)),
+            "2 of 2 rows",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(act, line):
+    with pytest.raises(FlowBNNError, match=line) as error:
+        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_that_is_not_finite_names_the_layer_that_made_it():
+    model = Exploding()
+    with torch.no_grad():
+        model.second.weight.fill_(float("inf"))
+    bayesian = fb.to_stochastic(model, {"*": fb.NormalAffine()})
+    with pytest.raises(FlowBNNError, match="second"):
+        fb.fit(bayesian, loader(), epochs=1, **QUIET)

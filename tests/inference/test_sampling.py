@@ -1,0 +1,150 @@
+"""Many samples in few passes: the fold, the chunks, the seeds."""
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from conversion_networks import Residual
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference import sampling
+from flowbnn.inference.sampling import call_order, max_rows, sample_outputs
+from flowbnn.layers import noise_layers
+
+
+class Counting(nn.Module):
+    """Counts the rows that pass through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def forward(self, x):
+        self.rows += len(x)
+        return x
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), Counting(), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("rules", [{"*": fb.NormalPlanar(1)}, {"3": fb.NormalAffine()}], ids=["all", "last"])
+def test_samples_are_networks(rules, site):
+    """Each sample is one network, the same for every input, however the work is cut."""
+    model = fb.to_stochastic(network(), rules).eval()
+    x = torch.randn(5, 4)
+    outputs = sample_outputs(model, x, 6, seed=3)
+    assert outputs.shape == (6, 5, 3)
+    for max_batch in (1, 2, 7, 12, 1000):
+        torch.testing.assert_close(
+            sample_outputs(model, x, 6, seed=3, max_batch=max_batch), outputs, rtol=1e-5, atol=1e-6
+        )
+    torch.testing.assert_close(
+        sample_outputs(model, x[2:3], 6, seed=3), outputs[:, 2:3], rtol=1e-5, atol=1e-6
+    )
+    assert not torch.allclose(sample_outputs(model, x, 6, seed=4), outputs)
+    posterior = fb.NoisePosterior(model, fb.Categorical())
+    single = posterior.sample(seed=9)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            single(x), torch.cat([single(row[None]) for row in x]), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_what_comes_before_the_noise_is_computed_once():
+    model = fb.to_stochastic(network(), {"3": fb.NormalAffine()})
+    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)  # probes included in the count below
+    model[1].rows = 0
+    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)
+    few = 2 * (1 + 3 + 1)  # two rows: the order of calls, then both ways of folding three samples
+    assert model[1].rows == 5 + few
+
+
+def test_a_skip_around_the_first_noise_folds_at_the_input():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
+    x = torch.randn(4, 3, 8, 8)
+    assert sampling._late_fold(model, x) is None
+    assert (
+        sampling._late_fold(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x) is not None
+    )
+    outputs = sample_outputs(model, x, 5, seed=1)
+    with torch.no_grad(), fb.noise(model, "shared", samples=5, seed=1):
+        torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    x = torch.randn(1, 4).expand(3, 4)
+    shared = sample_outputs(model, x, 4, seed=0)
+    torch.testing.assert_close(shared[:, 0], shared[:, 1])
+    own = sample_outputs(model, x, 4, seed=0, shared=False)
+    assert (own[:, 0] - own[:, 1]).abs().max() > 1e-3
+    assert torch.equal(own, sample_outputs(model, x, 4, seed=0, shared=False))
+
+
+def test_both_kinds_of_draws_have_the_same_distribution():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.NormalAffine()})
+    x = torch.randn(1, 3)
+    weight = model.weight.detach()[0]
+    mean = float(model(x.new_zeros(1, 3)).detach()) + float((weight * x).sum())
+    deviation = float((0.25 * (weight * x) ** 2).sum().sqrt())
+    for shared in (True, False):
+        outputs = sample_outputs(model, x, 20_000, seed=0, shared=shared)
+        assert abs(float(outputs.mean()) - mean) < 4 * deviation / 20_000**0.5
+        assert abs(float(outputs.std()) / deviation - 1) < 4 / (2 * 20_000) ** 0.5
+
+
+def test_state_is_left_as_it_was():
+    model = fb.to_stochastic(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), {"*": fb.NormalAffine()}
+    )
+    model.train()
+    model[1].eval()
+    sample_outputs(model, torch.randn(3, 4), 4)
+    assert (model.training, model[1].training) == (True, False)
+    for layer in noise_layers(model).values():
+        assert (layer.mode, layer.repeat, layer.generator) == ("sample", 1, None)
+
+
+def test_call_order_is_the_order_of_the_forward_pass():
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late, self.early, self.never = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.late(self.early(x))
+
+    assert call_order(fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()}), torch.ones(2, 2)) == [
+        "early",
+        "late",
+    ]
+
+
+def test_the_chunk_follows_the_width_of_the_network():
+    narrow = fb.to_stochastic(nn.Linear(8, 8), {"*": fb.NormalAffine()})
+    wide = fb.to_stochastic(
+        nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.NormalAffine()}
+    )
+    assert 16 <= max_rows(wide, torch.ones(3, 8)) < max_rows(narrow, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples is at least 1, not 0"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "max_batch is at least 1"),
+        (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
+        (lambda m: sample_outputs(m, "images", 1), "tensors"),
+        (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off'"),
+        (lambda m: fb.hold_noise(m, "shared", samples=0), "samples is at least 1"),
+        (lambda m: fb.freeze(m, "bias"), "'weights' or 'noise'"),
+        (lambda m: fb.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
+    ],
+)
+def test_bad_input(act, line):
+    with pytest.raises(FlowBNNError, match=line):
+        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))

@@ -1,0 +1,111 @@
+"""The house: imports point down only, the public surface is what it says, importing changes nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowbnn
+
+ROOT = Path(flowbnn.__file__).parent
+ROOMS = [  # from the roof down; rooms on one line may import each other to the left only
+    ["cli"],
+    ["report"],
+    ["studies"],
+    ["data", "models"],
+    ["inference"],
+    ["diagnostics"],
+    ["training"],
+    ["convert"],
+    ["objectives"],
+    ["likelihoods"],
+    ["predictive"],
+    ["metrics"],
+    ["layers"],
+    ["distributions"],
+    ["transforms"],
+    ["nets"],
+    ["numerics"],
+    ["errors"],
+]
+HEIGHT = {room: -level for level, rooms in enumerate(ROOMS) for room in rooms}
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.split(".")[0] == "flowbnn"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_down(path):
+    here = room_of(path)
+    assert here in HEIGHT, f"{path.name} is in a room that the house does not have"
+    for name in imported(path):
+        parts = name.split(".")
+        if len(parts) == 2 and parts[1] not in HEIGHT:
+            assert here == "cli" or parts[1] == "__version__", f"{path.name} imports {name} from the roof"
+            continue
+        there = parts[1]
+        assert HEIGHT[there] <= HEIGHT[here], f"{path.name} in {here} imports {name}, which is above it"
+        assert there == here or HEIGHT[there] < HEIGHT[here], (
+            f"{path.name} imports {name} from the room beside it"
+        )
+
+
+def test_nobody_imports_the_command_line():
+    for path in FILES:
+        assert not any(name.startswith("flowbnn.cli") for name in imported(path)), path
+
+
+def test_the_public_surface_exists_and_is_sorted():
+    for name in flowbnn.__all__:
+        assert hasattr(flowbnn, name), name
+    assert flowbnn.__all__ == sorted(flowbnn.__all__)
+    for room in (
+        "transforms",
+        "distributions",
+        "layers",
+        "metrics",
+        "training",
+        "inference",
+        "predictive",
+        "diagnostics",
+    ):
+        module = getattr(flowbnn, room)
+        assert module.__all__, room
+        for name in module.__all__:
+            assert hasattr(module, name), f"{room}.{name}"
+
+
+def test_importing_changes_nothing_global():
+    program = """
+import random, warnings
+import numpy, torch
+import torch.distributions as d
+before = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
+          d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
+          torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
+          torch.are_deterministic_algorithms_enabled(), list(warnings.filters))
+import flowbnn
+after = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
+         d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
+         torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
+         torch.are_deterministic_algorithms_enabled())
+assert before[:-1] == after
+assert "matplotlib.pyplot" not in __import__("sys").modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,237 @@
+"""The ELBO against the exact evidence of a conjugate model; likelihoods against torch's distributions."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+from flowbnn import FlowNoise, NormalAffine, NormalPlanar, to_stochastic
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers import noise_layers
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
+from flowbnn.objectives import ELBO, warm_up
+from flowbnn.transforms import Transform
+
+DOUBLE = torch.float64
+SIGMA = 0.3
+
+
+class Matrix(Transform):
+    """A full affine map, to put the exact posterior into the noise."""
+
+    linearity = "affine"
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.eye(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return z @ self.matrix.T + self.shift, torch.linalg.slogdet(self.matrix)[1].expand(z.shape[:-1])
+
+
+class Conjugate:
+    """A linear layer with fixed weights: its output is linear in the noise, so posterior and evidence are Gaussian."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1, bias=False).double()
+        self.layer.weight.data = torch.tensor([[0.8, -0.6, 0.5]], dtype=DOUBLE)
+        # a shared component correlates the inputs, and with them the posterior, so that mean field falls short of it
+        self.x = 2 * torch.randn(12, 1, dtype=DOUBLE) + torch.randn(12, 3, dtype=DOUBLE)
+        self.features = self.x * self.layer.weight.detach()
+        self.y = self.features @ torch.tensor([0.4, 1.9, 1.2], dtype=DOUBLE) + SIGMA * torch.randn(
+            12, dtype=DOUBLE
+        )
+        prior_precision = torch.eye(3, dtype=DOUBLE) / 0.25
+        self.precision = prior_precision + self.features.T @ self.features / SIGMA**2
+        self.covariance = torch.linalg.inv(self.precision)
+        self.mean = self.covariance @ (prior_precision.sum(1) + self.features.T @ self.y / SIGMA**2)
+        noise = 0.25 * self.features @ self.features.T + SIGMA**2 * torch.eye(12, dtype=DOUBLE)
+        self.evidence = MultivariateNormal(self.features.sum(1), noise).log_prob(self.y)
+
+    def elbo(self, model: nn.Module, repeats: int = 4000, **weights: float) -> tuple[Tensor, Tensor]:
+        """The ELBO of the whole data set and its standard error, through the public objective."""
+        objective = ELBO(Gaussian(SIGMA), num_data=12, **weights)
+        with torch.no_grad():
+            values = [12 * objective(model, model(self.x), self.y).elbo for _ in range(repeats)]
+        stacked = torch.stack(values)
+        return stacked.mean(), stacked.std() / repeats**0.5
+
+
+def put(problem: Conjugate, mean: Tensor, root: Tensor) -> nn.Module:
+    """The layer with noise ``N(mean, root root')``."""
+    model = to_stochastic(problem.layer, {"*": FlowNoise(Matrix)})
+    (noise,) = noise_layers(model).values()
+    matrix = noise.transform[1]
+    with torch.no_grad():
+        matrix.matrix.copy_(root / 0.5)
+        matrix.shift.copy_(mean - (root / 0.5).sum(1))
+    return model
+
+
+def test_the_exact_posterior_reaches_the_exact_evidence():
+    problem = Conjugate()
+    model = put(problem, problem.mean, torch.linalg.cholesky(problem.covariance))
+    found, error = problem.elbo(model)
+    assert error < 0.1
+    assert (found - problem.evidence).abs() < 4 * error
+
+
+def test_any_other_posterior_stays_below_by_its_divergence():
+    """evidence - ELBO = KL(q || exact posterior), for the mean-field optimum and for the prior."""
+    problem = Conjugate()
+    exact = MultivariateNormal(problem.mean, problem.covariance)
+    best_mean_field = torch.diag(problem.precision.diagonal() ** -0.5)
+    for mean, root in (
+        (problem.mean, best_mean_field),
+        (torch.ones(3, dtype=DOUBLE), 0.5 * torch.eye(3, dtype=DOUBLE)),
+    ):
+        gap = torch.distributions.kl_divergence(MultivariateNormal(mean, root @ root.T), exact)
+        found, error = problem.elbo(put(problem, mean, root))
+        assert gap > 0.1
+        assert (problem.evidence - found - gap).abs() < 4 * error
+
+
+def test_mean_field_is_fitted_to_its_known_optimum():
+    """Mean: the exact one. Variance: the inverse of the precision's diagonal."""
+    problem = Conjugate()
+    model = to_stochastic(problem.layer.requires_grad_(False), {"*": NormalAffine()})
+    objective = ELBO(Gaussian(SIGMA), num_data=12)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
+    x, y = problem.x.repeat(50, 1), problem.y.repeat(50)
+    for _ in range(3000):
+        optimizer.zero_grad()
+        objective(model, model(x), y).loss.backward()
+        optimizer.step()
+        schedule.step()
+    (noise,) = noise_layers(model).values()
+    affine = noise.transform[0]
+    deviation = problem.precision.diagonal() ** -0.5
+    torch.testing.assert_close(0.5 * affine.log_scale.exp(), deviation, rtol=0.02, atol=0)
+    assert ((1.0 + affine.shift - problem.mean).abs() < 0.03 * deviation).all()
+
+
+def test_beta_gamma_and_the_number_of_examples():
+    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    (noise,) = noise_layers(model).values()
+    with torch.no_grad():
+        noise.transform[0].shift.add_(0.7)
+    outputs, targets = model(torch.ones(4, 3)), torch.tensor([0, 1, 1, 0])
+    kl, entropy = noise.divergence()
+    likelihood = -nn.functional.cross_entropy(outputs, targets)
+    terms = ELBO(Categorical(), 50, beta=0.3, gamma=0.2)(model, outputs, targets)
+    torch.testing.assert_close(terms.elbo, likelihood - 0.3 * kl / 50 + 0.2 * entropy / 50)
+    torch.testing.assert_close(kl, torch.tensor(3 * 0.5 * 0.7**2 / 0.25))
+    torch.testing.assert_close(entropy, torch.tensor(3 * 0.5 * math.log(2 * math.pi * math.e * 0.25)))
+    warmed = ELBO(Categorical(), 50)(model, outputs, targets, scale=0.5)
+    torch.testing.assert_close(warmed.elbo, likelihood - 0.5 * kl / 50)
+    assert {"elbo", "log_likelihood", "kl", "entropy", "kl/", "entropy/"} == set(terms.logs())
+    assert warm_up(0.1, 0.2) == 0.5
+
+
+def test_the_kl_is_summed_over_layers_and_reported_for_each():
+    model = to_stochastic(
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), {"0": NormalPlanar(2), "1": NormalAffine()}
+    )
+    terms = ELBO(Categorical(), 10)(model, model(torch.ones(4, 3)), torch.zeros(4, dtype=torch.long))
+    assert list(terms.layers) == ["0", "1"]
+    torch.testing.assert_close(terms.kl, terms.layers["0"].kl + terms.layers["1"].kl)
+
+
+def test_forward_leaves_nothing_behind():
+    """The KL is a function of posterior and prior alone: the same before and after any number of passes."""
+    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    (noise,) = noise_layers(model).values()
+    before, state = noise.divergence(), set(vars(noise))
+    model(torch.ones(7, 3))
+    assert noise.divergence() == before
+    assert set(vars(noise)) == state
+
+
+def test_positions_temper_or_count():
+    layer = nn.Conv2d(3, 2, 1)
+    kl = {}
+    for positions in ("mean", 49):
+        model = to_stochastic(
+            layer, {"*": NormalAffine(site="position", positions=positions, prior_scale=0.25)}
+        )
+        (noise,) = noise_layers(model).values()
+        kl[positions] = noise.divergence().kl
+    torch.testing.assert_close(kl[49], 49 * kl["mean"])
+
+
+# --- likelihoods ----------------------------------------------------------------------------------------------------------
+
+
+def test_categorical_and_bernoulli_are_torchs():
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    expected = torch.distributions.Categorical(logits=logits).log_prob(labels)
+    torch.testing.assert_close(Categorical().log_prob(logits, labels), expected)
+    logit, bits = torch.randn(6, 1), torch.tensor([0, 1, 1, 0, 1, 1])
+    expected = torch.distributions.Bernoulli(logits=logit[:, 0]).log_prob(bits.float())
+    torch.testing.assert_close(Bernoulli().log_prob(logit, bits), expected)
+    assert Bernoulli().predictive(logit[None]).probabilities.shape == (6, 2)
+
+
+@pytest.mark.parametrize("noise", ["learned", "predicted", 0.7])
+def test_gaussian_is_torchs(noise):
+    likelihood = Gaussian(noise, dim=2)
+    outputs, targets = torch.randn(5, 4 if noise == "predicted" else 2), torch.randn(5, 2)
+    if noise == "learned":
+        with torch.no_grad():
+            likelihood.log_scale.copy_(torch.tensor([0.3, -0.4]))
+        scale = torch.tensor([0.3, -0.4]).exp()
+    else:
+        scale = (0.5 * outputs[:, 2:]).exp() if noise == "predicted" else torch.tensor(0.7)
+    expected = torch.distributions.Normal(outputs[:, :2], scale).log_prob(targets).sum(1)
+    torch.testing.assert_close(likelihood.log_prob(outputs, targets), expected)
+    predictive = likelihood.predictive(outputs[None])
+    torch.testing.assert_close(predictive.aleatoric, (scale**2).expand(5, 2))
+    rebuilt = make_likelihood(likelihood.to_dict())
+    assert isinstance(rebuilt, Gaussian)
+    assert rebuilt.noise == noise
+
+
+def test_auto_looks_at_the_targets():
+    assert isinstance(make_likelihood("auto", torch.zeros(3, 4), torch.tensor([0, 1, 2])), Categorical)
+    assert isinstance(make_likelihood("auto", torch.zeros(3, 1), torch.tensor([0, 1, 1])), Bernoulli)
+    gaussian = make_likelihood("auto", torch.zeros(3, 2), torch.zeros(3, 2))
+    assert isinstance(gaussian, Gaussian)
+    assert gaussian.dim == 2
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (
+            lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([0, 3])),
+            "labels run from 0 to 3, but the network has 3",
+        ),
+        (lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([-1, 2])), "labels must lie in 0 to 2"),
+        (
+            lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(2)),
+            "class labels are a vector of integers",
+        ),
+        (
+            lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2)),
+            r"outputs of shape \(batch, classes\)",
+        ),
+        (lambda: Bernoulli().check(torch.zeros(2, 1), torch.tensor([0, 2])), "0 or 1"),
+        (lambda: Bernoulli().check(torch.zeros(2, 3), torch.tensor([0, 1])), "one logit per example"),
+        (lambda: Gaussian(dim=1).check(torch.zeros(2, 3), torch.zeros(2, 3)), r"say Gaussian\(dim=3\)"),
+        (lambda: Gaussian(0.1).check(torch.zeros(2, 3), torch.zeros(2)), "do not fit 2 rows of 3"),
+        (lambda: Gaussian("predicted").check(torch.zeros(2, 3), torch.zeros(2)), "a mean and a log-variance"),
+        (lambda: Gaussian(0.0), "above 0, not 0.0"),
+        (lambda: Gaussian("guess"), "'learned', 'predicted' or a number"),
+        (lambda: make_likelihood("categorial"), "did you mean 'categorical'"),
+        (lambda: ELBO(Categorical(), 0), "at least 1, not 0"),
+        (lambda: ELBO(Categorical(), 5, beta=-1.0), "at least 0, not -1.0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(act, line):
+    with pytest.raises(FlowBNNError, match=line) as error:
+        act()
+    assert "\n" not in str(error.value)

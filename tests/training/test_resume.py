@@ -1,0 +1,256 @@
+"""A run that was stopped goes on as if it had not been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, load_weights, save_tensors, train
+
+SCRIPT = Path(__file__).with_name("killed_run.py")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_after_kill_9_the_weights_are_identical_to_the_bit(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 8
+    for answer in answers:
+        assert answer["killed"], answer
+        assert answer["equal"], answer
+        assert answer["leftovers"] == [], answer
+    assert any(answer["stopped_early"] for answer in answers)
+
+
+def make(width=3, dtype=torch.float32, momentum=0.9, schedule=False):
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(2, width), nn.Dropout(0.3), nn.Linear(width, 1)).to(dtype)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=momentum)
+    return network, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2) if schedule else None
+
+
+def loader(rows=12):
+    inputs = torch.randn(rows, 2, generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=3, shuffle=True)
+
+
+def step(model, batch, clock):
+    loss = (model(batch[0]) - batch[1]).square().mean()
+    return loss, {"log_likelihood": -loss}
+
+
+def options(folder, **more):
+    return TrainingOptions(**({"epochs": 3, "checkpoint": folder, "accelerator": "cpu", "seed": 4} | more))
+
+
+def weights(network):
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def peaceful(tmp_path):
+    network, optimizer, _ = make()
+    history = train(network, step, optimizer, loader(), options(tmp_path / "peaceful"))
+    return weights(network), history
+
+
+def test_a_complete_run_returns_at_once(tmp_path, peaceful):
+    def never(model, batch, clock):
+        raise AssertionError("no step is left to take")
+
+    network, optimizer, _ = make()
+    torch.nn.init.zeros_(network[0].weight)
+    history = train(network, never, optimizer, loader(), options(tmp_path / "peaceful", resume=True))
+    assert history == peaceful[1]
+    assert equal(weights(network), peaceful[0])
+
+
+def test_more_epochs_continue_a_complete_run(tmp_path, peaceful):
+    network, optimizer, _ = make()
+    history = train(network, step, optimizer, loader(), options(tmp_path / "peaceful", resume=True, epochs=5))
+    straight, straight_optimizer, _ = make()
+    expected = train(straight, step, straight_optimizer, loader(), options(None, epochs=5))
+    assert history.records == expected.records
+    assert equal(weights(network), weights(straight))
+
+
+def test_resume_without_a_file_begins(tmp_path, peaceful):
+    network, optimizer, _ = make()
+    history = train(
+        network, step, optimizer, loader(), options(tmp_path / "new" / "a.safetensors", resume=True)
+    )
+    assert history.records == peaceful[1].records
+    assert (tmp_path / "new" / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize("how", ["raised in the step", "signal in the step", "signal in validation"])
+def test_interruption_saves_and_says_where(tmp_path, capsys, how):
+    calls = {"steps": 0, "validations": 0}
+
+    def interrupted(model, batch, clock):
+        calls["steps"] += 1
+        torch.rand(3)
+        result = step(model, batch, clock)
+        if calls["steps"] == 6 and how == "raised in the step":
+            raise KeyboardInterrupt
+        if calls["steps"] == 6 and how == "signal in the step":
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    def validate(model):
+        calls["validations"] += 1
+        value = torch.rand(()).item()
+        if calls["validations"] == 2 and how == "signal in validation":
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"nll": value}
+
+    before = signal.getsignal(signal.SIGINT)
+    network, optimizer, _ = make()
+    with pytest.raises(KeyboardInterrupt):
+        train(network, interrupted, optimizer, loader(), options(tmp_path), validate=validate)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "last.safetensors" in capsys.readouterr().err
+    stored = load_tensors(tmp_path / "last.safetensors")[1]["position"]
+    assert (
+        stored["step"] == {"raised in the step": 5, "signal in the step": 6, "signal in validation": 8}[how]
+    )
+
+    network, optimizer, _ = make()
+    resumed = train(
+        network, interrupted, optimizer, loader(), options(tmp_path, resume=True), validate=validate
+    )
+    calls.update(steps=-100, validations=-100)
+    straight, straight_optimizer, _ = make()
+    expected = train(straight, interrupted, straight_optimizer, loader(), options(None), validate=validate)
+    assert resumed.records == expected.records
+    assert equal(weights(network), weights(straight))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 4}, ["another architecture", "0.weight ((3, 2) there, (4, 2) here)"]),
+        ({"dtype": torch.float64}, ["another architecture", "float32 there, float64 here"]),
+        ({"schedule": True}, ["no learning-rate schedule"]),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, peaceful, change, words):
+    network, optimizer, schedule = make(**change)
+    before = weights(network)
+    with pytest.raises(FlowBNNError) as caught:
+        train(
+            network, step, optimizer, loader(), options(tmp_path / "peaceful", resume=True), schedule=schedule
+        )
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+    assert equal(weights(network), before)
+    assert not optimizer.state
+
+
+def test_other_networks_other_groups_and_other_data(tmp_path, peaceful):
+    path = tmp_path / "peaceful" / "last.safetensors"
+    other = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), *(nn.Linear(1, 1) for _ in range(4)))
+    before = weights(other)
+    with pytest.raises(FlowBNNError, match=r"it lacks 3.weight, 3.bias, 4.weight and 5 more$"):
+        load_weights(other, path)
+    assert equal(weights(other), before)
+    with pytest.raises(FlowBNNError, match=r"it has besides 2.weight, 2.bias$"):
+        load_weights(nn.Sequential(nn.Linear(2, 3)), path)
+
+    network, _, _ = make()
+    optimizer = torch.optim.SGD([{"params": p} for p in network.parameters()], lr=0.1, momentum=0.9)
+    with pytest.raises(FlowBNNError, match="other parameter groups"):
+        train(network, step, optimizer, loader(), options(tmp_path / "peaceful", resume=True))
+    network, optimizer, _ = make()
+    resume = options(tmp_path / "peaceful", resume=True, epochs=9)
+    with pytest.raises(FlowBNNError, match="random generators"):
+        train(network, step, optimizer, loader(), resume, generators=[torch.Generator()])
+
+
+def test_a_shorter_loader_is_noticed(tmp_path):
+    def stop(model, batch, clock):
+        if clock.step == 3:
+            raise KeyboardInterrupt
+        return step(model, batch, clock)
+
+    network, optimizer, _ = make()
+    with pytest.raises(KeyboardInterrupt):
+        train(network, stop, optimizer, loader(), options(tmp_path))
+    with pytest.raises(FlowBNNError, match="had done 3 batches of epoch 1, but this loader has only 2"):
+        train(network, step, optimizer, loader(rows=6), options(tmp_path, resume=True))
+
+
+def test_damaged_training_state(tmp_path, peaceful):
+    path = tmp_path / "peaceful" / "last.safetensors"
+    tensors, document = load_tensors(path)
+    network, optimizer, _ = make()
+    before = weights(network)
+
+    def edit(key, value):
+        changed = json.loads(json.dumps(document))
+        place = changed
+        *way, last = key
+        for part in way:
+            place = place[part]
+        place[last] = value
+        save_tensors(path, tensors, changed)
+        with pytest.raises(FlowBNNError) as caught:
+            train(network, step, optimizer, loader(), options(tmp_path / "peaceful", resume=True, epochs=9))
+        assert "\n" not in str(caught.value)
+        assert equal(weights(network), before)
+
+    edit(["kind"], "posterior")
+    edit(["state"], None)
+    edit(["position"], {"epoch": 1})
+    edit(["position", "surprise"], 1)
+    edit(["state", "weights"], {"__kind__": "tensor", "name": "nowhere"})
+    edit(["state", "optimizer"], {"state": {}, "param_groups": []})
+    edit(["state", "random", "now", "torch"], [1, 2, 3])
+    edit(["state", "random", "now", "numpy"], {"bit_generator": "MT19937"})
+    edit(["history", "records"], 3)
+
+
+def test_the_best_weights_are_kept_and_loaded(tmp_path):
+    scores = iter([3.0, 1.0, 2.0, 2.0, 2.0])
+    seen = []
+
+    def validate(model):
+        seen.append(weights(model))
+        return {"nll": next(scores)}
+
+    network, optimizer, schedule = make(schedule=True)
+    rule = EarlyStop(patience=2)
+    run = options(tmp_path, epochs=9, early_stop=rule, schedule_every="epoch")
+    history = train(
+        network, step, optimizer, loader(), run, schedule=schedule, validate=validate, extra={"note": 1}
+    )
+    assert (history.epochs, history.best_epoch, history.stopped_early) == (4, 1, True)
+    assert equal(weights(network), seen[1])
+    assert not equal(seen[1], seen[3])
+    fresh, fresh_optimizer, fresh_schedule = make(schedule=True)
+    again = options(tmp_path, epochs=9, early_stop=rule, schedule_every="epoch", resume=True)
+    assert train(fresh, step, fresh_optimizer, loader(), again, schedule=fresh_schedule) == history
+    assert equal(weights(fresh), seen[1])
+    assert equal(weights(load_weights(make()[0], tmp_path / "last.safetensors")), seen[1])
+    assert load_tensors(tmp_path / "last.safetensors")[1]["extra"] == {"note": 1}

@@ -1,0 +1,229 @@
+"""Files that appear whole or not at all, and files that are not what they say."""
+
+import json
+import os
+import pickle
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training import check_writable, load_tensors, save_tensors, storage
+from flowbnn.training.state import decode_state, encode_state
+
+
+def one_line(caught, *words):
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 450
+    for word in words:
+        assert word in text
+
+
+def raw_bytes(tensor):
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path):
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ]
+    tensors = {str(kind): torch.tensor([[0, 1, 2], [3, 4, 5]]).to(kind) for kind in kinds}
+    tensors |= {
+        "scalar": torch.tensor(0.1, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "none": torch.zeros(0),
+    }
+    tensors["special"] = torch.tensor([float("nan"), float("inf"), -0.0])
+    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
+    document = {
+        "pi": 0.1 + 0.2,
+        "nothing": None,
+        "text": 'quotes " and ü',
+        "list": [1, [2.5]],
+        "inf": float("inf"),
+    }
+    loaded, stored = load_tensors(save_tensors(tmp_path / "deep" / "a.safetensors", tensors, document))
+    assert stored == document
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert raw_bytes(loaded[name]) == raw_bytes(tensor)
+
+
+def test_tied_weights_are_stored_once_and_views_apart(tmp_path):
+    table = torch.randn(100, 100)
+    tensors = {"a": table, "b": table, "same": table.view(100, 100), "row": table[3], "flat": table.view(-1)}
+    path = save_tensors(tmp_path / "a.safetensors", tensors, {})
+    loaded, _ = load_tensors(path)
+    assert loaded["a"] is loaded["b"] is loaded["same"]
+    assert loaded["row"] is not loaded["a"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert path.stat().st_size < 2.2 * 4 * 100 * 100
+
+
+def test_tied_module_round_trips(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(5, 3), nn.Linear(3, 5)
+            self.out.weight = self.embed.weight
+
+    source, target = Tied(), Tied()
+    path = save_tensors(tmp_path / "tied.safetensors", source.state_dict(), {})
+    target.load_state_dict(load_tensors(path)[0])
+    assert torch.equal(target.embed.weight, source.out.weight)
+    assert target.out.weight is target.embed.weight
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.7, 0.999])
+def test_a_file_cut_short(tmp_path, share):
+    path = save_tensors(tmp_path / "a.safetensors", {"x": torch.randn(50)}, {"epoch": 1})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(FlowBNNError) as caught:
+        load_tensors(path)
+    one_line(caught, "a.safetensors", "cut short")
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def header(text):
+    raw = json.dumps({"__metadata__": {"flowbnn": text}}).encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+HOSTILE = {
+    "zip pickle": (None, "pickle"),
+    "pickle": (pickle.dumps(Bomb()), "pickle"),
+    "old pickle": (pickle.dumps(Bomb(), protocol=0), "no safetensors"),
+    "absurd length": (struct.pack("<Q", 2**62) + b"{}", "no safetensors"),
+    "large length": (struct.pack("<Q", 10**9) + b"{}" * 100, "no safetensors"),
+    "no json": (struct.pack("<Q", 8) + b"not json", "no safetensors"),
+    "text": (b"hello, I am a text file of some length", "no safetensors"),
+    "offsets": (
+        struct.pack("<Q", 57) + b'{"x":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}  ' + b"0" * 4,
+        "no safetensors",
+    ),
+    "document no json": (header("not json"), "damaged"),
+    "document a list": (header("[1, 2]"), "damaged"),
+    "document a number": (header('{"format": 1, "aliases": {}, "document": 3}'), "damaged"),
+    "alias to nowhere": (header('{"format": 1, "aliases": {"a": "b"}, "document": {}}'), "damaged"),
+    "aliases a list": (header('{"format": 1, "aliases": [1], "document": {}}'), "damaged"),
+    "deep": (header("[" * 200_000), "damaged"),
+    "newer": (header('{"format": 99, "aliases": {}, "document": {}}'), "format 99"),
+    "foreign": (safetensors.torch.save({"x": torch.ones(2)}), "did not write"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_files(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    content, word = HOSTILE[kind]
+    path = tmp_path / "a.safetensors"
+    if content is None:
+        torch.save({"x": torch.ones(2)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(FlowBNNError) as caught:
+        load_tensors(path)
+    one_line(caught, "a.safetensors", word)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(FlowBNNError) as caught:
+        load_tensors(tmp_path / "none.safetensors")
+    one_line(caught, "there is no file")
+    with pytest.raises(FlowBNNError) as caught:
+        load_tensors(tmp_path)
+    one_line(caught, str(tmp_path))
+
+
+@pytest.mark.parametrize("culprit", ["save_file", "replace", "fsync"])
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, culprit):
+    path = save_tensors(tmp_path / "a.safetensors", {"x": torch.ones(2)}, {"epoch": 1})
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if culprit == "save_file":
+        monkeypatch.setattr(storage, "save_file", fail)
+    else:
+        monkeypatch.setattr(os, culprit, fail)
+    with pytest.raises(FlowBNNError) as caught:
+        save_tensors(path, {"x": torch.zeros(2)}, {"epoch": 2})
+    one_line(caught, "No space left", "kept")
+    monkeypatch.undo()
+    tensors, document = load_tensors(path)
+    assert tensors["x"].tolist() == [1.0, 1.0]
+    assert document == {"epoch": 1}
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_what_cannot_be_stored(tmp_path):
+    with pytest.raises(FlowBNNError) as caught:
+        save_tensors(tmp_path / "a.safetensors", {}, {"x": object()})
+    one_line(caught, "JSON")
+    with pytest.raises(FlowBNNError) as caught:
+        save_tensors(tmp_path / "a.safetensors", {"x": torch.eye(2).to_sparse()}, {})
+    one_line(caught, "'x'", "dense")
+    with pytest.raises(FlowBNNError) as caught:
+        encode_state({"schedule": {"function": print}}, "run", {})
+    one_line(caught, "run/schedule/function")
+    assert os.listdir(tmp_path) == []
+
+
+def test_unwritable_places(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FlowBNNError) as caught:
+        check_writable(tmp_path / "file" / "last.safetensors")
+    one_line(caught, "cannot write in folder")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(FlowBNNError) as caught:
+        check_writable(tmp_path / "folder.safetensors")
+    one_line(caught, "is a folder")
+    (tmp_path / ".a.safetensors.123.part").write_text("left by a killed run")
+    check_writable(tmp_path / "a.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.safetensors"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(FlowBNNError) as caught:
+        check_writable(tmp_path / "a.safetensors")
+    one_line(caught, "Permission denied")
+
+
+def test_nested_state_keeps_its_types():
+    schedule_parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([schedule_parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    value = {
+        "milestones": schedule.state_dict()["milestones"],
+        1: (1, [2.0, None], {"a": True}),
+        "__kind__": "a user's own word",
+        "inner": {"x": torch.arange(3)},
+    }
+    tensors = {}
+    tree = json.loads(json.dumps(encode_state(value, "s", tensors)))
+    back = decode_state(tree, tensors)
+    assert list(tensors) == ["s/inner/x"]
+    assert torch.equal(back["inner"].pop("x"), value["inner"].pop("x"))
+    assert back == value
+    assert type(back["milestones"]) is type(value["milestones"])
+    assert isinstance(back[1], tuple)
