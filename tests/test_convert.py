@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from conversion_networks import NETWORKS, Case
+from conversion_networks import NETWORKS, Case, ScaledLinear
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.layers import (
@@ -137,6 +137,7 @@ def test_the_original_is_untouched(case):
     assert not noise_layers(network)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at the hook's product, where the root is noisy
 def test_compiles_without_a_graph_break(case):
     if not case.compiles:
         pytest.skip(case.why)
@@ -257,6 +258,41 @@ def test_position_noise_differs_over_the_map_and_channel_noise_does_not():
     for site, varies in (("position", True), ("channel", False)):
         bayesian = to_stochastic(nn.Conv2d(3, 2, 1), {"*": NormalAffine(site=site)})
         assert (bayesian(x).std((2, 3)) > 1e-4).all().item() is varies
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(1, 4, 3), (5, 1, 6, 6)),
+        (nn.Conv2d(6, 12, 3, groups=6, bias=False), (5, 6, 6, 6)),
+        (nn.ConvTranspose2d(4, 8, 2, groups=4), (5, 4, 3, 3)),
+        (nn.Linear(1, 3), (5, 1)),
+        (nn.Linear(1, 3), (5, 7, 1)),
+        (nn.Conv1d(2, 2, 1, groups=2), (2, 9)),
+        (ScaledLinear(1, 3), (5, 1)),
+    ],
+    ids=str,
+)
+def test_noise_on_the_output_of_one_to_one_layers_is_noise_on_their_input(layer, shape):
+    """Where every output reads one input the product moves behind the layer; the numbers and gradients do not change."""
+    x = torch.randn(shape)
+    bayesian = to_stochastic(layer, {"*": NormalAffine()})
+    (module,) = noise_layers(bayesian).values()
+    batched = len(shape) > module.layout.unbatched_ndim
+    hold_noise(bayesian, "shared", samples=shape[0] if batched else 1, seed=4)
+    found = bayesian(x)
+    expected = layer(module.multiply(x))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    if not batched:
+        return
+    hold_noise(bayesian, "sample", generator=torch.Generator().manual_seed(1))
+    bayesian(x).square().sum().backward()
+    gradients = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    hold_noise(bayesian, "sample", generator=torch.Generator().manual_seed(1))
+    layer(module.multiply(x)).square().sum().backward()
+    for first, second in zip(gradients, [p.grad for p in module.parameters()], strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
 def test_freezing_and_parameter_groups():

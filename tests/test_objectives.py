@@ -9,7 +9,7 @@ from torch.distributions import MultivariateNormal
 
 from flowbnn import FlowNoise, NormalAffine, NormalPlanar, to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import noise_layers
+from flowbnn.layers import divergences, noise_layers
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.transforms import Transform
@@ -139,6 +139,34 @@ def test_the_kl_is_summed_over_layers_and_reported_for_each():
     terms = ELBO(Categorical(), 10)(model, model(torch.ones(4, 3)), torch.zeros(4, dtype=torch.long))
     assert list(terms.layers) == ["0", "1"]
     torch.testing.assert_close(terms.kl, terms.layers["0"].kl + terms.layers["1"].kl)
+
+
+def test_packed_layers_are_the_layers():
+    """Gaussians done all at once, with their own centres, priors, sites and sizes, equal those done one by one."""
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2), nn.Conv1d(2, 3, 1)).double()
+    rules = {
+        "0": NormalAffine(prior_scale=0.3, prior_loc=0.9),
+        "1": NormalAffine(base_loc=0.5, base_scale=0.7),
+        "2": NormalPlanar(1),
+        "3": NormalAffine(site="position", positions=6),
+    }
+    model = to_stochastic(network, rules)
+    layers = noise_layers(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    together = divergences(layers)
+    assert list(together) == ["0", "1", "2", "3"]
+    for name in ("0", "1", "3"):
+        torch.testing.assert_close(together[name].kl, layers[name].divergence().kl, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            together[name].entropy, layers[name].divergence().entropy, rtol=0, atol=1e-12
+        )
+    parameters = [p for name in ("0", "1", "3") for p in layers[name].parameters()]
+    packed = torch.autograd.grad(sum(together[name].kl for name in ("0", "1", "3")), parameters)
+    alone = torch.autograd.grad(sum(layers[name].divergence().kl for name in ("0", "1", "3")), parameters)
+    for first, second in zip(packed, alone, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
 
 
 def test_forward_leaves_nothing_behind():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.layers import Layout, Noise, Recipe, layout_of, noise_layers, wrappable
+from flowbnn.layers import Layout, Noise, NoiseGroup, Recipe, layout_of, noise_layers, wrappable
 
 __all__ = ["Conversion", "Rule", "describe", "to_deterministic", "to_stochastic"]
 
@@ -95,8 +95,12 @@ def to_stochastic(
             f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
             "register_layer teaches flowbnn a layer of your own"
         )
-    for name, recipe in _choose(model, layers, rules).items():
+    chosen = _choose(model, layers, rules)
+    for name, recipe in chosen.items():
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
+    group = NoiseGroup(list(noise_layers(model).values()))
+    model.register_forward_pre_hook(group.begin, with_kwargs=True, prepend=True)
+    model.register_forward_hook(group.end, always_call=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             module.use_nested_tensor = (
@@ -219,7 +223,9 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe) -> None:
     name = "noise" if not hasattr(module, "noise") else "flowbnn_noise"
     module.add_module(name, noise)
     if noise.layout.side == "output":
-        module.register_forward_hook(noise.output_hook)
+        module.register_forward_hook(noise.output_hook, prepend=True)
+    elif noise.passes_through:
+        module.register_forward_hook(noise.pass_through_hook, prepend=True)
     else:
         module.register_forward_pre_hook(noise.input_hook, with_kwargs=True)
 
@@ -245,11 +251,8 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
         module = model.get_submodule(name)
         if absorb:
             _absorb(name, module, noise)
-        hooks = module._forward_hooks if noise.layout.side == "output" else module._forward_pre_hooks
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "__self__", None) is noise:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        _unhook(module, noise)
+        _unhook(model, noise.group)
         for child, found in list(module.named_children()):
             if found is noise:
                 delattr(module, child)
@@ -258,6 +261,15 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
             module.use_nested_tensor = True
             del vars(module)["flowbnn_nested"]
     return model
+
+
+def _unhook(module: nn.Module, owner: object) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is owner:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def _absorb(name: str, module: nn.Module, noise: Noise) -> None:

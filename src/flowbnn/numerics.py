@@ -40,7 +40,7 @@ def log_cosh(value: Tensor) -> Tensor:
     r""":math:`\log\cosh x` without overflow: :math:`|x| + \mathrm{softplus}(-2|x|) - \log 2`.
 
     >>> log_cosh(torch.tensor([0.0, 1000.0]))
-    tensor([  0.0000, 999.3069])
+    tensor([  0.0000, 999.3068])
     """
     size = value.abs()
     return size + F.softplus(-2.0 * size) - 0.6931471805599453

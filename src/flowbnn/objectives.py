@@ -11,11 +11,12 @@ to the network, so its KL is paid once for the whole data set, whatever the batc
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import noise_layers
+from flowbnn.layers import divergences, noise_layers
 from flowbnn.likelihoods import Likelihood
 
 __all__ = ["ELBO", "Terms", "warm_up"]
@@ -98,12 +99,10 @@ class ELBO:
         With several samples per example, ``outputs`` holds them in blocks and ``targets`` is repeated to match.
         """
         log_likelihood = self.likelihood.log_prob(outputs, targets).mean()
-        layers = {}
-        kl = entropy = log_likelihood.new_zeros(())
-        for name, noise in noise_layers(model).items():
-            part = noise.divergence()
-            if part is not None:
-                layers[name] = part
-                kl, entropy = kl + part.kl, entropy + part.entropy
+        layers = divergences(noise_layers(model))
+        kl, entropy = (
+            torch.stack(terms).sum() if terms else log_likelihood.new_zeros(())
+            for terms in ([part.kl for part in layers.values()], [part.entropy for part in layers.values()])
+        )
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl
         return Terms(penalty / self.num_data - log_likelihood, log_likelihood, kl, entropy, layers)

@@ -5,6 +5,7 @@ import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
 from flowbnn.distributions import DiagonalNormal, MixtureBase, NormalBase, NormalMixture
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 
 
@@ -79,3 +80,32 @@ def test_bases_move_and_save():
 def test_bad_bases(make, line):
     with pytest.raises(FlowBNNError, match=line):
         make()
+
+
+def test_large_draws_are_standard_normal_whatever_road_they_take(monkeypatch):
+    """Moments up to the fourth and the tails, within four standard errors, on both roads."""
+    for scalar_fill in (True, False):
+        monkeypatch.setattr("flowbnn.distributions.draws._SCALAR_FILL", scalar_fill)
+        x = standard_normal(
+            torch.Size((1000, 400)), torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)
+        ).double()
+        count = x.numel()
+        for power, moment, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
+            assert abs(float((x**power).mean()) - moment) < 4 * (variance / count) ** 0.5, power
+        beyond = 0.0026998
+        assert abs(float((x.abs() > 3).double().mean()) - beyond) < 4 * (beyond / count) ** 0.5
+        assert abs(float((x[:-1] * x[1:]).mean())) < 4 / count**0.5
+
+
+def test_draws_follow_torchs_global_seed_and_differ_from_call_to_call():
+    size, cpu = torch.Size((5000,)), torch.device("cpu")
+    torch.manual_seed(3)
+    first, second = (standard_normal(size, torch.float32, cpu) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(standard_normal(size, torch.float32, cpu), first)
+    assert not torch.equal(first, second)
+    draw = torch.func.vmap(
+        lambda loc: DiagonalNormal(loc, torch.ones(5000)).rsample(), randomness="different"
+    )
+    rows = draw(torch.zeros(2, 5000))
+    assert not torch.equal(rows[0], rows[1])

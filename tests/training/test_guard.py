@@ -138,6 +138,14 @@ def test_a_term_outside_the_layers_is_named():
         fit(Root(), clean(), step, epochs=1)
 
 
+def test_inputs_spoilt_by_the_step_are_no_layers_fault():
+    def step(model, batch, clock):
+        return loss_step(model, (batch[0] * torch.inf,), clock)
+
+    with pytest.raises(FlowBNNError, match=r"the model itself \(Root\) was given inputs that are not finite"):
+        fit(Root(), clean(), step, epochs=1)
+
+
 def test_a_gradient_that_is_not_finite_names_the_parameter():
     def step(model, batch, clock):
         loss = model(batch[0]).square().mean()

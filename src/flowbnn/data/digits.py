@@ -73,6 +73,4 @@ def load_digits(novel: int = 8, seed: int = 0, train: float = 0.6, validation: f
         return images[chosen], names[labels[chosen]]
 
     strange = labels == novel
-    return Digits(
-        pair("train"), pair("validation"), pair("test"), (images[strange], labels[strange]), known
-    )
+    return Digits(pair("train"), pair("validation"), pair("test"), (images[strange], labels[strange]), known)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 
 __all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture"]
@@ -54,7 +55,7 @@ class DiagonalNormal(Distribution):
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.loc.shape
-        noise = torch.randn(shape, generator=generator, dtype=self.loc.dtype, device=self.loc.device)
+        noise = standard_normal(shape, self.loc.dtype, self.loc.device, generator)
         return torch.addcmul(self.loc, noise, self.scale)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     if not groups:
         raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
-    return (optimizer or torch.optim.Adam)(groups)
+    if optimizer is None:  # one fused kernel for all the small vectors of the noise
+        return torch.optim.Adam(groups, fused=True)
+    return optimizer(groups)
 
 
 def fit(

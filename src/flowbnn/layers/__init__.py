@@ -12,6 +12,7 @@ from flowbnn.layers.control import (
 )
 from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
 from flowbnn.layers.noise import DropoutNoise, InputNoise, Mode, Noise, Site
+from flowbnn.layers.packing import NoiseGroup, divergences
 from flowbnn.layers.recipes import (
     Dropout,
     FlowNoise,
@@ -34,6 +35,7 @@ __all__ = [
     "Layout",
     "Mode",
     "Noise",
+    "NoiseGroup",
     "NormalAffine",
     "NormalCoupling",
     "NormalGlow",
@@ -43,6 +45,7 @@ __all__ = [
     "NormalSylvester",
     "Recipe",
     "Site",
+    "divergences",
     "freeze",
     "hold_noise",
     "layout_of",

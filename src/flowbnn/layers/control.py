@@ -77,7 +77,7 @@ def noise(
     ...     torch.equal(bayesian(x), plain(x))
     True
     """
-    names = ("mode", "samples", "seed", "generator", "part", "repeat", "_shared")
+    names = ("mode", "samples", "seed", "generator", "part", "repeat", "ready", "_shared")
     before: list[dict[str, Any]] = []
     for layer in _layers(model).values():
         before.append({name: getattr(layer, name) for name in names})

@@ -19,6 +19,9 @@ class Layout(NamedTuple):
         batch_axis: the axis of the examples when the input is batched.
         unbatched_ndim: number of axes of one example without a batch axis.
         side: ``"input"``, or ``"output"`` for layers that read no real-valued features (an embedding).
+        fan_out: above 0 where every output reads one input feature (a depthwise convolution, a convolution of a grey image):
+            that many outputs for each. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``, so it may
+            as well multiply the output, which spares a gradient for the images and, at prediction, all samples but one.
         split: lengths, when the layer reads several inputs of different widths (attention with its own key and value
             widths): the vector is cut and each input gets its piece.
     """
@@ -29,15 +32,28 @@ class Layout(NamedTuple):
     unbatched_ndim: int = 1
     side: Literal["input", "output"] = "input"
     split: tuple[int, ...] = ()
+    fan_out: int = 0
+
+
+def _untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the layer computes what its torch class does: a subclass may do anything around it."""
+    names = ("forward", "_conv_forward")
+    return all(
+        name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
+        for name in names
+    )
 
 
 def _linear(module: nn.Linear) -> Layout:
-    return Layout(module.in_features)
+    single = module.in_features == 1 and _untouched(module, nn.Linear)
+    return Layout(module.in_features, fan_out=module.out_features if single else 0)
 
 
-def _convolution(spatial: int) -> Callable[[nn.Module], Layout]:
+def _convolution(kind: type[nn.Module], spatial: int) -> Callable[[nn.Module], Layout]:
     def layout(module: nn.Module) -> Layout:
-        return Layout(int(module.in_channels), feature_axis=-1 - spatial, unbatched_ndim=1 + spatial)  # type: ignore[arg-type]
+        channels, groups, out = (getattr(module, name) for name in ("in_channels", "groups", "out_channels"))
+        fan_out = out // groups if channels == groups and _untouched(module, kind) else 0
+        return Layout(channels, feature_axis=-1 - spatial, unbatched_ndim=1 + spatial, fan_out=fan_out)
 
     return layout
 
@@ -67,12 +83,12 @@ def _embedding(module: nn.Embedding) -> Layout:
 
 _LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
     nn.Linear: _linear,
-    nn.Conv1d: _convolution(1),
-    nn.Conv2d: _convolution(2),
-    nn.Conv3d: _convolution(3),
-    nn.ConvTranspose1d: _convolution(1),
-    nn.ConvTranspose2d: _convolution(2),
-    nn.ConvTranspose3d: _convolution(3),
+    nn.Conv1d: _convolution(nn.Conv1d, 1),
+    nn.Conv2d: _convolution(nn.Conv2d, 2),
+    nn.Conv3d: _convolution(nn.Conv3d, 3),
+    nn.ConvTranspose1d: _convolution(nn.ConvTranspose1d, 1),
+    nn.ConvTranspose2d: _convolution(nn.ConvTranspose2d, 2),
+    nn.ConvTranspose3d: _convolution(nn.ConvTranspose3d, 3),
     nn.RNNBase: _recurrent,
     nn.RNNCellBase: _cell,
     nn.MultiheadAttention: _attention,

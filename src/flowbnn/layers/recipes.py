@@ -179,7 +179,9 @@ class NormalGlow(Recipe):
     hidden: int = 32
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [GlowStep(dim, hidden=(self.hidden,)) for _ in range(_length(self.length))] if dim > 1 else ()
+        if dim < 2:
+            return ()
+        return [GlowStep(dim, hidden=(self.hidden,), flip=bool(i % 2)) for i in range(_length(self.length))]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ class MLP(nn.Module):
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
         if value.shape[-1:] != (self.dim_in,):
             raise FlowBNNError(f"this MLP takes vectors of length {self.dim_in}, not {tuple(value.shape)}")
+        kind = self.layers[-1].weight.dtype
+        if value.dtype != kind and not torch.is_autocast_enabled(value.device.type):
+            raise FlowBNNError(
+                f"this MLP has {kind} parameters but got {value.dtype} input; cast one with .to(dtype)"
+            )
         if self.context_dim == 0:
             return self.layers(value)
         return self.layers(torch.cat([value, self._fit(value, context)], dim=-1))

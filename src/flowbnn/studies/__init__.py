@@ -1,0 +1,52 @@
+"""One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
+
+>>> [study.name for study in studies()]
+['two-clusters', 'flow-length', 'digits']
+"""
+
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.studies.base import Findings, Metric, Parts, Study, Variant
+from flowbnn.studies.digits import DigitsStudy
+from flowbnn.studies.flow_length import FlowLength
+from flowbnn.studies.job import Job
+from flowbnn.studies.running import run_study
+from flowbnn.studies.two_clusters import TwoClusters
+from flowbnn.studies.workers import open_workers
+
+__all__ = [
+    "Findings",
+    "Job",
+    "Metric",
+    "Parts",
+    "Study",
+    "Variant",
+    "get_study",
+    "open_workers",
+    "register_study",
+    "run_study",
+    "studies",
+]
+
+_STUDIES: dict[str, Study] = {study.name: study for study in (TwoClusters(), FlowLength(), DigitsStudy())}
+
+
+def studies() -> list[Study]:
+    """Every study there is."""
+    return list(_STUDIES.values())
+
+
+def get_study(name: str) -> Study:
+    """A study by its name.
+
+    >>> get_study("two-cluster")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: there is no study 'two-cluster'; did you mean 'two-clusters'?
+    """
+    if name not in _STUDIES:
+        raise FlowBNNError(f"there is no study '{name}'{nearest(name, _STUDIES)}")
+    return _STUDIES[name]
+
+
+def register_study(study: Study) -> None:
+    """Add a study of your own; with several processes the module that registers it must be imported by each."""
+    _STUDIES[study.name] = study

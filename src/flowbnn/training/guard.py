@@ -95,11 +95,22 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
     >>> first_nonfinite_layer(network, lambda: network(torch.ones(1, 2)))
     '1'
     """
+    return _watch(model, call)[0]
+
+
+def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
+    """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
     culprits: list[str] = []
+    victims: list[str] = []
     inputs_finite: list[bool] = []
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
+    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
+            if not inputs_finite[-1]:
+                victims.append(name)
+
+        return hook
 
     def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -111,14 +122,14 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
     handles = []
     try:
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
             handles.append(module.register_forward_hook(after(name)))
         with torch.no_grad():
             call()
     finally:
         for handle in handles:
             handle.remove()
-    return culprits[0] if culprits else None
+    return next(iter(culprits), None), next(iter(victims), None)
 
 
 def explain_nonfinite_loss(model: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any]) -> str:
@@ -127,21 +138,23 @@ def explain_nonfinite_loss(model: nn.Module, call: Callable[[], Any], logs: Mapp
     if parameter is not None:
         return f"parameter {parameter!r} is not finite, so an earlier gradient was not"
     try:
-        layer = first_nonfinite_layer(model, call)
+        layer, victim = _watch(model, call)
     except Exception as error:
         return f"and running the batch again failed ({type(error).__name__})"
     if layer is not None:
-        kind = type(model.get_submodule(layer)).__name__
-        return (
-            f"layer {layer!r} ({kind}) made it first"
-            if layer
-            else f"the forward of {kind} itself made it first"
-        )
+        return f"{_module_words(model, layer)} made it first"
+    if victim is not None:
+        return f"{_module_words(model, victim)} was given inputs that are not finite, which no layer made"
     named = {name: value for name, value in logs.items() if isinstance(value, Tensor)}
     term = first_nonfinite_tensor(iter(named.items()))
     if term is not None:
         return f"every layer's output is finite, but {term!r} is not"
     return "every layer's output is finite, so the loss function made it"
+
+
+def _module_words(model: nn.Module, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__
+    return f"layer {name!r} ({kind})" if name else f"the model itself ({kind})"
 
 
 class LossGate:

@@ -35,6 +35,7 @@ def train(
 
     A run that is killed and resumed ends, on one CPU process, in the same weights to the bit: the checkpoint holds
     the model, the optimizer, the schedule, early stopping, the position within the epoch and every random state.
+    (Not kept: what a data set draws inside ``persistent_workers``, and the draws of processes other than the first.)
 
     Args:
         model: any module. It is put into training mode for the run and stays on the device it was trained on.

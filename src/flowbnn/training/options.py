@@ -15,7 +15,6 @@ STRATEGIES = (
     "ddp",
     "ddp_find_unused_parameters_false",
     "ddp_find_unused_parameters_true",
-    "dp",
 )
 
 
@@ -105,7 +104,7 @@ class TrainingOptions:
         clip_gradient: largest total norm of the gradient.
         schedule_every: whether the learning-rate schedule is stepped per ``"step"`` or per ``"epoch"``.
         accelerator, devices, num_nodes, strategy, precision: as in Lightning Fabric. The strategies are ``"auto"``,
-            ``"ddp"``, ``"ddp_find_unused_parameters_true"`` and ``"dp"``.
+            ``"ddp"`` and ``"ddp_find_unused_parameters_true"``.
         seed: seeds torch, numpy and ``random`` when the run begins (plus the rank, with several processes).
         progress: a live bar on a terminal; nothing is printed where there is none.
         tensorboard: folder for TensorBoard logs, one point per epoch.

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from flowbnn.numerics import soft_clamp
 from flowbnn.transforms.base import Transform
+from flowbnn.transforms.checks import check_width
 
 __all__ = ["Affine"]
 
@@ -40,13 +41,21 @@ class Affine(Transform):
         return soft_clamp(self.raw_log_scale, self.bound)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_width(z, len(self.shift), self)
         log_scale = self.log_scale
         scale = log_scale.exp()
         return torch.addcmul(self._offset(scale), z, scale), log_scale.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_width(x, len(self.shift), self)
         log_scale = self.log_scale
         return (x - self._offset(log_scale.exp())) * (-log_scale).exp(), -log_scale.sum().expand(x.shape[:-1])
+
+    def push_normal(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, deviation and log-scale of the image of a diagonal normal: fewer steps than two forward passes."""
+        log_scale = self.log_scale
+        factor = log_scale.exp()
+        return torch.addcmul(self._offset(factor), loc, factor), scale * factor, log_scale
 
     def _offset(self, scale: Tensor) -> Tensor:
         return self.shift - self.center * (scale - 1.0) if self.center else self.shift

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from flowbnn.numerics import soft_clamp
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_dim, check_width
+from flowbnn.transforms.checks import check_dim, check_dtype, check_width
 
 __all__ = ["LULinear"]
 
@@ -79,6 +79,7 @@ class LULinear(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(z, self.dim, self)
+        check_dtype(z, self.factors, self)
         x = torch.matmul(torch.matmul(z, self.upper.mT), self.lower.mT)
         if self.permute:
             x = x.index_select(-1, self.order)
@@ -88,6 +89,7 @@ class LULinear(Transform):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(x, self.dim, self)
+        check_dtype(x, self.factors, self)
         z = x if self.bias is None else x - self.bias
         if self.permute:
             z = z.index_select(-1, self.restore)

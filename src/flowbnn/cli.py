@@ -1,0 +1,225 @@
+"""The command line: ``flowbnn list``, ``run``, ``demo`` and ``report``. Thin: it maps words to objects and tells errors in a line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Trained networks made Bayesian by noise from normalizing flows.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder of the results.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where a run was cut; nothing finished is done again.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", help="Processes that train side by side.", show_default="cores, at most 4"),
+]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar and no lines.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A smoke run of seconds; its numbers mean nothing.")]
+
+HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+@contextmanager
+def _told(again: str = "") -> Iterator[None]:
+    """Errors that users can mend, and Ctrl-C, as one line on standard error."""
+    from flowbnn.errors import FlowBNNError
+
+    try:
+        yield
+    except FlowBNNError as error:
+        typer.echo(f"flowbnn: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        advice = f"; what is finished is kept, go on with: {again} --resume" if again else ""
+        typer.echo(f"flowbnn: interrupted{advice}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("flowbnn"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_studies() -> None:
+    """The studies there are."""
+    from flowbnn.studies import studies
+
+    found = studies()
+    width = max(len(study.name) for study in found)
+    for study in found:
+        typer.echo(f"{study.name:<{width}}  {study.description}; {study.seeds} seeds")
+
+
+@app.command()
+def run(
+    study: Annotated[str, typer.Argument(help="Name of the study, as in: flowbnn list.")],
+    out: Out = Path("results"),
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
+    ] = None,
+    resume: Resume = False,
+    quick: Quick = False,
+    accelerator: Annotated[
+        str,
+        typer.Option("--accelerator", "--device", help="auto, cpu, cuda, mps; auto is what suits the study."),
+    ] = "auto",
+    precision: Annotated[
+        str, typer.Option("--precision", help="As in Lightning: 32-true, bf16-mixed, ...")
+    ] = "32-true",
+    jobs: Jobs = None,
+    no_progress: NoProgress = False,
+) -> None:
+    """Run one study and write OUT/STUDY/results.json."""
+    words = ["flowbnn run", study]
+    options = {"--seeds": seeds, "--epochs": epochs, "--accelerator": accelerator, "--precision": precision}
+    usual = {"--accelerator": "auto", "--precision": "32-true"}
+    words += [
+        f"{name} {value}" for name, value in options.items() if value is not None and value != usual.get(name)
+    ]
+    command = " ".join([*words, *(["--quick"] if quick else [])])
+    with _told(f"{command} --out {out}"):
+        from flowbnn.studies import get_study, open_workers, run_study
+
+        chosen = get_study(study)
+        changes = {} if epochs is None else {"epochs": _positive("--epochs", epochs)}
+        settings = chosen.make_settings(quick=quick, **changes)
+        number = None if seeds is None else _positive("--seeds", seeds)
+        with open_workers(_jobs(jobs, accelerator)) as workers:
+            results = run_study(
+                chosen,
+                settings=settings,
+                seeds=number,
+                out=out,
+                resume=resume,
+                progress=not no_progress,
+                accelerator=accelerator,
+                precision=precision,
+                workers=workers,
+                command=command,
+            )
+        _show(results)
+        typer.echo(f"\n{out / study / 'results.json'}; a page of it: flowbnn report {out}")
+
+
+@app.command()
+def demo(
+    out: Out = Path("results"),
+    resume: Resume = False,
+    quick: Quick = False,
+    jobs: Jobs = None,
+    no_progress: NoProgress = False,
+) -> None:
+    """Run two-clusters and digits and write the report: about a minute on two cores."""
+    with _told(f"flowbnn demo --out {out}{' --quick' if quick else ''}"):
+        from flowbnn.report import find_results, write_report
+        from flowbnn.studies import get_study, open_workers, run_study
+        from flowbnn.training import check_writable
+
+        check_writable(out / "report.html")
+        with open_workers(_jobs(jobs, "auto")) as workers:
+            for name in ("two-clusters", "digits"):
+                study = get_study(name)
+                results = run_study(
+                    study,
+                    settings=study.make_settings(quick=quick),
+                    out=out,
+                    resume=resume,
+                    progress=not no_progress,
+                    workers=workers,
+                    command=f"flowbnn run {name}{' --quick' if quick else ''}",
+                )
+                _show(results)
+        page = write_report(find_results(out), out / "report.html")
+        typer.echo(f"\nThe report: {page}")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that studies wrote to.")] = Path("results"),
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The page.", show_default="FOLDER/report.html")
+    ] = None,
+) -> None:
+    """Write the page again from stored results; nothing is trained."""
+    with _told():
+        from flowbnn.report import find_results, write_report
+
+        typer.echo(f"The report: {write_report(find_results(folder), out or folder / 'report.html')}")
+
+
+def _positive(option: str, value: int) -> int:
+    from flowbnn.errors import FlowBNNError
+
+    if value < 1:
+        raise FlowBNNError(f"{option} is at least 1, not {value}")
+    return value
+
+
+def _jobs(asked: int | None, accelerator: str) -> int:
+    from flowbnn.studies.workers import processors
+
+    if asked is not None:
+        return _positive("--jobs", asked)
+    return min(4, processors()) if accelerator in ("auto", "cpu") else 1
+
+
+def _show(results: dict[str, Any]) -> None:
+    """The headline table: a study's rows, mean and spread over seeds, the published value where there is one."""
+    metrics = [metric for metric in results["metrics"] if metric["key"] in HEADLINE]
+    lines = [["", *(metric["label"] for metric in metrics)]]
+    for row in results["rows"]:
+        lines.append([row["label"], *(_cell(row["values"].get(metric["key"]), metric) for metric in metrics)])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    typer.echo(
+        f"\n{results['study']}: mean ± standard deviation over {len(results['seeds'])} seeds [published]"
+    )
+    for line in lines:
+        typer.echo(
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
+    typer.echo(f"\n  {results['answer']}")
+
+
+def _cell(value: dict[str, Any] | None, metric: dict[str, Any]) -> str:
+    if value is None or value["mean"] is None:
+        return "-"
+    text = format(value["mean"], metric["format"])
+    if value["std"] is not None:
+        text += f" ± {value['std']:{metric['format']}}"
+    return text if value["published"] is None else f"{text} [{value['published']:g}]"
+
+
+if __name__ == "__main__":
+    main()

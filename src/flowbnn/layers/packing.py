@@ -1,0 +1,152 @@
+"""Many layers' noise in few launches.
+
+A network of many small noise vectors spends its time on launching tiny operations, not on doing them. So the learnable Gaussians
+of all layers are laid end to end: their KL is computed at once (:func:`divergences`), and so are their draws, when a forward pass of
+the whole network begins (:class:`NoiseGroup`).
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.distributions import DiagonalNormal, Divergence
+from flowbnn.layers.noise import InputNoise, Noise
+from flowbnn.numerics import soft_clamp
+
+__all__ = ["NoiseGroup", "divergences"]
+
+_NORMAL_ENTROPY = 0.5 * (1.0 + math.log(2.0 * math.pi))  # of a standard normal, in nats
+
+
+class NoiseGroup:
+    """The noise of one network, told by hooks on its root when a pass begins and ends.
+
+    At the beginning every layer of site ``channel`` that draws per example gets its draw for this pass; a layer that is called
+    several times in the pass keeps it, as noise that belongs to the network should. A layer whose input turns out to have
+    another number of rows draws for itself, and so does one that is called outside a pass of the root.
+    """
+
+    def __init__(self, members: list[Noise]) -> None:
+        self.members = members
+        self.inside = False
+        for member in members:
+            member.group = self
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the root."""
+        self.inside = True
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+        rows = tensors[0].shape[0] if tensors else 0
+        able = [
+            member
+            for member in self.members
+            if isinstance(member, InputNoise) and member.mode == "sample" and member.site == "channel"
+        ]
+        for member in self.members:
+            member.ready = None
+            if member.repeat != 1:
+                rows = 0
+        if not rows:
+            return
+        gaussian = [member for member in able if member.gaussian is not None]
+        if len(gaussian) > 1 and _alike(gaussian):
+            for member, draw in zip(gaussian, _packed_draws(gaussian, rows), strict=True):
+                member.ready = draw
+        for member in able:
+            if member.ready is None:
+                member.ready = member.draw((rows,), member.generator)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the root. The draws stay, since checkpointed parts of the network run again in the backward pass."""
+        self.inside = False
+
+    def serves(self) -> bool:
+        """Whether a layer may use the draws of the pass: inside it, or in the backward pass that belongs to it."""
+        return self.inside or torch._C._current_graph_task_id() != -1
+
+
+def _alike(layers: list[InputNoise]) -> bool:
+    """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
+    kinds = set()
+    for noise in layers:
+        _, affine, _ = noise.gaussian
+        shift = affine.shift
+        kinds.add((affine.bound, id(noise.generator), shift.dtype, shift.device))
+    return len(kinds) == 1
+
+
+class _Packed:
+    """The parameters of several learnable Gaussians, end to end."""
+
+    def __init__(self, layers: list[InputNoise]) -> None:
+        base, affine, self.prior = zip(*(noise.gaussian for noise in layers), strict=True)
+        self.sizes = tuple(noise.layout.dim for noise in layers)
+        self.shift = torch.cat([a.shift for a in affine])
+        self.log_scale = soft_clamp(torch.cat([a.raw_log_scale for a in affine]), affine[0].bound)
+        self.factor = self.log_scale.exp()
+        self.loc, self.scale = torch.cat([b.loc for b in base]), torch.cat([b.scale for b in base])
+        self.segments, self.center, self.counts, self.constant = _constants(
+            self.sizes,
+            tuple(a.center for a in affine),
+            tuple(noise.count for noise in layers),
+            self.shift.device,
+            self.shift.dtype,
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.addcmul(self.shift + self.center, self.loc - self.center, self.factor)
+
+
+def _packed_draws(layers: list[InputNoise], rows: int) -> tuple[Tensor, ...]:
+    packed = _Packed(layers)  # elementwise operations only: autocast leaves them in float32
+    normal = DiagonalNormal(packed.mean, packed.scale * packed.factor)
+    return normal.rsample((rows,), layers[0].generator).split(packed.sizes, -1)
+
+
+def divergences(layers: dict[str, Noise]) -> dict[str, Divergence]:
+    """KL and entropy of every layer that has them."""
+    gaussian = {
+        name: noise
+        for name, noise in layers.items()
+        if isinstance(noise, InputNoise) and noise.gaussian is not None
+    }
+    found: dict[str, Divergence | None] = {}
+    if len(gaussian) > 1 and _alike(list(gaussian.values())):
+        found.update(zip(gaussian, _packed_divergences(list(gaussian.values())), strict=True))
+    for name, noise in layers.items():
+        if name not in found:
+            found[name] = noise.divergence()
+    return {name: part for name in layers if (part := found[name]) is not None}
+
+
+def _packed_divergences(layers: list[InputNoise]) -> list[Divergence]:
+    packed = _Packed(layers)
+    width = torch.cat([prior.scale for prior in packed.prior])
+    error = (packed.mean - torch.cat([prior.loc for prior in packed.prior])) / width
+    square = (packed.factor * (packed.scale / width)).square() + error.square()
+    both = torch.stack([0.5 * square - packed.log_scale, packed.log_scale])
+    log_scale = packed.scale.log()
+    fixed = torch.stack([width.log() - log_scale - 0.5, log_scale])
+    sums = both.new_zeros(2, len(layers)).index_add(1, packed.segments, both + fixed)
+    kls, entropies = sums[0] * packed.counts, (sums[1] + packed.constant) * packed.counts
+    return [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    sizes: tuple[int, ...],
+    centers: tuple[float, ...],
+    counts: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each layer lies, its centre, its count and its entropy's constant; made once, a copy to the device each."""
+    segments = torch.repeat_interleave(torch.tensor(sizes))
+    center = torch.tensor(centers, dtype=dtype)[segments]
+    constant = torch.tensor([size * _NORMAL_ENTROPY for size in sizes], dtype=dtype)
+    weights = torch.tensor(counts, dtype=dtype)
+    return segments.to(device), center.to(device), weights.to(device), constant.to(device)

@@ -1,0 +1,167 @@
+"""What a study is: one figure or table of the literature, as variants that are trained once for every seed.
+
+To add one, subclass :class:`Study`: a dataclass of settings, the list of variants, ``train`` for one variant and one seed,
+and ``findings``, which makes rows, figures and an answer from what ``train`` returned. Everything else (processes, checkpoints,
+resuming, ``results.json``) is the same for all studies and lives in :mod:`flowbnn.studies.running`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.studies.job import Job
+from flowbnn.studies.statistics import summary
+
+__all__ = ["CLASSIFICATION", "Findings", "Metric", "Parts", "Study", "Variant"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of doing it.
+
+    Args:
+        key: short name, used in files.
+        label: what the table and the figures call it.
+        after: key of the variant whose trained network it starts from, or None.
+        shown: whether it has a row of its own.
+    """
+
+    key: str
+    label: str
+    after: str | None = None
+    shown: bool = True
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the table."""
+
+    key: str
+    label: str
+    better: str
+    format: str
+    definition: str
+
+
+CLASSIFICATION = (
+    Metric(
+        "accuracy", "Accuracy", "higher", ".4f", "Share of unseen inputs whose most probable class is right."
+    ),
+    Metric("nll", "NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
+    Metric(
+        "ece",
+        "ECE",
+        "lower",
+        ".4f",
+        "Expected calibration error: gap between confidence and accuracy in 15 equal bins, weighed by their share.",
+    ),
+    Metric("brier", "Brier", "lower", ".4f", "Squared distance to the one-hot label, summed over classes."),
+)
+
+
+@dataclass
+class Findings:
+    """What a study makes of its parts."""
+
+    answer: str
+    metrics: Sequence[Metric]
+    rows: list[dict[str, Any]]
+    figures: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+
+
+class Parts:
+    """What the finished jobs returned, by variant, in the order of the seeds."""
+
+    def __init__(self, seeds: Sequence[int], content: dict[tuple[str, int], dict[str, Any]]) -> None:
+        self.seeds, self.content = list(seeds), content
+
+    def of(self, variant: str) -> list[dict[str, Any]]:
+        """The contents of one variant, one for each seed."""
+        return [self.content[variant, seed] for seed in self.seeds]
+
+    def values(self, variant: str, metric: str) -> list[float]:
+        """One metric of one variant, one value for each seed."""
+        return [part["values"].get(metric) for part in self.of(variant)]
+
+    def mean(self, variant: str, metric: str) -> float:
+        """Its mean over seeds; NaN where a seed has none."""
+        mean = summary(self.values(variant, metric))["mean"]
+        return float("nan") if mean is None else mean
+
+    def row(
+        self, variant: Variant, metrics: Sequence[Metric], published: dict[str, float] | None = None
+    ) -> dict[str, Any]:
+        """A row of the table."""
+        cells = {
+            metric.key: summary(self.values(variant.key, metric.key), (published or {}).get(metric.key))
+            for metric in metrics
+            if any(value is not None for value in self.values(variant.key, metric.key))
+        }
+        return {"key": variant.key, "label": variant.label, "values": cells}
+
+    def warnings(self, variants: Sequence[Variant]) -> list[str]:
+        """What the fits warned of, once each, with the number of seeds it happened in."""
+        found: dict[str, int] = {}
+        for variant in variants:
+            for part in self.of(variant.key):
+                for message in dict.fromkeys(part.get("warnings", [])):
+                    line = f"{variant.label}: {message}"
+                    found[line] = found.get(line, 0) + 1
+        return [f"{line} (in {count} of {len(self.seeds)} seeds)" for line, count in found.items()]
+
+
+class Study:
+    """One figure or table. Subclasses fill in the class attributes and the three methods."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    description: ClassVar[str]
+    question: ClassVar[str]
+    source: ClassVar[str]
+    seeds: ClassVar[int] = 5
+    settings: ClassVar[type[Any]]
+    quick: ClassVar[dict[str, Any]] = {}
+    accelerator: ClassVar[str] = "cpu"  # what "auto" means: networks this small are quickest there
+
+    def variants(self, settings: Any) -> tuple[Variant, ...]:
+        """What is trained, in the order of the table; a variant comes after the one it starts from."""
+        raise NotImplementedError(f"{type(self).__name__} must define variants(settings)")
+
+    def train(self, job: Job) -> dict[str, Any]:
+        """Train and judge one variant with one seed; plain values, the metrics under ``values``."""
+        raise NotImplementedError(f"{type(self).__name__} must define train(job)")
+
+    def findings(self, settings: Any, parts: Parts) -> Findings:
+        """Rows, figures and the answer, from the numbers alone."""
+        raise NotImplementedError(f"{type(self).__name__} must define findings(settings, parts)")
+
+    def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
+        """The settings, with changes by name; ``quick`` gives a smoke run whose numbers mean nothing."""
+        known = self.settings.__dataclass_fields__
+        wrong = [name for name in changes if name not in known]
+        if wrong:
+            raise FlowBNNError(f"study '{self.name}' has no setting '{wrong[0]}'; it has {', '.join(known)}")
+        return self.settings(**{**(self.quick if quick else {}), **changes})
+
+    def variant(self, settings: Any, key: str) -> Variant:
+        """One variant by its key."""
+        return next(variant for variant in self.variants(settings) if variant.key == key)
+
+    def run(
+        self,
+        settings: Any = None,
+        seeds: int | Sequence[int] | None = None,
+        out: str | Path = "results",
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Run the study and write ``out/<name>/results.json``; see :func:`flowbnn.studies.run_study`."""
+        from flowbnn.studies.running import run_study
+
+        return run_study(self, settings=settings, seeds=seeds, out=out, **options)
+
+    def describe_settings(self, settings: Any) -> dict[str, Any]:
+        """The settings as plain values."""
+        return asdict(settings)

@@ -1,0 +1,128 @@
+"""Noise drawn for the whole network at once is the noise that each layer would have drawn."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import flowbnn as fb
+from flowbnn.layers import noise_layers
+
+
+class Repeated(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x), self.layer(x)])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.save_memory = False
+
+    def forward(self, x):
+        def part(h):
+            return self.second(torch.tanh(self.first(h)))
+
+        return self.third(checkpoint(part, x, use_reentrant=False) if self.save_memory else part(x))
+
+
+def test_packed_draws_have_each_layers_own_distribution():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model = fb.to_stochastic(
+        network, {"0": fb.NormalAffine(), "1": fb.NormalAffine(base_loc=0.5, base_scale=0.8)}
+    )
+    with torch.no_grad():
+        for parameter in fb.layers.noise_parameters(model):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    rows = 50_000
+    seen = {}
+    for name, layer in noise_layers(model).items():
+        network_layer = model.get_submodule(name)
+        network_layer.register_forward_pre_hook(
+            lambda m, args, name=name, layer=layer: seen.update({name: layer.ready})
+        )
+    model(torch.ones(rows, 3))
+    for name, layer in noise_layers(model).items():
+        base, affine = layer.base, layer.transform[0]
+        mean, deviation, _ = affine.push_normal(base.loc, base.scale)
+        draws = seen[name].double()
+        assert draws.shape == (rows, layer.layout.dim)
+        assert ((draws.mean(0) - mean).abs() < 4 * deviation / rows**0.5).all()
+        assert ((draws.std(0) / deviation - 1).abs() < 4 / (2 * rows) ** 0.5).all()
+        correlation = torch.corrcoef(draws.T) - torch.eye(layer.layout.dim)
+        assert correlation.abs().max() < 5 / rows**0.5
+    across = torch.corrcoef(torch.cat([seen["0"], seen["1"]], 1).T)[:3, 3:]
+    assert across.abs().max() < 5 / rows**0.5, "layers are independent"
+
+
+def test_a_layer_called_twice_keeps_its_draw_within_a_pass():
+    model = fb.to_stochastic(Repeated(), {"*": fb.NormalPlanar(1)})
+    first, second = model(torch.ones(3, 4))
+    assert torch.equal(first, second)
+    again, _ = model(torch.ones(3, 4))
+    assert not torch.equal(first, again)
+
+
+def test_a_layer_called_by_itself_draws_for_itself():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    x = torch.ones(3, 4)
+    model(x)
+    assert not torch.equal(model[0](x), model[0](x))
+
+
+def test_a_pass_that_fails_leaves_nothing_open():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    assert not torch.equal(model[0](torch.ones(3, 4)), model[0](torch.ones(3, 4)))
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Checkpointed(), {"first": fb.NormalPlanar(1), "*": fb.NormalAffine()})
+    gradients = []
+    for save_memory in (False, True):
+        model.save_memory = save_memory
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(torch.ones(5, 4)).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_inputs_whose_rows_the_root_does_not_know():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, batch):
+            return self.layer(batch["x"])
+
+    model = fb.to_stochastic(Named(), {"*": fb.NormalAffine()})
+    rows = model({"x": torch.ones(5, 4)})
+    assert (rows[0] - rows[1]).abs().max() > 1e-4
+
+
+def test_copies_do_not_share_draws():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    twin = copy.deepcopy(model)
+    groups = {id(layer.group) for layer in noise_layers(twin).values()}
+    assert len(groups) == 1
+    assert groups != {id(layer.group) for layer in noise_layers(model).values()}
+    assert {id(member) for member in noise_layers(twin)["0"].group.members} == {
+        id(n) for n in noise_layers(twin).values()
+    }

@@ -1,0 +1,74 @@
+"""The MLP conditioner."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets import MLP
+
+
+def woken(net: MLP) -> MLP:
+    """The same net with a last layer that is not zero."""
+    nn.init.normal_(net.layers[-1].weight, generator=torch.Generator().manual_seed(0))
+    return net
+
+
+def test_starts_at_zero_and_learns() -> None:
+    net = MLP(3, 2, hidden=(8,))
+    value = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(net(value), torch.zeros(5, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (net(value) - 1).square().sum().backward()
+        optimizer.step()
+    assert all((parameter.grad != 0).any() for parameter in net.parameters())
+
+
+def test_is_the_formula() -> None:
+    net = woken(MLP(2, 1, hidden=(3,), activation=nn.Tanh)).double()
+    value = torch.tensor([[0.3, -1.2]], dtype=torch.float64)
+    first, last = net.layers[0], net.layers[2]
+    expected = torch.tanh(value @ first.weight.T + first.bias) @ last.weight.T + last.bias
+    torch.testing.assert_close(net(value), expected)
+
+
+def test_no_hidden_layer_is_a_linear_map() -> None:
+    assert [type(layer) for layer in MLP(3, 2, hidden=()).layers] == [nn.Linear]
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (2, 3)], ids=str)
+def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
+    net = woken(MLP(3, 2, hidden=(8,), context_dim=4)).double()
+    value = torch.ones(*batch, 3, dtype=torch.float64)
+    context = torch.linspace(0, 1, 4, dtype=torch.float64)
+    out = net(value, context)
+    assert out.shape == (*batch, 2)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, net(value, context.expand(*batch, 4)))
+    if out.numel():
+        assert not torch.equal(out, net(value, context + 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: MLP(0, 2), "at least 1"),
+        (lambda: MLP(2, 2, hidden=(4, 0)), "at least 1"),
+        (lambda: MLP(2, 2, context_dim=-1), "at least 1"),
+        (lambda: MLP(2, 2)(torch.ones(5, 3)), "length 2"),
+        (
+            lambda: MLP(2, 2)(torch.ones(5, 2, dtype=torch.float64)),
+            "float32 parameters but got torch.float64",
+        ),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "needs a context of length 3"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 4)), "does not broadcast"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)), "does not broadcast"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)), "does not broadcast"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words) as told:
+        call()
+    assert "\n" not in str(told.value)

@@ -1,0 +1,112 @@
+"""Cases: maps of numbers, linear maps, normalisations and couplings."""
+
+import torch
+from case import Case
+from torch import Tensor
+
+from flowbnn.transforms.actnorm import ActNorm
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.batch_norm import BatchNorm
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
+from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.glow import GlowStep
+from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
+
+__all__ = ["CASES"]
+
+COUPLED = "a coupling needs at least 2 dimensions"
+# what the zero-initialised last layer of a conditioner keeps from its hidden layers until the second step
+HIDDEN = ("layers.0.", "layers.2.")
+
+
+def seen(transform: Transform, dim: int) -> Transform:
+    """A normalisation that has met a batch of mean 2 and deviation 3."""
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(5):
+        transform(2 + 3 * torch.randn(256, dim, generator=generator))
+    return transform.eval()
+
+
+def between(value: Tensor) -> Tensor:
+    return torch.sigmoid(value)
+
+
+def tanh_range(value: Tensor) -> Tensor:
+    return torch.tanh(value)
+
+
+def half_line(value: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(value)
+
+
+def cyclic(dim: int) -> Permutation:
+    return Permutation([*range(1, dim), 0])
+
+
+def odd_mask(dim: int) -> list[bool]:
+    return [index in (0, dim - 1) for index in range(dim)] if dim > 2 else [True, False]
+
+
+CASES: list[Case] = [
+    Case("tanh", Tanh, lambda dim: Tanh(), to_range=tanh_range),
+    Case("sigmoid", Sigmoid, lambda dim: Sigmoid(), to_range=between),
+    Case(
+        "logit",
+        Logit,
+        lambda dim: Logit(),
+        to_domain=between,
+        quadrature=(),
+        no_quadrature="starts in (0, 1)",
+    ),
+    Case("softplus", Softplus, lambda dim: Softplus(), to_range=half_line),
+    Case("exp", Exp, lambda dim: Exp(), to_range=half_line),
+    Case("leaky-relu", LeakyReLU, lambda dim: LeakyReLU(0.2)),
+    Case("lu-linear", LULinear, LULinear),
+    Case("lu-linear-permuted", LULinear, lambda dim: LULinear(dim, bias=True, permute=True), dim=5),
+    Case("permutation", Permutation, cyclic),
+    Case("reverse", Reverse, Reverse),
+    Case("shuffle", Shuffle, Shuffle, dim=5),
+    Case("actnorm", ActNorm, lambda dim: seen(ActNorm(dim), dim)),
+    Case("batch-norm", BatchNorm, lambda dim: seen(BatchNorm(dim), dim)),
+    Case(
+        "additive-coupling",
+        AdditiveCoupling,
+        lambda dim: AdditiveCoupling(dim, hidden=(16, 16)),
+        quadrature=(2,),
+        no_quadrature=COUPLED,
+        spread=0.3,
+        wakes_later=HIDDEN,
+    ),
+    Case(
+        "affine-coupling",
+        AffineCoupling,
+        lambda dim: AffineCoupling(dim, mask="alternating", hidden=(16, 16)),
+        quadrature=(2,),
+        no_quadrature=COUPLED,
+        spread=0.3,
+        wakes_later=HIDDEN,
+    ),
+    Case(
+        "affine-coupling-custom",
+        AffineCoupling,
+        lambda dim: AffineCoupling(
+            dim, mask=odd_mask(dim), flip=True, hidden=(16, 16), activation=torch.nn.Tanh
+        ),
+        dim=5,
+        quadrature=(2,),
+        no_quadrature=COUPLED,
+        spread=0.3,
+        wakes_later=HIDDEN,
+    ),
+    Case(
+        "glow-step",
+        GlowStep,
+        lambda dim: seen(GlowStep(dim, hidden=(16, 16), data_start=True), dim),
+        dim=5,
+        quadrature=(2,),
+        no_quadrature=COUPLED,
+        spread=0.3,
+        wakes_later=HIDDEN,
+    ),
+]

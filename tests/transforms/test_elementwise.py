@@ -1,0 +1,120 @@
+"""Maps of numbers against truth: six hundred digits of decimal arithmetic, where the plain formulas are exact."""
+
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+
+POINTS = [-300.0, -100.0, -40.0, -20.5, -9.0, -1.0, -1e-4, 0.0, 1e-4, 1.0, 9.0, 20.5, 40.0, 100.0, 300.0]
+ONE = Decimal(1)
+
+
+def tanh(z: Decimal) -> tuple[Decimal, Decimal]:
+    value = ((2 * z).exp() - 1) / ((2 * z).exp() + 1)
+    return value, (ONE - value * value).ln()
+
+
+def sigmoid(z: Decimal) -> tuple[Decimal, Decimal]:
+    value = ONE / (ONE + (-z).exp())
+    return value, (value * (ONE - value)).ln()
+
+
+def softplus(z: Decimal) -> tuple[Decimal, Decimal]:
+    return (ONE + z.exp()).ln(), sigmoid(z)[0].ln()
+
+
+def exponential(z: Decimal) -> tuple[Decimal, Decimal]:
+    return z.exp(), z
+
+
+TRUTH: list[tuple[Transform, Callable[[Decimal], tuple[Decimal, Decimal]]]] = [
+    (Tanh(), tanh),
+    (Sigmoid(), sigmoid),
+    (Softplus(), softplus),
+    (Exp(), exponential),
+]
+MAPS = pytest.mark.parametrize(("transform", "truth"), TRUTH, ids=[type(t).__name__ for t, _ in TRUTH])
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+@MAPS
+@BOTH
+def test_value_and_log_det_are_right_to_rounding(transform: Transform, truth, dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    z = torch.tensor(POINTS, dtype=dtype)
+    values, log_dets = transform(z)
+    with localcontext() as context:
+        context.prec = 600
+        expected = [truth(Decimal(point)) for point in z.tolist()]
+    for point, value, log_det, (true_value, true_log_det) in zip(
+        POINTS, values.tolist(), log_dets.tolist(), expected, strict=True
+    ):
+        if limits.tiny < abs(true_value) < limits.max:
+            assert value == pytest.approx(float(true_value), rel=8 * limits.eps), point
+            assert log_det == pytest.approx(float(true_log_det), rel=8 * limits.eps, abs=8 * limits.eps), (
+                point
+            )
+
+
+@pytest.mark.parametrize("transform", [Tanh(), Sigmoid(), Softplus(), Exp()], ids=lambda t: type(t).__name__)
+@BOTH
+def test_nothing_on_the_border_is_infinite(transform: Transform, dtype: torch.dtype) -> None:
+    far = torch.tensor([-1e30, -1000.0, 1000.0, 1e30], dtype=dtype, requires_grad=True)
+    value, log_det = transform(far)
+    border = torch.tensor([-1.0, 0.0, 1.0], dtype=dtype)
+    x = torch.cat([border, value.detach()]).requires_grad_()
+    z, log_det_back = transform.inverse(x)
+    for result in (value, log_det, z, log_det_back):
+        assert result.isfinite().all()
+    (value.sum() + log_det.sum()).backward()
+    (z.sum() + log_det_back.sum()).backward()
+    assert far.grad is not None
+    assert far.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@BOTH
+def test_logit_is_finite_on_its_border_and_undoes_sigmoid(dtype: torch.dtype) -> None:
+    value, log_det = Logit()(torch.tensor([0.0, 1.0], dtype=dtype))
+    assert value.isfinite().all()
+    assert log_det.isfinite().all()
+    z = torch.tensor([1e-30, 0.25, 0.75], dtype=dtype)
+    x, log_det = Logit()(z)
+    again, log_det_back = Sigmoid()(x)
+    torch.testing.assert_close(again, z)
+    torch.testing.assert_close(log_det_back, -log_det)
+
+
+def test_logit_of_a_uniform_base_integrates_to_one() -> None:
+    x = torch.linspace(-30, 30, 20001, dtype=torch.float64)
+    density = Logit().inverse(x)[1].exp()
+    assert torch.trapezoid(density, x).item() == pytest.approx(1, abs=1e-10)
+
+
+def test_round_trips_reach_as_far_as_float32_can_tell() -> None:
+    reach = {Tanh(): 3.0, Sigmoid(): 5.0, Softplus(): 80.0, Exp(): 80.0, LeakyReLU(): 1e30}
+    for transform, far in reach.items():
+        z = torch.linspace(-far, far, 401)
+        torch.testing.assert_close(transform.inverse(transform(z)[0])[0], z, rtol=1e-5, atol=1e-5)
+
+
+def test_leaky_relu_by_hand() -> None:
+    z = torch.tensor([-4.0, -0.0, 0.0, 2.0], dtype=torch.float64)
+    x, log_det = LeakyReLU(0.25)(z)
+    assert x.tolist() == [-1.0, 0.0, 0.0, 2.0]
+    torch.testing.assert_close(log_det, torch.tensor([0.25, 1, 1, 1], dtype=torch.float64).log())
+    back, log_det_back = LeakyReLU(0.25).inverse(x)
+    assert torch.equal(back, z)
+    torch.testing.assert_close(log_det_back, -log_det)
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.1, float("nan"), float("inf")])
+def test_leaky_relu_refuses_a_slope_it_cannot_invert(slope: float) -> None:
+    with pytest.raises(FlowBNNError, match="positive and finite"):
+        LeakyReLU(slope)
