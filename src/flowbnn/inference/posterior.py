@@ -4,7 +4,6 @@ A posterior gives samples of outputs, ``[S, B, ...]``; everything else (the pred
 of those samples by the same code for every method. To write one, subclass :class:`Posterior` and define ``outputs``.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, rows, split_batch, take
 from flowbnn.inference.sampling import device_of, evaluating, max_rows
 from flowbnn.likelihoods import Likelihood, make_likelihood
-from flowbnn.training import History, load_tensors, save_tensors
+from flowbnn.training import History, check_architecture, load_tensors, save_tensors, track
 
 __all__ = ["PointPosterior", "Posterior"]
 
@@ -90,7 +89,7 @@ class Posterior:
             _check_finite(inputs)
             return self.likelihood.predictive(self.outputs(inputs, samples, **options)), None  # type: ignore[arg-type]
         outputs, targets = [], []
-        for index, batch in enumerate(_track(inputs, progress)):
+        for index, batch in enumerate(track(inputs, "predicting", progress)):
             some, truth = split_batch(batch)
             _check_finite(some)
             if not shared:
@@ -137,7 +136,7 @@ class Posterior:
         likelihood = make_likelihood(document["likelihood"])
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            _check_fits(target, given, path)
+            check_architecture(target, given, path)
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             target.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -175,20 +174,6 @@ def _is_batch(inputs: Any) -> bool:
     return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
 
 
-def _track(loader: Any, progress: bool) -> Iterable[Any]:
-    # imported here: rich draws from Python's random numbers when it is imported
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True, disable=not progress)
-    if not progress or not bar.console.is_terminal:
-        yield from loader
-        return
-    with bar:
-        total = len(loader) if hasattr(loader, "__len__") else None
-        yield from bar.track(loader, total=total)
-
-
 def _check_finite(inputs: Any) -> None:
     tensors = (
         [inputs]
@@ -205,16 +190,3 @@ def _check_finite(inputs: Any) -> None:
             raise FlowBNNError(
                 f"the inputs hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows; clean them before predicting"
             )
-
-
-def _check_fits(model: nn.Module, given: dict[str, Tensor], path: Any) -> None:
-    wanted = model.state_dict()
-    missing = [name for name in wanted if name not in given]
-    extra = [name for name in given if name not in wanted]
-    shapes = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
-    for names, trouble in ((missing, "lacks"), (extra, "holds besides"), (shapes, "has other shapes for")):
-        if names:
-            shown = ", ".join(f"'{name}'" for name in names[:3]) + (
-                f" and {len(names) - 3} more" if len(names) > 3 else ""
-            )
-            raise FlowBNNError(f"'{path}' was saved from another architecture: it {trouble} {shown}")

@@ -4,7 +4,8 @@
 >>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP
 """
 
+from flowbnn.report.markdown import write_markdown
 from flowbnn.report.page import save_figures, write_report
 from flowbnn.report.reading import find_results, load_results
 
-__all__ = ["find_results", "load_results", "save_figures", "write_report"]
+__all__ = ["find_results", "load_results", "save_figures", "write_markdown", "write_report"]

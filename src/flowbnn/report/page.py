@@ -1,7 +1,6 @@
 """The page: one HTML file that needs nothing but itself."""
 
 import datetime
-import os
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -14,6 +13,7 @@ from markupsafe import Markup
 from flowbnn.errors import FlowBNNError
 from flowbnn.report.canvas import Plot, to_png, to_svg
 from flowbnn.report.figures import make_plot, study_colours
+from flowbnn.report.files import write_file
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import COLOURS, duration
 from flowbnn.report.tables import flatten, make_table
@@ -25,20 +25,6 @@ Source = Path | str | dict[str, Any]
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "study"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: a reader never sees half a file, and an old one survives a failure."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
-    except OSError as error:
-        raise FlowBNNError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        if scratch.is_file():
-            scratch.unlink()
 
 
 def _figure(figure: dict[str, Any], plot: Plot, name: str, number: int) -> dict[str, Any]:
@@ -140,7 +126,7 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     path = Path(out)
     if path.is_dir():
         path = path / "report.html"
-    _write(path, html.encode("utf-8", errors="replace"))
+    write_file(path, html.encode("utf-8", errors="replace"))
     return path
 
 
@@ -160,6 +146,6 @@ def save_figures(results: Sequence[Source], folder: Path | str) -> list[Path]:
         colours = study_colours(one)
         for index, figure in enumerate(one["figures"], start=1):
             path = Path(folder) / f"{_slug(one['study'])}-{index}-{figure['kind']}.png"
-            _write(path, to_png(make_plot(figure, colours), figure["title"]))
+            write_file(path, to_png(make_plot(figure, colours), figure["title"]))
             paths.append(path)
     return paths

@@ -26,12 +26,14 @@ class Variant:
         label: what the table and the figures call it.
         after: key of the variant whose trained network it starts from, or None.
         shown: whether it has a row of its own.
+        cost: of one training against the others; the dear ones are begun first, so that the processes end together.
     """
 
     key: str
     label: str
     after: str | None = None
     shown: bool = True
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)

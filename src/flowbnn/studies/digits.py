@@ -70,8 +70,8 @@ class Settings:
     batch: int = 128
     start_epochs: int = 10
     epochs: int = 20
-    weight_lr: float = 5e-3
-    noise_lr: float = 3e-2
+    weight_lr: float = 1e-2
+    noise_lr: float = 5e-2
     dropout: float = 0.05
     flow_length: int = 2
     samples: int = 128
@@ -107,9 +107,9 @@ class DigitsStudy(Study):
         return (
             Variant("start", "Common start", shown=False),
             Variant("plain", "Plain", "start"),
-            Variant("dropout", "Dropout", "start"),
-            Variant("gaussian", "Gaussian noise", "start"),
-            Variant("flow", "Flow noise", "start"),
+            Variant("dropout", "Dropout", "start", cost=1.5),
+            Variant("gaussian", "Gaussian noise", "start", cost=2),
+            Variant("flow", "Flow noise", "start", cost=4),
         )
 
     def train(self, job: Job) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class DigitsStudy(Study):
                 *_images(digits.test[0], known, digits, [digits.known[i] for i in digits.test[1].tolist()]),
                 *_images(digits.novel[0], novel, digits, None),
             ]
-            content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 3)
+            content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 2)
             content["pair"] = density_pair(posterior.model, "conv2")
         return content
 

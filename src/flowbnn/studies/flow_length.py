@@ -100,7 +100,7 @@ class FlowLength(Study):
     }
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        lengths = [Variant(f"length-{n}", f"Length {n}", "plain") for n in settings.lengths]
+        lengths = [Variant(f"length-{n}", f"Length {n}", "plain", cost=1 + n) for n in settings.lengths]
         return (Variant("plain", "Plain MLP", shown=False), *lengths)
 
     def train(self, job: Job) -> dict[str, Any]:

@@ -124,8 +124,11 @@ def _prepare(folder: Path, resume: bool) -> None:
 def _stages(study: Study, settings: Any, todo: list[Job]) -> list[list[Job]]:
     """Jobs that need nothing, then those that start from them, and so on; the longest chains decide."""
     depth: dict[str, int] = {}
+    cost: dict[str, float] = {}
     for variant in study.variants(settings):
         depth[variant.key] = 0 if variant.after is None else depth[variant.after] + 1
+        cost[variant.key] = variant.cost
+    todo = sorted(todo, key=lambda job: -cost[job.variant])
     return [[job for job in todo if depth[job.variant] == level] for level in range(max(depth.values()) + 1)]
 
 

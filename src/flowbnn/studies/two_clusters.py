@@ -56,9 +56,9 @@ class Settings:
     batch: int = 800
     short_epochs: int = 12
     short_lr: float = 1e-3
-    epochs: int = 30
-    weight_lr: float = 3e-3
-    noise_lr: float = 3e-2
+    epochs: int = 20
+    weight_lr: float = 1e-2
+    noise_lr: float = 5e-2
     flow_length: int = 2
     samples: int = 128
     grid: int = 40
@@ -102,8 +102,8 @@ class TwoClusters(Study):
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (
             Variant("plain", "Plain MLP"),
-            Variant("flow", "Flow noise", "plain"),
-            Variant("gaussian", "Gaussian noise", "plain"),
+            Variant("flow", "Flow noise", "plain", cost=4),
+            Variant("gaussian", "Gaussian noise", "plain", cost=2),
             Variant("longer", "Plain MLP, trained as long", "plain"),
         )
 

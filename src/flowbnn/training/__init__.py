@@ -1,11 +1,12 @@
 """Training: one loop over any step function, with checkpoints that survive a kill."""
 
-from flowbnn.training.checkpoint import load_weights
+from flowbnn.training.checkpoint import check_architecture, load_weights
 from flowbnn.training.engine import unwrap
 from flowbnn.training.guard import check_finite_batch, first_nonfinite_layer
 from flowbnn.training.history import History
 from flowbnn.training.loop import Step, train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
+from flowbnn.training.progress import track
 from flowbnn.training.storage import check_writable, load_tensors, save_tensors
 
 __all__ = [
@@ -14,12 +15,14 @@ __all__ = [
     "History",
     "Step",
     "TrainingOptions",
+    "check_architecture",
     "check_finite_batch",
     "check_writable",
     "first_nonfinite_layer",
     "load_tensors",
     "load_weights",
     "save_tensors",
+    "track",
     "train",
     "unwrap",
 ]

@@ -1,22 +1,35 @@
 """What a run shows while it goes: a bar on a terminal, and TensorBoard logs where they are asked for."""
 
+import random
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from rich import get_console
-from rich.console import Console
-from rich.errors import LiveError
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.storage import check_writable
 
-__all__ = ["Display", "open_tensorboard"]
+_state = random.getstate()  # rich draws from Python's random numbers when it is imported; importing flowbnn changes nothing
+
+from rich import get_console  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.errors import LiveError  # noqa: E402
+from rich.progress import (  # noqa: E402
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+random.setstate(_state)
+
+__all__ = ["Display", "open_tensorboard", "track"]
 
 SHORT = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
 FIRST = ("elbo", "log_likelihood", "kl", "loss")
@@ -105,6 +118,17 @@ class Display:
         names = [name for name in record if name.startswith("validation_")]
         names.sort(key=lambda name: name != self.watched)
         self.validation = {name: record[name] for name in names}
+
+
+def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
+    """The loader's batches, with a bar on a terminal."""
+    console = get_console()
+    if not shown or not console.is_terminal:
+        yield from loader
+        return
+    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield from bar.track(loader, total=len(loader) if hasattr(loader, "__len__") else None)
 
 
 def open_tensorboard(folder: str | Path | None, step: int) -> Any:

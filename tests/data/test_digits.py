@@ -1,0 +1,43 @@
+"""The digits: split without overlap, one class put aside."""
+
+import pytest
+import torch
+
+from flowbnn.data import load_digits
+from flowbnn.errors import FlowBNNError
+
+
+def rows(images):
+    return {tuple(image.flatten().tolist()) for image in images}
+
+
+def test_the_parts_share_no_image_and_hold_every_known_one():
+    digits = load_digits(novel=8, seed=1)
+    parts = [digits.train[0], digits.validation[0], digits.test[0], digits.novel[0]]
+    assert sum(len(part) for part in parts) == 1797
+    assert sum(len(rows(part)) for part in parts) == len(rows(torch.cat(parts)))
+
+
+def test_labels_stand_for_the_known_digits_and_every_class_is_split_alike():
+    digits = load_digits(novel=3, seed=0)
+    assert digits.known == (0, 1, 2, 4, 5, 6, 7, 8, 9)
+    assert set(digits.novel[1].tolist()) == {3}
+    for _, labels in (digits.train, digits.validation, digits.test):
+        assert set(labels.tolist()) == set(range(9))
+    counts = [torch.bincount(labels, minlength=9).double() for _, labels in (digits.train, digits.test)]
+    assert torch.allclose(counts[0] / counts[1], torch.tensor(0.6 / 0.25, dtype=torch.float64), rtol=0.06)
+
+
+def test_the_seed_makes_the_split():
+    first, again, other = load_digits(seed=4), load_digits(seed=4), load_digits(seed=5)
+    assert torch.equal(first.test[0], again.test[0])
+    assert rows(first.test[0]) != rows(other.test[0])
+    assert float(first.train[0].min()) == 0.0
+    assert float(first.train[0].max()) == 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"novel": 10}, {"train": 0.9, "validation": 0.1}, {"train": 0.0}])
+def test_bad_requests_are_told_in_a_line(wrong):
+    with pytest.raises(FlowBNNError) as caught:
+        load_digits(**wrong)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,50 @@
+"""Batches of tensors in memory."""
+
+import pytest
+import torch
+
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference.batches import count_data
+
+
+def test_every_example_comes_once_and_pairs_stay_together():
+    inputs = torch.arange(10.0)
+    loader = TensorLoader(inputs, inputs.long(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    batches = list(loader)
+    assert [len(x) for x, _ in batches] == [4, 4, 2]
+    assert len(loader) == 3
+    order = torch.cat([x for x, _ in batches])
+    assert sorted(order.tolist()) == inputs.tolist()
+    assert order.tolist() != inputs.tolist()
+    assert torch.equal(order.long(), torch.cat([y for _, y in batches]))
+
+
+def test_orders_change_and_come_back_with_the_generator():
+    generator = torch.Generator().manual_seed(0)
+    loader = TensorLoader(torch.arange(50), batch_size=50, shuffle=True, generator=generator)
+    state = generator.get_state()
+    (first,), (second,) = next(iter(loader)), next(iter(loader))
+    generator.set_state(state)
+    (again,) = next(iter(loader))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+
+
+def test_it_says_how_many_examples_it_holds():
+    assert count_data(TensorLoader(torch.zeros(7, 2), batch_size=3)) == 7
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TensorLoader(batch_size=2),
+        lambda: TensorLoader(torch.zeros(3), torch.zeros(4), batch_size=2),
+        lambda: TensorLoader(torch.zeros(3), batch_size=0),
+        lambda: TensorLoader(torch.tensor(1.0), batch_size=1),
+    ],
+)
+def test_bad_requests_are_told_in_a_line(make):
+    with pytest.raises(FlowBNNError) as caught:
+        make()
+    assert "\n" not in str(caught.value)

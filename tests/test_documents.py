@@ -1,0 +1,58 @@
+"""The code in the README and in CONTRIBUTING runs as it is written."""
+
+import doctest
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.models import LeNet
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # ten images teach the noise nothing
+def test_the_readmes_ten_lines_run():
+    (code,) = blocks("README.md")
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 11
+    images, labels = torch.randn(10, 1, 28, 28), torch.arange(10)
+    names = {
+        "LeNet": LeNet,
+        "train_as_usual": lambda network: network,
+        "train_loader": DataLoader(TensorDataset(images, labels), batch_size=5),
+        "images": images,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlowBNNWarning)
+        exec(code.replace("epochs=20", "epochs=1, progress=False").replace("samples=128", "samples=4"), names)
+    assert names["prediction"].probabilities.shape == (10, 10)
+
+
+def test_the_skeletons_of_contributing_run():
+    names: dict = {}
+    for code in blocks("CONTRIBUTING.md"):
+        exec(code, names)
+    shift = names["Shift"](3)
+    value, log_det = shift(torch.zeros(2, 3))
+    assert (value.shape, log_det.shape) == ((2, 3), (2,))
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    runner.run(parser.get_doctest(names["Shift"].__doc__, names, "Shift", None, 0))
+    assert runner.summarize().failed == 0
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(name):
+    text = (ROOT / name).read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / target).exists(), f"{name} links to {target}, which is not there"
+    for target in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / target).exists(), f"{name} names {target}, which is not there"
