@@ -47,7 +47,9 @@ def test_points_come_from_the_seed_and_lie_where_they_should():
     assert abs(purple.std() - 1.5) < 0.05
 
 
-@pytest.mark.parametrize("call", [lambda: clusters(0, 1.0), lambda: clusters(5, 0.0), lambda: best_possible(-1.0)])
+@pytest.mark.parametrize(
+    "call", [lambda: clusters(0, 1.0), lambda: clusters(5, 0.0), lambda: best_possible(-1.0)]
+)
 def test_bad_requests_are_told_in_a_line(call):
     with pytest.raises(FlowBNNError) as caught:
         call()

@@ -10,7 +10,9 @@ from flowbnn.inference.batches import count_data
 
 def test_every_example_comes_once_and_pairs_stay_together():
     inputs = torch.arange(10.0)
-    loader = TensorLoader(inputs, inputs.long(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = TensorLoader(
+        inputs, inputs.long(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     batches = list(loader)
     assert [len(x) for x, _ in batches] == [4, 4, 2]
     assert len(loader) == 3

@@ -11,7 +11,7 @@ import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.batches import count_data, split_batch
 
-QUIET = {"progress": False}
+QUIET = {"progress": False, "accelerator": "cpu"}
 
 
 def blobs(count: int = 240, classes: int = 3) -> TensorDataset:

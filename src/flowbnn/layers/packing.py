@@ -70,12 +70,13 @@ class NoiseGroup:
 
 def _alike(layers: list[InputNoise]) -> bool:
     """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
-    kinds = set()
-    for noise in layers:
-        _, affine, _ = noise.gaussian
-        shift = affine.shift
-        kinds.add((affine.bound, id(noise.generator), shift.dtype, shift.device))
-    return len(kinds) == 1
+    bound, generator, shift = layers[0].gaussian[1].bound, layers[0].generator, layers[0].gaussian[1].shift
+    for noise in layers[1:]:
+        affine = noise.gaussian[1]
+        same = affine.bound == bound and noise.generator is generator
+        if not same or affine.shift.dtype != shift.dtype or affine.shift.device != shift.device:
+            return False
+    return True
 
 
 class _Packed:
@@ -88,7 +89,8 @@ class _Packed:
         self.log_scale = soft_clamp(torch.cat([a.raw_log_scale for a in affine]), affine[0].bound)
         self.factor = self.log_scale.exp()
         self.loc, self.scale = torch.cat([b.loc for b in base]), torch.cat([b.scale for b in base])
-        self.segments, self.center, self.counts, self.constant = _constants(
+        constants = _constants if torch.compiler.is_compiling() else _cached_constants
+        self.segments, self.center, self.counts, self.constant = constants(
             self.sizes,
             tuple(a.center for a in affine),
             tuple(noise.count for noise in layers),
@@ -136,7 +138,6 @@ def _packed_divergences(layers: list[InputNoise]) -> list[Divergence]:
     return [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
 
 
-@lru_cache(maxsize=64)
 def _constants(
     sizes: tuple[int, ...],
     centers: tuple[float, ...],
@@ -150,3 +151,6 @@ def _constants(
     constant = torch.tensor([size * _NORMAL_ENTROPY for size in sizes], dtype=dtype)
     weights = torch.tensor(counts, dtype=dtype)
     return segments.to(device), center.to(device), weights.to(device), constant.to(device)
+
+
+_cached_constants = lru_cache(maxsize=64)(_constants)

@@ -61,7 +61,8 @@ def student_quantile(freedom: int) -> float:
         return table[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / freedom + second / freedom**2
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Paired:

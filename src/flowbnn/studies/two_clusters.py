@@ -169,8 +169,9 @@ class TwoClusters(Study):
             f"The blobs' standard deviation is {settings.spread:g}, so that the best possible accuracy is "
             f"{best.accuracy:.4f} and the best possible NLL {best.nll:.4f} (by quadrature over the exact posterior). The last "
             "row scores that posterior on the same test points: its ECE is what chance alone gives.",
-            "The document does not state its blobs, widths, rates or epochs. Ours were chosen on points drawn from other seeds "
-            "than those of the table, the test points were looked at once.",
+            "The document does not state its blobs, widths, rates or epochs. Ours were chosen on points drawn from other seeds than those "
+            "of the table; the plain MLP's 12 epochs are the fewest whose accuracy, over 20 such seeds, clears "
+            "the document's 0.953 with a margin.",
             *parts.warnings(variants),
         ]
         return Findings(_answer(parts, exact), CLASSIFICATION, rows, _figures(variants, parts), notes)

@@ -1,0 +1,85 @@
+"""Answers are made of the numbers: turn the numbers round and the words turn."""
+
+from flowbnn.studies import Parts, Variant, two_clusters
+from flowbnn.studies.digits_figures import answer as digits_answer
+from flowbnn.studies.flow_length import answer as length_answer
+
+SEEDS = [0, 1, 2, 3]
+WOBBLE = [0.0, 0.0002, -0.0001, 0.0001]
+
+
+def parts(**values):
+    """Parts with a little noise: ``parts(plain={"ece": 0.1})``."""
+    content = {
+        (variant, seed): {
+            "values": {name: value + WOBBLE[seed] * (index + 1) for name, value in metrics.items()}
+        }
+        for index, (variant, metrics) in enumerate(values.items())
+        for seed in SEEDS
+    }
+    return Parts(SEEDS, content)
+
+
+def clusters(plain, flow, gaussian, longer):
+    made = parts(
+        **{
+            key: {"ece": ece, "accuracy": 0.96}
+            for key, ece in (("plain", plain), ("flow", flow), ("gaussian", gaussian), ("longer", longer))
+        }
+    )
+    return two_clusters._answer(made, parts(exact={"ece": 0.002, "accuracy": 0.961}))
+
+
+def test_two_clusters_says_yes_no_and_who_deserves_it():
+    good = clusters(plain=0.09, flow=0.004, gaussian=0.02, longer=0.03)
+    assert good.startswith("Yes")
+    assert "at most the document's 0.009" in good
+    assert "does more than the longer training" in good
+    assert "worse than the flow" in good
+    same = clusters(plain=0.09, flow=0.004, gaussian=0.004, longer=0.004)
+    assert "credit belongs to the longer training" in same
+    assert "within chance" in same
+    bad = clusters(plain=0.01, flow=0.05, gaussian=0.02, longer=0.005)
+    assert bad.startswith("No:")
+    assert "above the document's 0.009" in bad
+    assert "in its favour" in bad
+    assert "better than the flow" in bad
+
+
+def lengths(**bounds):
+    values = {f"length-{name[1:]}": {"negative_elbo": bound} for name, bound in bounds.items()}
+    return length_answer(parts(**values), tuple(int(name[1:]) for name in bounds))
+
+
+def test_flow_length_names_the_best_and_whether_no_flow_is_worst():
+    document = lengths(n0=0.13, n3=0.11, n12=0.10)
+    assert "length 12 has the best bound" in document
+    assert "no flow is the worst" in document
+    assert "best here too" in document
+    other = lengths(n0=0.10, n3=0.11, n12=0.13)
+    assert "length 0 has the best bound" in other
+    assert "length 12 the worst" in other
+    assert "no flow is not the worst" in other
+    assert "rank 3 of 3" in other
+    close = lengths(n0=0.1001, n3=0.1, n12=0.1)
+    assert "within chance" in close
+
+
+VARIANTS = [Variant(key, key.title()) for key in ("plain", "dropout", "gaussian", "flow")]
+
+
+def digits(**changes):
+    base = {"nll": 0.1, "auroc": 0.9, "accuracy": 0.98}
+    return digits_answer(parts(**{v.key: {**base, **changes.get(v.key, {})} for v in VARIANTS}), VARIANTS)
+
+
+def test_digits_names_the_best_and_compares_flow_with_gaussian():
+    flow = digits(flow={"nll": 0.05, "auroc": 0.95})
+    assert "(NLL): flow is best, ahead of all others" in flow
+    assert "flow noise does better than Gaussian noise" in flow
+    gaussian = digits(gaussian={"nll": 0.05, "auroc": 0.95})
+    assert "(NLL): gaussian is best" in gaussian
+    assert "flow noise does worse than Gaussian noise" in gaussian
+    level = digits()
+    assert "no clear difference" in level
+    assert "ahead of none of the others" in level

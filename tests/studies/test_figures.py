@@ -1,0 +1,65 @@
+"""Figures as data, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn import NormalAffine, NormalPlanar, to_stochastic
+from flowbnn.layers import noise_layers
+from flowbnn.studies.figures import (
+    curve,
+    density_pair,
+    density_panels,
+    histogram,
+    pooled_bins,
+    pooled_histogram,
+)
+
+
+def test_a_curve_is_the_mean_over_seeds_of_what_all_have():
+    line = curve("a", [[1.0, 2.0, 9.0], [3.0, 4.0]], scale=-1.0)
+    assert line["x"] == [1, 2]
+    assert line["mean"] == [-2.0, -3.0]
+    assert line["std"] == pytest.approx([2**0.5, 2**0.5])
+    assert curve("a", [[1.0]])["std"] is None
+
+
+def test_pooled_bins_weigh_by_share_and_keep_empty_ones_empty():
+    def bar(fraction, confidence=None, accuracy=None):
+        return {"low": 0.0, "high": 0.5, "fraction": fraction, "confidence": confidence, "accuracy": accuracy}
+
+    empty, mixed, half = bar(0.0), bar(0.3, 0.4, 0.5), bar(0.1, 0.2, 0.1)
+    assert pooled_bins([[empty], [empty]])[0]["accuracy"] is None
+    pooled = pooled_bins([[mixed], [half]])[0]
+    assert pooled["fraction"] == pytest.approx(0.2)
+    assert pooled["confidence"] == pytest.approx(0.35)  # (0.3 * 0.4 + 0.1 * 0.2) / 0.4
+    assert pooled["accuracy"] == pytest.approx(0.4)
+    assert pooled_bins([[mixed], [empty]])[0]["confidence"] == pytest.approx(0.4)
+
+
+def test_histograms_hold_everything_once():
+    found = histogram(torch.tensor([-1.0, 0.0, 0.49, 0.5, 1.0, 7.0]), 0.0, 1.0, 2)
+    assert found["fraction"] == pytest.approx([0.5, 0.5])
+    pooled = pooled_histogram("x", [found, {"edges": found["edges"], "fraction": [1.0, 0.0]}])
+    assert pooled["fraction"] == pytest.approx([0.75, 0.25])
+
+
+def test_densities_are_densities_of_the_dimensions_that_moved():
+    model = to_stochastic(nn.Sequential(nn.Linear(4, 3)), {"0": NormalPlanar(1)})
+    with torch.no_grad():
+        noise_layers(model)["0"].transform.parts[0].shift[2] = (
+            1.5  # this dimension is moved away from its prior
+        )
+    (panel,) = density_panels(model, ["0"], 1)
+    assert panel["title"] == "0, noise dimension 2"
+    mass = torch.trapezoid(torch.tensor(panel["posterior"]), torch.tensor(panel["x"]))
+    assert abs(float(mass) - 1) < 0.02
+
+
+def test_a_pair_integrates_to_one_and_has_y_in_its_rows():
+    model = to_stochastic(nn.Sequential(nn.Linear(2, 3)), {"0": NormalAffine()})
+    pair = density_pair(model, "0", nodes=30, samples=2000)
+    density = torch.tensor(pair["density"], dtype=torch.float64)
+    x, y = torch.tensor(pair["x"]).double(), torch.tensor(pair["y"]).double()
+    assert density.shape == (len(y), len(x))
+    assert abs(float(torch.trapezoid(torch.trapezoid(density, x), y)) - 1) < 0.05

@@ -1,0 +1,146 @@
+"""The runner: what it writes, what it does again and what it does not."""
+
+import json
+
+import pytest
+import torch
+from tiny_study import Settings, Tiny, registered
+
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.report import load_results
+
+
+@pytest.fixture
+def study():
+    with registered(Tiny()) as found:
+        yield found
+
+
+def run(study, folder, **options):
+    return study.run(out=folder, progress=False, **options)
+
+
+def test_results_are_written_and_follow_the_schema(study, tmp_path):
+    results = run(study, tmp_path)
+    assert results == load_results(tmp_path / "tiny")
+    assert results["rows"][0]["values"]["score"] == {
+        "mean": 3.0,
+        "std": pytest.approx(2**0.5),
+        "per_seed": [2.0, 4.0],
+        "published": None,
+    }
+    assert results["answer"] == "4.0"
+    assert results["seeds"] == [0, 1]
+    assert results["settings"]["slope"] == 2.0
+    assert set(results["versions"]) == {"flowbnn", "torch", "python"}
+    assert results["command"] == "flowbnn run tiny"
+
+
+def test_a_variant_waits_for_the_one_it_starts_from(study, tmp_path):
+    run(study, tmp_path)
+    assert study.calls == [("base", 0), ("base", 1), ("more", 0), ("more", 1)]
+
+
+def test_resume_does_what_is_left_and_nothing_else(study, tmp_path):
+    study.stop_at = ("more", 0)
+    with pytest.raises(KeyboardInterrupt):
+        run(study, tmp_path)
+    assert not (tmp_path / "tiny" / "results.json").exists()
+    study.stop_at, study.calls = None, []
+    results = run(study, tmp_path, resume=True)
+    assert study.calls == [("more", 0), ("more", 1)]
+    assert results["rows"][1]["values"]["score"]["per_seed"] == [3.0, 5.0]
+    assert any("2 of 4 trainings" in note for note in results["notes"])
+
+
+def test_without_resume_everything_is_done_again(study, tmp_path):
+    run(study, tmp_path)
+    run(study, tmp_path)
+    assert len(study.calls) == 8
+
+
+def test_more_seeds_add_to_those_that_are_done(study, tmp_path):
+    run(study, tmp_path)
+    study.calls = []
+    results = run(study, tmp_path, seeds=3, resume=True)
+    assert study.calls == [("base", 2), ("more", 2)]
+    assert results["seeds"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", [{"settings": Settings(slope=3.0)}, {"precision": "64-true"}])
+def test_parts_of_other_settings_are_not_used(study, tmp_path, change):
+    run(study, tmp_path)
+    left_over = tmp_path / "tiny" / "checkpoints" / "base-seed0" / "last.safetensors"
+    left_over.write_text("of the other settings")
+    study.calls = []
+    run(study, tmp_path, resume=True, **change)
+    assert len(study.calls) == 4
+    assert not left_over.exists()
+
+
+def test_a_damaged_part_is_done_again(study, tmp_path):
+    run(study, tmp_path)
+    (tmp_path / "tiny" / "parts" / "more-seed1.json").write_text('{"identity"')
+    study.calls = []
+    run(study, tmp_path, resume=True)
+    assert study.calls == [("more", 1)]
+
+
+def test_a_lost_network_is_trained_again(study, tmp_path):
+    run(study, tmp_path)
+    (tmp_path / "tiny" / "checkpoints" / "base-seed0" / "posterior.safetensors").unlink()
+    study.calls = []
+    run(study, tmp_path, resume=True)
+    assert study.calls == [("base", 0)]
+
+
+def test_an_older_result_stays_until_a_new_one_is_whole(study, tmp_path):
+    run(study, tmp_path)
+    before = (tmp_path / "tiny" / "results.json").read_text()
+    study.stop_at = ("more", 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(study, tmp_path, settings=Settings(slope=5.0))
+    assert (tmp_path / "tiny" / "results.json").read_text() == before
+
+
+def test_warnings_of_a_fit_become_notes_and_others_pass(study, tmp_path):
+    import warnings
+
+    class Warning_(Tiny):
+        def train(self, job):
+            warnings.warn("layer 'fc1' has collapsed", FlowBNNWarning)
+            return super().train(job)
+
+    with registered(Warning_()) as loud:
+        run(loud, tmp_path)
+        content = json.loads((tmp_path / "tiny" / "parts" / "more-seed0.json").read_text())["content"]
+    assert content["warnings"] == ["layer 'fc1' has collapsed"]
+
+
+def test_the_callers_randomness_and_threads_are_left_alone(study, tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    run(study, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("seeds", [0, -1, [1, 1], []])
+def test_bad_seeds_are_told_in_a_line(study, tmp_path, seeds):
+    with pytest.raises(FlowBNNError, match="seeds"):
+        run(study, tmp_path, seeds=seeds)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_any_work(study, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlowBNNError) as caught:
+        run(study, tmp_path / "file")
+    assert "\n" not in str(caught.value)
+    assert study.calls == []
+
+
+def test_an_unknown_setting_is_named(study):
+    with pytest.raises(FlowBNNError, match="no setting 'slpe'"):
+        study.make_settings(slpe=1.0)

@@ -1,0 +1,115 @@
+"""The studies themselves, at settings of seconds: their numbers' plumbing, their figures, and a run that is cut."""
+
+import json
+
+import pytest
+
+from flowbnn.data import TensorLoader
+from flowbnn.report import load_results
+from flowbnn.studies import get_study, studies
+from flowbnn.studies.flow_length import final_bound
+
+SETTINGS = {
+    "two-clusters": {
+        "hidden": 6,
+        "batch": 200,
+        "train": 400,
+        "test": 400,
+        "grid": 5,
+        "epochs": 2,
+        "samples": 4,
+    },
+    "flow-length": {"hidden": 6, "batch": 200, "train": 400, "test": 200},
+    "digits": {"width": 3, "hidden": 8, "batch": 500, "samples": 4},
+}
+FIGURES = {
+    "two-clusters": ["field", "reliability", "histogram", "curves", "density"],
+    "flow-length": ["curves"],
+    "digits": ["images", "histogram", "histogram", "reliability", "curves", "density"],
+}
+
+
+def small(name):
+    study = get_study(name)
+    return study, study.make_settings(quick=True, **SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", [study.name for study in studies()])
+def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path):
+    study, settings = small(name)
+    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
+    assert load_results(tmp_path / name) == results
+    assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
+    shown = [variant.key for variant in study.variants(settings) if variant.shown]
+    assert [row["key"] for row in results["rows"]][: len(shown)] == shown
+    assert all(row["values"] for row in results["rows"])
+    for row in results["rows"]:
+        for value in row["values"].values():
+            assert value["mean"] == value["per_seed"][0]
+    assert len(json.dumps(results)) < 2_000_000
+
+
+def test_published_numbers_stand_beside_ours(tmp_path):
+    study, settings = small("two-clusters")
+    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
+    rows = {row["key"]: row["values"] for row in results["rows"]}
+    assert rows["plain"]["accuracy"]["published"] == 0.953
+    assert rows["plain"]["ece"]["published"] == 0.094
+    assert rows["flow"]["ece"]["published"] == 0.009
+    assert rows["gaussian"]["ece"]["published"] is None
+
+
+def test_a_training_that_is_cut_goes_on_and_ends_in_the_same_numbers(tmp_path, monkeypatch):
+    study, settings = small("two-clusters")
+    whole = study.run(settings, seeds=1, out=tmp_path / "whole", progress=False)
+
+    batches = TensorLoader.__iter__
+    seen = []
+
+    def cut(self):
+        for batch in batches(self):
+            seen.append(1)
+            # the plain network (two epochs of two batches, and one look) is done: this is inside the first noisy training
+            if len(seen) == 9:
+                raise KeyboardInterrupt
+            yield batch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorLoader, "__iter__", cut)
+        with pytest.raises(KeyboardInterrupt):
+            study.run(settings, seeds=1, out=tmp_path / "cut", progress=False)
+    parts = tmp_path / "cut" / "two-clusters" / "parts"
+    assert [path.name for path in parts.iterdir()] == ["plain-seed0.json"]
+    assert (tmp_path / "cut" / "two-clusters" / "checkpoints" / "flow-seed0" / "last.safetensors").exists()
+    stamp = (parts / "plain-seed0.json").stat().st_mtime_ns
+    again = study.run(settings, seeds=1, out=tmp_path / "cut", resume=True, progress=False)
+    assert (parts / "plain-seed0.json").stat().st_mtime_ns == stamp
+    assert again["rows"] == whole["rows"]
+    assert again["figures"] == whole["figures"]
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    study, settings = small("two-clusters")
+    alone = study.run(settings, seeds=1, out=tmp_path / "alone", progress=False)
+    together = study.run(settings, seeds=1, out=tmp_path / "together", progress=False, jobs=2)
+    assert together["rows"] == alone["rows"]
+
+
+def test_the_final_bound_is_likelihood_minus_kl():
+    import torch
+
+    from flowbnn import NormalAffine, fit, to_stochastic
+    from flowbnn.data import clusters
+    from flowbnn.models import MLP
+
+    data = clusters(200, 1.95, torch.Generator().manual_seed(0))
+    model = to_stochastic(MLP(2, (4,), 2), {"*": NormalAffine()})
+    posterior = fit(model, TensorLoader(*data, batch_size=100), epochs=3, noise_lr=0.1, progress=False)
+    bound = final_bound(posterior, data, draws=400, kl_draws=1)
+    assert bound["negative_elbo"] == pytest.approx(bound["kl"] - bound["log_likelihood"])
+    exact = sum(float(layer.noise.divergence().kl.detach()) for layer in (model.fc1, model.fc2))
+    assert bound["kl"] == pytest.approx(exact / 200, rel=1e-5)  # Gaussian noise has its KL in closed form
+    with torch.no_grad():
+        outputs = model(data[0].repeat(400, 1))
+    likelihood = -torch.nn.functional.cross_entropy(outputs, data[1].repeat(400))
+    assert bound["log_likelihood"] == pytest.approx(float(likelihood), abs=0.02)

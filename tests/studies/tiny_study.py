@@ -1,0 +1,51 @@
+"""A study that trains in milliseconds and counts how often it is asked to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flowbnn.studies import _STUDIES, Findings, Metric, Study, Variant, register_study
+
+METRIC = Metric("score", "Score", "higher", ".3f", "A number.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    slope: float = 2.0
+    epochs: int = 1
+
+
+class Tiny(Study):
+    name = "tiny"
+    title = description = question = source = "tiny"
+    seeds = 2
+    settings = Settings
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.stop_at: tuple[str, int] | None = None
+
+    def variants(self, settings):
+        return Variant("base", "Base"), Variant("more", "More", "base")
+
+    def train(self, job):
+        if (job.variant, job.seed) == self.stop_at:
+            raise KeyboardInterrupt
+        self.calls.append((job.variant, job.seed))
+        if job.after is not None:
+            assert job.start.exists(), "the variant it starts from has left nothing"
+        job.posterior.write_text("weights")
+        return {"values": {"score": job.settings.slope * (job.seed + 1) + (job.variant == "more")}}
+
+    def findings(self, settings, parts):
+        rows = [parts.row(variant, [METRIC]) for variant in self.variants(settings)]
+        return Findings(f"{parts.mean('more', 'score'):.1f}", [METRIC], rows, [])
+
+
+@contextmanager
+def registered(study: Study) -> Iterator[Study]:
+    register_study(study)
+    try:
+        yield study
+    finally:
+        _STUDIES.pop(study.name, None)

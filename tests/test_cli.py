@@ -1,0 +1,108 @@
+"""The command line: its words, its errors in one line, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+from flowbnn.cli import app
+
+SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_version_and_list():
+    assert call("--version").output.strip() == version("flowbnn")
+    listed = call("list")
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == [
+        "two-clusters",
+        "flow-length",
+        "digits",
+    ]
+
+
+def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_path):
+    done = call("run", "two-clusters", "--out", tmp_path, *SMALL)
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "two-clusters" / "results.json").read_text())
+    assert results["command"] == "flowbnn run two-clusters --seeds 1 --epochs 1 --quick"
+    assert results["settings"]["epochs"] == 1
+    assert "Flow noise" in done.output
+    assert "[0.009]" in done.output
+    assert results["answer"] in done.output
+    page = call("report", tmp_path, "--out", tmp_path / "page.html")
+    assert page.exit_code == 0, page.output
+    assert results["title"] in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "two-cluster"], "did you mean 'two-clusters'?"),
+        (["run", "digits", "--seeds", "0"], "--seeds is at least 1"),
+        (["run", "digits", "--epochs", "0"], "--epochs is at least 1"),
+        (["run", "digits", "--jobs", "0"], "--jobs is at least 1"),
+        (["report", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(words, message):
+    result = call(*words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [["run", "two-clusters"], ["demo"]])
+def test_an_unwritable_folder_is_told_before_any_work(tmp_path, command):
+    (tmp_path / "file").write_text("")
+    result = call(*command, "--quick", "--jobs", "1", "--out", tmp_path / "file")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "cannot write" in result.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    from flowbnn.studies.two_clusters import TwoClusters
+
+    def interrupted(self, job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TwoClusters, "train", interrupted)
+    result = call("run", "two-clusters", "--out", tmp_path, *SMALL)
+    assert result.exit_code == 130
+    line = result.stderr.strip().splitlines()[-1]
+    assert f"flowbnn run two-clusters --seeds 1 --epochs 1 --quick --out {tmp_path} --resume" in line
+
+
+def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowbnn.studies.two_clusters.TwoClusters.seeds", 1)
+    monkeypatch.setattr("flowbnn.studies.digits.DigitsStudy.seeds", 1)
+    done = call("demo", "--out", tmp_path, "--quick", "--jobs", "1", "--no-progress")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "report.html").exists()
+    assert str(tmp_path / "report.html") in done.output
+    assert "two-clusters:" in done.output
+    assert "digits:" in done.output
+
+
+def test_the_installed_module_speaks_through_a_process():
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", "flowbnn.cli", "run", "digit"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "flowbnn: there is no study 'digit'; did you mean 'digits'?\n"
