@@ -30,10 +30,14 @@ def test_version_and_list():
 
 
 def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_path):
-    done = call("run", "two-clusters", "--out", tmp_path, *SMALL)
+    done = call("run", "two-clusters", "--out", tmp_path, *SMALL, "--set", "grid=7", "--set", "noise_lr=1")
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "two-clusters" / "results.json").read_text())
-    assert results["command"] == "flowbnn run two-clusters --seeds 1 --epochs 1 --quick"
+    assert results["command"] == (
+        "flowbnn run two-clusters --seeds 1 --epochs 1 --set grid=7 --set noise_lr=1 --quick"
+    )
+    assert results["settings"]["noise_lr"] == 1.0
+    assert len(results["figures"][0]["data"]["models"][0]["grid"]) == 49
     assert results["settings"]["epochs"] == 1
     assert "Flow noise" in done.output
     assert "[0.009]" in done.output
@@ -50,6 +54,9 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
         (["run", "digits", "--seeds", "0"], "--seeds is at least 1"),
         (["run", "digits", "--epochs", "0"], "--epochs is at least 1"),
         (["run", "digits", "--jobs", "0"], "--jobs is at least 1"),
+        (["run", "digits", "--set", "novel"], "--set takes name=value"),
+        (["run", "digits", "--set", "novl=3"], "did you mean 'novel'"),
+        (["run", "digits", "--set", "width=1.5"], "is like 12, not 1.5"),
         (["report", "no-such-folder"], "no-such-folder"),
     ],
 )

@@ -89,6 +89,10 @@ def run(
     epochs: Annotated[
         int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
     ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the study, as in: --set noise_lr=0.05; may be repeated."),
+    ] = None,
     resume: Resume = False,
     quick: Quick = False,
     accelerator: Annotated[
@@ -108,12 +112,15 @@ def run(
     words += [
         f"{name} {value}" for name, value in options.items() if value is not None and value != usual.get(name)
     ]
+    words += [f"--set {pair}" for pair in change or []]
     command = " ".join([*words, *(["--quick"] if quick else [])])
     with _told(f"{command} --out {out}"):
         from flowbnn.studies import get_study, open_workers, run_study
 
         chosen = get_study(study)
-        changes = {} if epochs is None else {"epochs": _positive("--epochs", epochs)}
+        changes = dict(_setting(pair) for pair in change or [])
+        if epochs is not None:
+            changes["epochs"] = _positive("--epochs", epochs)
         settings = chosen.make_settings(quick=quick, **changes)
         number = None if seeds is None else _positive("--seeds", seeds)
         with open_workers(_jobs(jobs, accelerator)) as workers:
@@ -185,6 +192,19 @@ def _positive(option: str, value: int) -> int:
     if value < 1:
         raise FlowBNNError(f"{option} is at least 1, not {value}")
     return value
+
+
+def _setting(pair: str) -> tuple[str, Any]:
+    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12."""
+    from ast import literal_eval
+
+    from flowbnn.errors import FlowBNNError
+
+    name, _, text = pair.partition("=")
+    try:
+        return name.strip(), literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        raise FlowBNNError(f"--set takes name=value, as in --set noise_lr=0.05, not '{pair}'") from None
 
 
 def _jobs(asked: int | None, accelerator: str) -> int:

@@ -64,6 +64,9 @@ def to_stochastic(
         inplace: wrap the given network itself instead of a copy.
         show: print the table of what was wrapped, which ``describe(model)`` gives at any time.
 
+    A ``TransformerEncoder`` is kept off torch's nested tensors, which bypass its layers: what it gives at padded positions is then
+    not zero in evaluation, as it is not in training either.
+
     Raises:
         FlowBNNError: a name that is no layer (with the nearest ones), a rule that matches nothing, a network without a
             layer that can carry noise, or one that has noise already.
@@ -99,7 +102,7 @@ def to_stochastic(
     for name, recipe in chosen.items():
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
     group = NoiseGroup(list(noise_layers(model).values()))
-    model.register_forward_pre_hook(group.begin, with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(group.begin, prepend=True)
     model.register_forward_hook(group.end, always_call=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
@@ -195,10 +198,12 @@ def _nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
 def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
     layout = layout_of(module)
     axis = recipe.batch_axis
+    if axis == "none":
+        return layout._replace(batch_axis=None)
     if axis is None and _sequence_first(model, name):
         axis = 1
     if axis is not None and axis != layout.batch_axis:
-        layout = layout._replace(batch_axis=axis, unbatched_ndim=max(layout.unbatched_ndim, 2))
+        layout = layout._replace(batch_axis=axis, unbatched_ndim=max(layout.unbatched_ndim, axis + 1))
     return layout
 
 
@@ -250,9 +255,10 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     for name, noise in noise_layers(model).items():
         module = model.get_submodule(name)
         if absorb:
-            _absorb(name, module, noise)
+            _absorb(model, name, module, noise)
         _unhook(module, noise)
-        _unhook(model, noise.group)
+        for part in model.modules():  # the hooks of its pass, which lie on the root it was converted with
+            _unhook(part, noise.group)
         for child, found in list(module.named_children()):
             if found is noise:
                 delattr(module, child)
@@ -272,9 +278,14 @@ def _unhook(module: nn.Module, owner: object) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def _absorb(name: str, module: nn.Module, noise: Noise) -> None:
+def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> None:
     mean = noise.mean().detach()
     weight: Any = getattr(module, "weight", None)
+    users = sum(weight is own for part in model.modules() for own in part._parameters.values())
+    if users > 1:
+        raise FlowBNNError(
+            f"the weight of {name!r} is tied to another layer's, which would be scaled too; use absorb=False"
+        )
     parametrized = "weight" not in module._parameters
     if isinstance(module, nn.Linear) and not parametrized:
         weight.data.mul_(mean.to(weight.dtype))

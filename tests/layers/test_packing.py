@@ -1,6 +1,7 @@
 """Noise drawn for the whole network at once is the noise that each layer would have drawn."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -27,13 +28,15 @@ class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.save_memory = False
+        self.save_memory, self.reentrant, self.seen = False, False, []
 
     def forward(self, x):
         def part(h):
-            return self.second(torch.tanh(self.first(h)))
+            hidden = torch.tanh(self.first(h))
+            self.seen.append(hidden.detach().clone())
+            return self.second(hidden)
 
-        return self.third(checkpoint(part, x, use_reentrant=False) if self.save_memory else part(x))
+        return self.third(checkpoint(part, x, use_reentrant=self.reentrant) if self.save_memory else part(x))
 
 
 def test_packed_draws_have_each_layers_own_distribution():
@@ -89,18 +92,63 @@ def test_a_pass_that_fails_leaves_nothing_open():
     assert not torch.equal(model[0](torch.ones(3, 4)), model[0](torch.ones(3, 4)))
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts_draw_the_same_noise_again(reentrant):
+    """Each part runs in the forward and again in the backward pass, also when two forwards share one backward."""
     torch.manual_seed(0)
     model = fb.to_stochastic(Checkpointed(), {"first": fb.NormalPlanar(1), "*": fb.NormalAffine()})
-    gradients = []
-    for save_memory in (False, True):
-        model.save_memory = save_memory
-        model.zero_grad()
-        torch.manual_seed(1)
-        model(torch.ones(5, 4)).square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for first, second in zip(*gradients, strict=True):
-        assert torch.equal(first, second)
+    model.save_memory, model.reentrant = True, reentrant
+    x = torch.ones(5, 4, requires_grad=True)
+    (model(x).square().sum() + model(2 * x).square().sum()).backward()
+    first, second, *again = model.seen
+    assert not torch.equal(first, second)
+    assert len(again) == 2
+    assert {id(value) for value in again} == {
+        id(value) for value in again if any(torch.equal(value, v) for v in (first, second))
+    }
+    assert not torch.equal(*again)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_checkpoint_around_a_layer_outside_a_pass():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    h = torch.ones(3, 4, requires_grad=True)
+    checkpoint(lambda x: torch.tanh(model[0](x)), h, use_reentrant=False).sum().backward()
+    assert h.grad is not None
+
+
+def test_inference_mode_spoils_nothing():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"*": fb.NormalAffine()})
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    objective = ELBO(fb.Categorical(), 10)
+    objective(model, model(torch.ones(2, 4)), torch.tensor([0, 1])).loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_a_converted_network_goes_to_another_process():
+    rules = {"0": fb.FlowNoise(lambda dim: fb.transforms.Radial(dim)), "*": fb.NormalAffine()}
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules)
+    model(torch.ones(3, 4))
+    twin = pickle.loads(pickle.dumps(model))
+    for network in (model, twin):
+        fb.hold_noise(network, "shared", samples=1, seed=2)
+    assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
+
+
+def test_held_noise_follows_its_parameters_and_moves_with_the_network():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    x = torch.ones(1, 4)
+    for mode in ("mean", "shared"):
+        fb.hold_noise(model, mode, seed=0)
+        before = model(x)
+        with torch.no_grad():
+            noise_layers(model)["0"].transform[0].shift.add_(0.5)
+        assert not torch.equal(model(x), before), mode
+        model.double()
+        assert model(x.double()).dtype == torch.float64
+        model.float()
 
 
 def test_inputs_whose_rows_the_root_does_not_know():
@@ -110,11 +158,12 @@ def test_inputs_whose_rows_the_root_does_not_know():
             self.layer = nn.Linear(4, 2)
 
         def forward(self, batch):
-            return self.layer(batch["x"])
+            return self.layer(batch["x"]), self.layer(batch["x"])
 
     model = fb.to_stochastic(Named(), {"*": fb.NormalAffine()})
-    rows = model({"x": torch.ones(5, 4)})
+    rows, again = model({"x": torch.ones(5, 4)})
     assert (rows[0] - rows[1]).abs().max() > 1e-4
+    assert torch.equal(rows, again), "called twice in a pass, it keeps its draw"
 
 
 def test_copies_do_not_share_draws():

@@ -1,8 +1,10 @@
 """Answers are made of the numbers: turn the numbers round and the words turn."""
 
-from flowbnn.studies import Parts, Variant, two_clusters
+from flowbnn.studies import Parts, Variant
 from flowbnn.studies.digits_figures import answer as digits_answer
 from flowbnn.studies.flow_length import answer as length_answer
+from flowbnn.studies.flow_length import still_falling
+from flowbnn.studies.two_clusters_figures import answer as clusters_answer
 
 SEEDS = [0, 1, 2, 3]
 WOBBLE = [0.0, 0.0002, -0.0001, 0.0001]
@@ -27,7 +29,7 @@ def clusters(plain, flow, gaussian, longer):
             for key, ece in (("plain", plain), ("flow", flow), ("gaussian", gaussian), ("longer", longer))
         }
     )
-    return two_clusters._answer(made, parts(exact={"ece": 0.002, "accuracy": 0.961}))
+    return clusters_answer(made, parts(exact={"ece": 0.002, "accuracy": 0.961}))
 
 
 def test_two_clusters_says_yes_no_and_who_deserves_it():
@@ -83,3 +85,19 @@ def test_digits_names_the_best_and_compares_flow_with_gaussian():
     level = digits()
     assert "no clear difference" in level
     assert "ahead of none of the others" in level
+
+
+def test_flow_length_says_when_training_had_not_ended():
+    def made(fall_of_none):
+        content = {}
+        for key, fall in (("length-0", fall_of_none), ("length-3", 0.001)):
+            for seed in SEEDS:
+                content[key, seed] = {"history": {"elbo": [-0.2] * 5 + [-0.2 + fall] * 5}}
+        return Parts(SEEDS, content)
+
+    (slow,) = still_falling(made(0.01), (0, 3))
+    assert "0.0100 at length 0, 0.0010 at length 3" in slow
+    assert "speed" in slow
+    (done,) = still_falling(made(0.0), (0, 3))
+    assert "does not favour" in done
+    assert still_falling(made(0.0), (0, 3), window=6) == []

@@ -142,5 +142,13 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_work(study, tmp_path
 
 
 def test_an_unknown_setting_is_named(study):
-    with pytest.raises(FlowBNNError, match="no setting 'slpe'"):
+    with pytest.raises(FlowBNNError, match="no setting 'slpe'; did you mean 'slope'"):
         study.make_settings(slpe=1.0)
+
+
+def test_settings_keep_their_kind(study):
+    assert study.make_settings(slope=3) == Settings(slope=3.0)
+    assert isinstance(study.make_settings(slope=3).slope, float)
+    for wrong in ({"epochs": 1.5}, {"epochs": True}, {"slope": "much"}):
+        with pytest.raises(FlowBNNError, match="is like"):
+            study.make_settings(**wrong)

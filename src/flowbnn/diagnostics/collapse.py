@@ -62,8 +62,8 @@ def posterior_health(model: nn.Module, samples: int = 512, seed: int = 0) -> lis
         prior = noise.prior.distribution()
         generator = torch.Generator(prior.mean.device).manual_seed(seed)
         spread = float((noise.draw((samples,), generator).std(0) / prior.variance.sqrt()).mean())
-        kl = float(noise.divergence(samples).kl)
-        per_dim = kl / noise.layout.dim / (noise.positions if isinstance(noise.positions, int) else 1)
+        kl = float(noise.divergence(samples, generator).kl)
+        per_dim = kl / noise.layout.dim / noise.count
         state: Literal["healthy", "point", "prior"] = "healthy"
         if spread < POINT:
             state = "point"

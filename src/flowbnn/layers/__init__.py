@@ -10,8 +10,10 @@ from flowbnn.layers.control import (
     unfreeze,
     weight_parameters,
 )
+from flowbnn.layers.dropout import DropoutNoise
+from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
-from flowbnn.layers.noise import DropoutNoise, InputNoise, Mode, Noise, Site
+from flowbnn.layers.noise import Mode, Noise, Site
 from flowbnn.layers.packing import NoiseGroup, divergences
 from flowbnn.layers.recipes import (
     Dropout,

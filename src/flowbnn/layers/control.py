@@ -49,13 +49,19 @@ def hold_noise(
 ) -> None:
     """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.layers.noise.Noise` for the modes.
 
+    ``samples`` and ``seed`` serve mode ``"shared"``; ``seed`` or ``generator`` make mode ``"sample"`` repeatable.
+
     Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
     """
+    layers = _layers(model)
     if samples < 1:
         raise FlowBNNError(f"samples is at least 1, not {samples}")
     if mode == "shared" and seed is None:
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
-    for index, layer in enumerate(_layers(model).values()):
+    if mode == "sample" and seed is not None and generator is None:
+        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(seed)
+    for index, layer in enumerate(layers.values()):
         layer.hold(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
 
 
@@ -77,11 +83,10 @@ def noise(
     ...     torch.equal(bayesian(x), plain(x))
     True
     """
-    names = ("mode", "samples", "seed", "generator", "part", "repeat", "ready", "_shared")
+    names = ("mode", "samples", "seed", "generator", "part", "repeat", "ready", "_held")
     before: list[dict[str, Any]] = []
     for layer in _layers(model).values():
         before.append({name: getattr(layer, name) for name in names})
-        layer._shared = {}
     try:
         hold_noise(model, mode, samples, seed, generator)
         yield model

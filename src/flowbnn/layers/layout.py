@@ -16,7 +16,7 @@ class Layout(NamedTuple):
     Args:
         dim: length of the noise vector: the number of features the layer reads.
         feature_axis: the axis of the features, counted from the end (``-1`` linear, ``-3`` a 2-d convolution).
-        batch_axis: the axis of the examples when the input is batched.
+        batch_axis: the axis of the examples when the input is batched; None where the input has none (positions, say).
         unbatched_ndim: number of axes of one example without a batch axis.
         side: ``"input"``, or ``"output"`` for layers that read no real-valued features (an embedding).
         fan_out: above 0 where every output reads one input feature (a depthwise convolution, a convolution of a grey image):
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     dim: int
     feature_axis: int = -1
-    batch_axis: int = 0
+    batch_axis: int | None = 0
     unbatched_ndim: int = 1
     side: Literal["input", "output"] = "input"
     split: tuple[int, ...] = ()

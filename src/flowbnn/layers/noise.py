@@ -1,23 +1,23 @@
 r"""The stochastic part of a layer: :math:`z_l = NF_l(z_0)`, :math:`f_l = \mathrm{layer}_l(z_l \circ f_{l-1})`.
 
-An :class:`InputNoise` is a small module that sits inside the layer it serves and multiplies the layer's input through a
-forward hook. So the layer keeps its class, its weights, its place and its name, and everything that worked on it still does.
+A :class:`Noise` is a small module that sits inside the layer it serves and multiplies the layer's input through a forward hook.
+So the layer keeps its class, its weights, its place and its name, and everything that worked on it still does.
 
-``forward`` has no side effects: the KL is a function of the posterior and the prior, never of what a pass left behind.
+A forward pass leaves nothing behind: the KL is a function of the posterior and the prior alone.
 """
 
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from flowbnn.distributions import Base, DiagonalNormal, Divergence, Flow, NormalBase, divergence
+from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.layers.layout import Layout
-from flowbnn.transforms import Affine, Compose, Transform
 
-__all__ = ["DropoutNoise", "InputNoise", "Mode", "Noise", "Site"]
+__all__ = ["Mode", "Noise", "Site"]
 
 Mode = Literal["sample", "shared", "mean", "off"]
 Site = Literal["channel", "position"]
@@ -47,9 +47,10 @@ class Noise(nn.Module):
         self.generator: torch.Generator | None = None
         self.seed = 0  # of the shared draws
         self.part = (0, 1)  # which of the shared draws are in this batch: [start, stop)
-        self._shared: dict[tuple[int, ...], Tensor] = {}
-        self.group: Any = None  # the network's NoiseGroup, which may have drawn for this pass already
-        self.ready: Tensor | None = None
+        self.group: Any = None  # the network's NoiseGroup, which draws for many layers at once
+        self.ready: Tensor | None = None  # this layer's draw in the pass that is going on
+        self._held: dict[Any, Tensor] = {}  # the mean, or the shared draws
+        self._stamp: tuple[int, ...] = ()
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors of shape ``shape + (dim,)``."""
@@ -63,7 +64,9 @@ class Noise(nn.Module):
     def mean(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define mean()")
 
-    def divergence(self, samples: int | None = None) -> Divergence | None:
+    def divergence(
+        self, samples: int | None = None, generator: torch.Generator | None = None
+    ) -> Divergence | None:
         """KL to the prior and entropy in nats, or None for noise that has no density (dropout)."""
         return None
 
@@ -75,51 +78,69 @@ class Noise(nn.Module):
             raise FlowBNNError(f"the noise is 'sample', 'shared', 'mean' or 'off', not {mode!r}")
         self.mode, self.samples, self.seed, self.generator = mode, samples, seed, generator
         self.part = (0, samples)
-        self.repeat, self.ready = 1, None
-        self._shared.clear()
-        if mode == "mean":
-            with torch.no_grad():
-                self._shared[()] = self.mean()
+        self.repeat, self.ready, self._held = 1, None, {}
 
-    def _shared_draws(self, positions: tuple[int, ...], device: torch.device) -> Tensor:
-        """The fixed draws for a feature map of this size, made once: they depend on the seed and nothing else."""
-        if positions not in self._shared:
-            generator = torch.Generator(device).manual_seed(self.seed)
+    def _fresh(self) -> dict[Any, Tensor]:
+        """What is held, unless a parameter has changed since it was computed."""
+        if not torch.compiler.is_compiling():
+            stamp = tuple(parameter._version for parameter in self.parameters())
+            if stamp != self._stamp:
+                self._held, self._stamp = {}, stamp
+        return self._held
+
+    def _held_mean(self) -> Tensor:
+        held = self._fresh()
+        if "mean" not in held:
             with torch.no_grad():
-                self._shared[positions] = self.draw((self.samples, *positions), generator)
-        return self._shared[positions]
+                held["mean"] = self.mean()
+        return held["mean"]
+
+    def _shared_draws(self, at: tuple[int, ...], device: torch.device) -> Tensor:
+        """The fixed draws that are in this batch; they depend on the seed and the parameters, and on nothing else.
+
+        Noise over a feature map is large, so there every draw has a seed of its own and only those in use are kept.
+        """
+        held, (start, stop) = self._fresh(), self.part
+        with torch.no_grad():
+            if self.site == "channel":
+                if at not in held:
+                    held[at] = self.draw((self.samples, *at), torch.Generator(device).manual_seed(self.seed))
+                return held[at][start:stop]
+            key = (at, self.part)
+            if key not in held:
+                held.clear()
+                generators = [
+                    torch.Generator(device).manual_seed(self.seed + 7919 * i) for i in range(start, stop)
+                ]
+                held[key] = torch.stack([self.draw(at, generator) for generator in generators])
+            return held[key]
 
     def _spread(self, x: Tensor, position: tuple[int, ...], batch_axis: int | None, rows: int) -> Tensor:
         """The noise laid out to multiply ``x``; ``position`` holds the sizes of the axes that are neither batch nor feature."""
         at = position if self.site == "position" else (1,) * len(position)
-        if self.ready is not None and self.ready.shape[0] == rows and batch_axis == 0 and self.group.serves():
-            shape = [1] * (len(at) + 2)
-            shape[0], shape[self.layout.feature_axis] = rows, self.layout.dim
-            return self.ready.view(shape).to(x.dtype)
         if self.mode == "mean":
-            vectors = self._shared[()].expand(1, *(1,) * len(at), self.layout.dim)
+            vectors = self._held_mean().expand(1, *(1,) * len(at), self.layout.dim)
         elif self.mode == "shared":
-            start, stop = self.part
-            vectors = self._shared_draws(at, x.device)[start:stop]
-            if rows % (stop - start):
+            vectors = self._shared_draws(at, x.device)
+            if rows % len(vectors):
                 raise FlowBNNError(
-                    f"the noise holds {stop - start} shared draws, so the batch must hold as many blocks; got {rows} rows"
+                    f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
                 )
-            vectors = vectors.repeat_interleave(rows // (stop - start), 0, output_size=rows)
-        elif (
-            self.ready is not None
-            and self.ready.shape[0] == rows
-            and self.site == "channel"
-            and self.group.serves()
-        ):
-            vectors = self.ready.view(rows, *at, self.layout.dim)
+            vectors = vectors.repeat_interleave(rows // len(vectors), 0, output_size=rows)
+        elif self.site == "channel" and self.group is not None and self.group.serves():
+            vectors = self.group.draw_for(self, rows)
+            if batch_axis == 0:
+                shape = [1] * (len(at) + 2)
+                shape[0], shape[self.layout.feature_axis] = rows, self.layout.dim
+                return vectors.view(shape).to(x.dtype)
+            vectors = vectors.view(rows, *at, self.layout.dim)
         else:
             vectors = self.draw((rows, *at), self.generator)
-        if batch_axis is None:
-            vectors = vectors[0]
-        else:
-            vectors = vectors.movedim(0, batch_axis)
+        vectors = vectors[0] if batch_axis is None else vectors.movedim(0, batch_axis)
         return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
+
+    def _batch_axis(self, x: Tensor) -> int | None:
+        return self.layout.batch_axis if x.ndim > self.layout.unbatched_ndim else None
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply one input tensor of the layer by noise."""
@@ -131,8 +152,7 @@ class Noise(nn.Module):
             return inputs
         done: dict[int, Tensor] = {}
         first = inputs[0]
-        batched = first.ndim > self.layout.unbatched_ndim
-        axis = self.layout.batch_axis if batched else None
+        axis = self._batch_axis(first)
         rows = first.shape[axis] * self.repeat if axis is not None else 1
         noise: dict[tuple[int, ...], Tensor] = {}
         results = []
@@ -184,7 +204,7 @@ class Noise(nn.Module):
         """Forward hook of a layer whose every output reads one input: multiply there, around the bias."""
         if self.mode == "off" and self.repeat == 1:
             return None
-        axis = self.layout.batch_axis if output.ndim > self.layout.unbatched_ndim else None
+        axis = self._batch_axis(output)
         rows = output.shape[axis] * self.repeat if axis is not None else 1
         output = self._grow(output, axis)
         if self.mode == "off":
@@ -216,7 +236,7 @@ class Noise(nn.Module):
         if self.mode == "off":
             return packed
         if self.repeat != 1:
-            raise FlowBNNError("samples cannot enter at a packed sequence; predict with fold='input'")
+            raise FlowBNNError("samples cannot enter the batch at a packed sequence")
         batch = int(packed.batch_sizes[0])
         flat = packed.data
         if self.site == "position":
@@ -229,123 +249,23 @@ class Noise(nn.Module):
             noise = vectors if self.mode == "mean" else vectors[torch.cat(steps)]
         return packed._replace(data=flat * noise)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Noise":
-        from copy import deepcopy
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What is held moves with the module."""
+        result = super()._apply(fn, recurse)
+        self._held = {key: fn(value) for key, value in self._held.items()}
+        self._stamp = tuple(parameter._version for parameter in self.parameters())
+        return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a pass, and without a recipe that is code: neither can go to another process."""
+        state = {**self.__dict__, "ready": None, "generator": None}
+        if self.recipe is not None and "factory" in vars(self.recipe):
+            state["recipe"] = None
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Noise":
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
-        state = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_shared", "generator", "ready")
-        }
-        copy.__dict__.update(deepcopy(state, memo))
-        copy._shared, copy.generator, copy.ready = dict(self._shared), None, None
+        copy.__dict__.update({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        copy.recipe = self.recipe
         return copy
-
-
-class InputNoise(Noise):
-    r"""Noise whose posterior is a flow: a base pushed through a transform, with a prior on the result.
-
-    .. math:: \mathrm{KL}[q(z) \| p(z)] = E_{q_0}\Big[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)\Big]
-
-    Args:
-        base: where the noise starts, :math:`q_0`.
-        transform: the flow.
-        prior: :math:`p`, on the *transformed* noise.
-        layout: how the vector lies on the layer's tensor.
-        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, an independent one at every position.
-        positions: for site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does (a KL tempered
-            by the number of positions); an integer counts that many, which is exact when it is the map's size.
-        kl_samples: fresh draws for a KL without closed form.
-        label: what the conversion's table shows.
-    """
-
-    def __init__(
-        self,
-        base: Base,
-        transform: Transform,
-        prior: Base,
-        layout: Layout,
-        site: Site = "channel",
-        positions: int | Literal["mean"] = "mean",
-        kl_samples: int = 16,
-        label: str = "flow",
-    ) -> None:
-        super().__init__(layout, site)
-        self.base, self.transform, self.prior = base, transform, prior
-        self.positions, self.kl_samples, self.label = positions, kl_samples, label
-        # a normal base, one elementwise affine map and a normal prior: what can be done for many layers at once
-        parts = list(transform) if isinstance(transform, Compose) else [transform]
-        gaussian = isinstance(base, NormalBase) and isinstance(prior, NormalBase) and len(parts) == 1
-        self.gaussian: Any = (base, parts[0], prior) if gaussian and isinstance(parts[0], Affine) else None
-
-    @property
-    def count(self) -> int:
-        """How many vectors the KL of this layer counts."""
-        return 1 if self.site == "channel" or self.positions == "mean" else int(self.positions)
-
-    def posterior(self) -> Flow:
-        """The distribution of one noise vector."""
-        return Flow(self.base.distribution(), self.transform)
-
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-        """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
-        device = next(
-            self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
-        ).device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self._draw(shape, generator)
-        return self._draw(shape, generator)
-
-    def _draw(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        if self.gaussian is not None:  # no log-det, and the two affine maps in one: half the launches
-            base, affine, _ = self.gaussian
-            mean, deviation, _ = affine.push_normal(base.loc, base.scale)
-            return DiagonalNormal(mean, deviation).rsample(shape, generator)
-        return self.posterior().rsample(shape, generator)
-
-    def mean(self) -> Tensor:
-        base = self.base.distribution()
-        if self.transform.linearity != "none":
-            return self.transform(base.mean)[0]
-        generator = torch.Generator(base.mean.device).manual_seed(0)
-        return self.posterior().rsample((4096,), generator).mean(0)
-
-    def divergence(self, samples: int | None = None) -> Divergence:
-        device = self.base.distribution().mean.device.type
-        with torch.autocast(device, enabled=False):
-            kl, entropy = divergence(
-                self.posterior(), self.prior.distribution(), samples or self.kl_samples, self.generator
-            )
-        return Divergence(kl * self.count, entropy * self.count)
-
-    def extra_repr(self) -> str:
-        return f"{self.label}, dim={self.layout.dim}, site={self.site}"
-
-
-class DropoutNoise(Noise):
-    r"""Dropout as multiplicative noise: :math:`z_i = b_i / (1 - p)`, :math:`b_i \sim \mathrm{Bernoulli}(1 - p)`.
-
-    Kept on at prediction this is MC dropout (Gal & Ghahramani, 2016). It has nothing to train and no KL.
-    """
-
-    def __init__(self, layout: Layout, rate: float, site: Site = "position") -> None:
-        super().__init__(layout, site)
-        if not 0.0 <= rate < 1.0:
-            raise FlowBNNError(f"a dropout rate is at least 0 and below 1, not {rate}")
-        self.rate = rate
-        self.label = f"Dropout({rate:g})"
-        self.register_buffer("_device", torch.empty(0), persistent=False)
-
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-        device = self.get_buffer("_device").device
-        uniform = torch.rand((*shape, self.layout.dim), generator=generator, device=device)
-        return (uniform >= self.rate).float() / (1.0 - self.rate)
-
-    def mean(self) -> Tensor:
-        return torch.ones(self.layout.dim, device=self.get_buffer("_device").device)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}, dim={self.layout.dim}, site={self.site}"

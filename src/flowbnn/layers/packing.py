@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import DiagonalNormal, Divergence
-from flowbnn.layers.noise import InputNoise, Noise
+from flowbnn.layers.input_noise import InputNoise
+from flowbnn.layers.noise import Noise
 from flowbnn.numerics import soft_clamp
 
 __all__ = ["NoiseGroup", "divergences"]
@@ -24,51 +25,60 @@ _NORMAL_ENTROPY = 0.5 * (1.0 + math.log(2.0 * math.pi))  # of a standard normal,
 class NoiseGroup:
     """The noise of one network, told by hooks on its root when a pass begins and ends.
 
-    At the beginning every layer of site ``channel`` that draws per example gets its draw for this pass; a layer that is called
-    several times in the pass keeps it, as noise that belongs to the network should. A layer whose input turns out to have
-    another number of rows draws for itself, and so does one that is called outside a pass of the root.
+    In a pass, a layer of site ``channel`` that draws per example draws once: called again, it keeps its draw, as noise that belongs
+    to the network should. The first learnable Gaussian that asks draws for all of them. Outside a pass of the root, and inside a part
+    of it that runs twice (activation checkpointing), a layer draws for itself, so that torch's generator, which is put back for
+    the second run, gives it the same draw again.
     """
 
     def __init__(self, members: list[Noise]) -> None:
         self.members = members
-        self.inside = False
+        self.inside = self.gradients = False
         for member in members:
             member.group = self
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the root."""
-        self.inside = True
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-        rows = tensors[0].shape[0] if tensors else 0
-        able = [
-            member
-            for member in self.members
-            if isinstance(member, InputNoise) and member.mode == "sample" and member.site == "channel"
-        ]
-        for member in self.members:
-            member.ready = None
-            if member.repeat != 1:
-                rows = 0
-        if not rows:
-            return
-        gaussian = [member for member in able if member.gaussian is not None]
-        if len(gaussian) > 1 and _alike(gaussian):
-            for member, draw in zip(gaussian, _packed_draws(gaussian, rows), strict=True):
-                member.ready = draw
-        for member in able:
-            if member.ready is None:
-                member.ready = member.draw((rows,), member.generator)
+        self._forget()
+        self.inside, self.gradients = True, torch.is_grad_enabled()
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the root. The draws stay, since checkpointed parts of the network run again in the backward pass."""
+        """Forward hook of the root, called also when the pass fails."""
+        self._forget()
         self.inside = False
 
+    def _forget(self) -> None:
+        for member in self.members:
+            member.ready = None
+
     def serves(self) -> bool:
-        """Whether a layer may use the draws of the pass: inside it, or in the backward pass that belongs to it."""
-        return self.inside or torch._C._current_graph_task_id() != -1
+        """Whether a layer may take part: inside a pass, and not in a part of it that will run again."""
+        if not self.inside or torch.is_grad_enabled() != self.gradients:
+            return False
+        return (
+            torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+
+    def draw_for(self, noise: Noise, rows: int) -> Tensor:
+        """This pass's draw of a layer for ``rows`` rows."""
+        if noise.ready is not None and noise.ready.shape[0] == rows:
+            return noise.ready
+        together = [member for member in self.members if _packable(member)] if _packable(noise) else []
+        if len(together) > 1 and _alike(together):
+            for member, draw in zip(together, _packed_draws(together, rows), strict=True):
+                member.ready = draw
+        else:
+            noise.ready = noise.draw((rows,), noise.generator)
+        assert noise.ready is not None
+        return noise.ready
 
 
-def _alike(layers: list[InputNoise]) -> bool:
+def _packable(noise: Noise) -> bool:
+    able = isinstance(noise, InputNoise) and noise.gaussian is not None
+    return able and noise.mode == "sample" and noise.site == "channel" and noise.ready is None
+
+
+def _alike(layers: list[Any]) -> bool:
     """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
     bound, generator, shift = layers[0].gaussian[1].bound, layers[0].generator, layers[0].gaussian[1].shift
     for noise in layers[1:]:
@@ -82,7 +92,7 @@ def _alike(layers: list[InputNoise]) -> bool:
 class _Packed:
     """The parameters of several learnable Gaussians, end to end."""
 
-    def __init__(self, layers: list[InputNoise]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         base, affine, self.prior = zip(*(noise.gaussian for noise in layers), strict=True)
         self.sizes = tuple(noise.layout.dim for noise in layers)
         self.shift = torch.cat([a.shift for a in affine])
@@ -103,7 +113,7 @@ class _Packed:
         return torch.addcmul(self.shift + self.center, self.loc - self.center, self.factor)
 
 
-def _packed_draws(layers: list[InputNoise], rows: int) -> tuple[Tensor, ...]:
+def _packed_draws(layers: list[Any], rows: int) -> tuple[Tensor, ...]:
     packed = _Packed(layers)  # elementwise operations only: autocast leaves them in float32
     normal = DiagonalNormal(packed.mean, packed.scale * packed.factor)
     return normal.rsample((rows,), layers[0].generator).split(packed.sizes, -1)
@@ -125,7 +135,7 @@ def divergences(layers: dict[str, Noise]) -> dict[str, Divergence]:
     return {name: part for name in layers if (part := found[name]) is not None}
 
 
-def _packed_divergences(layers: list[InputNoise]) -> list[Divergence]:
+def _packed_divergences(layers: list[Any]) -> list[Divergence]:
     packed = _Packed(layers)
     width = torch.cat([prior.scale for prior in packed.prior])
     error = (packed.mean - torch.cat([prior.loc for prior in packed.prior])) / width
@@ -153,4 +163,7 @@ def _constants(
     return segments.to(device), center.to(device), weights.to(device), constant.to(device)
 
 
-_cached_constants = lru_cache(maxsize=64)(_constants)
+@lru_cache(maxsize=64)
+def _cached_constants(*key: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.inference_mode(False):  # or a first call under inference mode would spoil them for training
+        return _constants(*key)

@@ -3,14 +3,16 @@
 A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.layers.dropout import DropoutNoise
+from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.layout import Layout
-from flowbnn.layers.noise import DropoutNoise, InputNoise, Noise, Site
+from flowbnn.layers.noise import Noise, Site
 from flowbnn.transforms import (
     AffineCoupling,
     Compose,
@@ -51,8 +53,8 @@ class Recipe:
         positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does, which tempers
             it; a number counts that many positions, exact when it is the size of the feature map.
         kl_samples: fresh draws for each estimate of a KL that has no closed form.
-        batch_axis: the axis of the examples in the layer's input; None finds it (axis 0, or 1 inside torch's
-            sequence-first recurrent, attention and transformer layers).
+        batch_axis: the axis of the examples in the layer's input, or ``"none"`` where it has none; None finds it (axis 0, or 1
+            inside torch's sequence-first layers) and lets ``fit`` correct it from the first batch.
     """
 
     site: Site = "channel"
@@ -63,7 +65,7 @@ class Recipe:
     components: int = 1
     positions: int | Literal["mean"] = "mean"
     kl_samples: int = 16
-    batch_axis: int | None = None
+    batch_axis: int | Literal["none"] | None = None
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
@@ -206,9 +208,13 @@ class FlowNoise(Recipe):
 
 @dataclass(frozen=True)
 class Dropout(Recipe):
-    """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train."""
+    """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train.
+
+    It drops single values; ``site="channel"`` drops whole channels.
+    """
 
     rate: float = 0.1
+    site: Site = field(default="position", kw_only=True)
 
     def build(self, layout: Layout) -> Noise:
         return DropoutNoise(layout, self.rate, self.site)
@@ -226,13 +232,30 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
     True
     """
+    if not isinstance(document, dict):
+        raise FlowBNNError(f"a stored recipe is a mapping, not a {type(document).__name__}")
     settings = dict(document)
     name = settings.pop("recipe", "")
-    known = {kind.__name__: kind for kind in Recipe.__subclasses__()}
+    known = {kind.__name__: kind for kind in _descendants(Recipe)}
     if name not in known:
-        raise FlowBNNError(f"there is no recipe {name!r}{nearest(name, known)}")
+        raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":
         raise FlowBNNError(
             "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it"
         )
+    kinds = {f.name: type(f.default) for f in fields(known[name])}
+    for key, value in settings.items():
+        good = key in kinds and (
+            isinstance(value, kinds[key]) or (kinds[key] is float and isinstance(value, int))
+        )
+        if key in ("positions", "batch_axis"):
+            good = value in (None, "mean", "none") or isinstance(value, int)
+        if not good or isinstance(value, bool) or (isinstance(value, int) and abs(value) > 10_000):
+            raise FlowBNNError(f"the stored recipe {name} has {key!r} = {value!r}, which it cannot have")
     return known[name](**settings)
+
+
+def _descendants(kind: type[Recipe]) -> Iterator[type[Recipe]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)

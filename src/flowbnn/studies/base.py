@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.studies.job import Job
 from flowbnn.studies.statistics import summary
 
@@ -142,10 +142,19 @@ class Study:
 
     def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
         """The settings, with changes by name; ``quick`` gives a smoke run whose numbers mean nothing."""
-        known = self.settings.__dataclass_fields__
-        wrong = [name for name in changes if name not in known]
-        if wrong:
-            raise FlowBNNError(f"study '{self.name}' has no setting '{wrong[0]}'; it has {', '.join(known)}")
+        known = {name: found.default for name, found in self.settings.__dataclass_fields__.items()}
+        for name, value in changes.items():
+            if name not in known:
+                raise FlowBNNError(f"study '{self.name}' has no setting '{name}'{nearest(name, known)}")
+            kind = type(known[name])
+            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+            if not fits or isinstance(value, bool):
+                raise FlowBNNError(
+                    f"setting '{name}' of study '{self.name}' is like {known[name]!r}, not {value!r}"
+                )
+        changes = {
+            name: float(value) if isinstance(known[name], float) else value for name, value in changes.items()
+        }
         return self.settings(**{**(self.quick if quick else {}), **changes})
 
     def variant(self, settings: Any, key: str) -> Variant:

@@ -184,8 +184,8 @@ class DigitsStudy(Study):
             f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained for "
             f"{settings.epochs} more. Each seed has a split of its own: 60 % of the known digits to learn from, 15 % to choose "
             f"settings on, 25 % for the table; the novel images are all those of the digit {settings.novel}.",
-            "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other splits; their "
-            "images are partly those of the tests here.",
+            "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other splits; "
+            "their images are partly those of the tests here.",
             *parts.warnings(variants),
         ]
         rows = [parts.row(variant, METRICS) for variant in variants]

@@ -1,0 +1,36 @@
+"""Dropout as noise."""
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers.layout import Layout
+from flowbnn.layers.noise import Noise, Site
+
+__all__ = ["DropoutNoise"]
+
+
+class DropoutNoise(Noise):
+    r"""Dropout as multiplicative noise: :math:`z_i = b_i / (1 - p)`, :math:`b_i \sim \mathrm{Bernoulli}(1 - p)`.
+
+    Kept on at prediction this is MC dropout (Gal & Ghahramani, 2016). It has nothing to train and no KL.
+    """
+
+    def __init__(self, layout: Layout, rate: float, site: Site = "position") -> None:
+        super().__init__(layout, site)
+        if not 0.0 <= rate < 1.0:
+            raise FlowBNNError(f"a dropout rate is at least 0 and below 1, not {rate}")
+        self.rate = rate
+        self.label = f"Dropout({rate:g})"
+        self.register_buffer("_device", torch.empty(0), persistent=False)
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+        device = self.get_buffer("_device").device
+        uniform = torch.rand((*shape, self.layout.dim), generator=generator, device=device)
+        return (uniform >= self.rate).float() / (1.0 - self.rate)
+
+    def mean(self) -> Tensor:
+        return torch.ones(self.layout.dim, device=self.get_buffer("_device").device)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, dim={self.layout.dim}, site={self.site}"
