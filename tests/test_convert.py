@@ -1,6 +1,7 @@
 """Conversion: the network that comes out is the network that went in, with noise."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -137,7 +138,9 @@ def test_the_original_is_untouched(case):
     assert not noise_layers(network)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at the hook's product, where the root is noisy
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # dynamo's own look at the hook's product, where the root is noisy
 def test_compiles_without_a_graph_break(case):
     if not case.compiles:
         pytest.skip(case.why)
@@ -209,6 +212,41 @@ def test_absorbing_the_mean_gives_the_mean_network():
     with noise(bayesian, "mean"):
         expected = bayesian(x)
     torch.testing.assert_close(to_deterministic(bayesian, absorb=True)(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tied_weight_absorbs_no_mean():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    network[2].weight = network[0].weight
+    with pytest.raises(FlowBNNError, match="tied to another layer's"):
+        to_deterministic(to_stochastic(network, {"*": NormalAffine()}), absorb=True)
+
+
+def test_a_converted_part_of_a_larger_network_comes_off_whole():
+    outer = nn.Sequential(to_stochastic(mlp(), {"*": NormalAffine()}), nn.Linear(3, 2))
+    plain = to_deterministic(outer)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
+    before = torch.get_rng_state()
+    plain(torch.ones(2, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_padded_transformer_is_the_original_where_it_is_not_padded():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    bayesian = to_stochastic(encoder, {"*": NormalAffine()})
+    x, mask = (
+        torch.randn(3, 5, 8),
+        torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]]),
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
+        expected = encoder(x, src_key_padding_mask=mask)
+        with noise(bayesian, "off"):
+            found = bayesian(x, src_key_padding_mask=mask)
+        noisy = bayesian(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(found[~mask], expected[~mask], rtol=0, atol=1e-6)
+    assert (noisy[~mask] - expected[~mask]).abs().max() > 1e-3
+    assert to_deterministic(bayesian).use_nested_tensor
 
 
 def test_float64_and_half_networks():

@@ -241,7 +241,7 @@ def test_auto_looks_at_the_targets():
         (lambda: Categorical().check(torch.zeros(2, 3), torch.tensor([-1, 2])), "labels must lie in 0 to 2"),
         (
             lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(2)),
-            "class labels are a vector of integers",
+            "need a vector of 2 integers",
         ),
         (
             lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2)),

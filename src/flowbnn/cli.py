@@ -178,12 +178,23 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="The page.", show_default="FOLDER/report.html")
     ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Also write the tables as Markdown, to this file.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", help="Also write every figure as a PNG, into this folder.")
+    ] = None,
 ) -> None:
     """Write the page again from stored results; nothing is trained."""
     with _told():
-        from flowbnn.report import find_results, write_report
+        from flowbnn.report import find_results, save_figures, write_markdown, write_report
 
-        typer.echo(f"The report: {write_report(find_results(folder), out or folder / 'report.html')}")
+        found = find_results(folder)
+        typer.echo(f"The report: {write_report(found, out or folder / 'report.html')}")
+        if markdown is not None:
+            typer.echo(f"The tables: {write_markdown(found, markdown)}")
+        if figures is not None:
+            typer.echo(f"The figures: {len(save_figures(found, figures))} in {figures}")
 
 
 def _positive(option: str, value: int) -> int:

@@ -26,6 +26,10 @@ class Likelihood(nn.Module):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse targets that do not fit the outputs, in one line."""
 
+    def canonical(self, targets: Tensor) -> Tensor:
+        """Targets in the form that predictives and metrics take."""
+        return targets
+
     def to_dict(self) -> dict[str, Any]:
         return {"likelihood": type(self).__name__}
 
@@ -38,9 +42,12 @@ class Categorical(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -F.cross_entropy(
-            outputs.float() if outputs.dtype in _HALF else outputs, targets, reduction="none"
-        )
+        outputs = outputs.float() if outputs.dtype in _HALF else outputs
+        # torch leaves -100 out without a word; no label of ours is special
+        return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
+
+    def canonical(self, targets: Tensor) -> Tensor:
+        return targets.long()
 
     def predictive(self, outputs: Tensor) -> CategoricalPredictive:
         return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs)
@@ -50,9 +57,10 @@ class Categorical(Likelihood):
             raise FlowBNNError(
                 f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
             )
-        if targets.is_floating_point() or targets.ndim != 1:
+        if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
             raise FlowBNNError(
-                f"class labels are a vector of integers, not {targets.dtype} of shape {tuple(targets.shape)}; "
+                f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
+                f"not {targets.dtype} of shape {tuple(targets.shape)}; "
                 "for real-valued targets use likelihood='gaussian'"
             )
         classes = outputs.shape[1]
@@ -75,6 +83,9 @@ class Bernoulli(Likelihood):
         return -F.binary_cross_entropy_with_logits(
             logits, targets.flatten().to(logits.dtype), reduction="none"
         )
+
+    def canonical(self, targets: Tensor) -> Tensor:
+        return targets.flatten().long()
 
     def predictive(self, outputs: Tensor) -> CategoricalPredictive:
         return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1))
@@ -130,6 +141,9 @@ class Gaussian(Likelihood):
         mean, variance = self.moments(outputs)
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
+
+    def canonical(self, targets: Tensor) -> Tensor:
+        return targets if targets.is_floating_point() else targets.float()
 
     def predictive(self, outputs: Tensor) -> GaussianPredictive:
         return GaussianPredictive(*self.moments(outputs))
@@ -193,4 +207,4 @@ def make_likelihood(
         raise FlowBNNError(
             f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}"
         )
-    return kinds[likelihood]()
+    return kinds[likelihood](**settings)

@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.batches import count_data, split_batch
+from flowbnn.training import load_tensors, save_tensors
 
 QUIET = {"progress": False, "accelerator": "cpu"}
 
@@ -289,10 +290,92 @@ def test_counting():
     data = blobs(100)
     assert count_data(DataLoader(data, batch_size=30)) == 100
     assert count_data(DataLoader(data, batch_size=30, drop_last=True)) == 90
+    assert count_data(DataLoader(data, batch_size=30, sampler=SubsetRandomSampler(range(40)))) == 40
+    assert count_data(DataLoader(data, batch_sampler=BatchSampler(range(30), 7, False))) == 30
+    assert count_data(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))) == 100
+    with pytest.raises(FlowBNNError, match="num_data="):
+        count_data(DataLoader(list(torch.zeros(10, 10, 4)), batch_size=None))
     assert count_data([(torch.zeros(7, 2), torch.zeros(7)), (torch.zeros(3, 2), torch.zeros(3))]) == 10
     assert split_batch((1, 2, 3)) == ((1, 2), 3)
     with pytest.raises(FlowBNNError, match="num_data="):
         count_data(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "targets", "outputs"),
+    [
+        ("bernoulli", torch.arange(240).remainder(2).float(), 1),
+        ("bernoulli", torch.arange(240).remainder(2)[:, None], 1),
+        ("gaussian", torch.arange(240).remainder(5), 1),
+        ("gaussian", torch.randn(240), 1),
+        ("categorical", torch.arange(240).remainder(3).int(), 3),
+    ],
+    ids=["bernoulli-float", "bernoulli-column", "gaussian-integers", "gaussian-vector", "int32-labels"],
+)
+def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, targets, outputs):
+    x = blobs().tensors[0]
+    data = loader(TensorDataset(x, targets))
+    model = fb.to_stochastic(nn.Linear(4, outputs), {"*": fb.NormalAffine()})
+    posterior = fb.fit(model, data, epochs=1, likelihood=likelihood, validation=data, **QUIET)
+    report = fb.evaluate(posterior, data, samples=4, progress=False)
+    assert report.keys() == fb.evaluate(posterior, (x, targets), samples=4, progress=False).keys()
+    assert not posterior.predict(x[:3]).samples.requires_grad
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_precisions_train_validate_and_predict(precision):
+    model = fb.to_stochastic(network(), {"*": fb.NormalPlanar(1)})
+    posterior = fb.fit(model, loader(), epochs=1, precision=precision, validation=loader(), **QUIET)
+    assert posterior.predict(blobs().tensors[0], samples=3).probabilities.shape == (240, 3)
+
+
+def test_labels_are_checked_in_every_epoch():
+    class Turning(list):
+        passes = 0
+
+        def __iter__(self):
+            Turning.passes += 1
+            x, y = blobs().tensors
+            return iter([(x, torch.full_like(y, -100) if Turning.passes > 3 else y)])
+
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    with pytest.raises(FlowBNNError, match="labels run from -100"):
+        fb.fit(model, Turning([(torch.zeros(240, 4), torch.zeros(240))]), epochs=5, num_data=240, **QUIET)
+
+
+def test_noise_that_was_held_is_trained_and_held_again():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    fb.hold_noise(model, "off")
+    fb.fit(model, loader(), epochs=1, noise_lr=0.01, **QUIET)
+    assert all((p != 0).any() for p in fb.layers.noise_parameters(model))
+    assert {layer.mode for layer in fb.layers.noise_layers(model).values()} == {"off"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop("recipes"),
+        lambda d: d.pop("likelihood"),
+        lambda d: d.pop("history"),
+        lambda d: d.update(recipes={}),
+        lambda d: d["recipes"].update({"0": "planar"}),
+        lambda d: d["recipes"]["0"].update(length=10**6),
+        lambda d: d["recipes"]["0"].update(length=2.5),
+        lambda d: d["recipes"]["0"].update(prior_scale="wide"),
+        lambda d: d["recipes"]["0"].update(colour="red"),
+        lambda d: d["recipes"]["0"].update(batch_axis="q"),
+        lambda d: d["likelihood"].update(extra=1),
+        lambda d: d["history"].update(extra=1),
+    ],
+)
+def test_damaged_documents_are_refused_in_one_line(change, tmp_path):
+    path = fitted(epochs=1).save(tmp_path / "posterior.safetensors")
+    tensors, document = load_tensors(path)
+    change(document)
+    save_tensors(path, tensors, document)
+    with pytest.raises(FlowBNNError) as error:
+        fb.NoisePosterior.load(path, network())
+    assert "\n" not in str(error.value)
 
 
 def nan_at(row: int) -> DataLoader:
@@ -315,6 +398,10 @@ class Exploding(nn.Module):
     [
         (lambda m: fb.fit(network(), loader(), **QUIET), "has no noise; convert it first"),
         (lambda m: fb.fit(m, [], **QUIET), "the loader is empty"),
+        (lambda m: fb.fit(m, 5, **QUIET), "takes a loader of batches, not a int"),
+        (lambda m: fb.fit(m, iter(loader()), **QUIET), "only once"),
+        (lambda m: fb.fit(m, loader(), num_data=0, **QUIET), "at least 1, not 0"),
+        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(None), "a tensor of inputs or a loader"),
         (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
         (lambda m: fb.fit(m, loader(), samples=0, **QUIET), "samples is at least 1"),
         (lambda m: fb.fit(m, loader(), warmup=2.0, **QUIET), "between 0 and 1"),

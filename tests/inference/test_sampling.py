@@ -7,8 +7,8 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference import sampling
-from flowbnn.inference.sampling import call_order, max_rows, sample_outputs
+from flowbnn.inference.axes import align_batch_axes
+from flowbnn.inference.sampling import call_order, max_rows, plan_for, sample_outputs
 from flowbnn.layers import noise_layers
 
 
@@ -54,24 +54,80 @@ def test_samples_are_networks(rules, site):
 
 def test_what_comes_before_the_noise_is_computed_once():
     model = fb.to_stochastic(network(), {"3": fb.NormalAffine()})
-    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)  # probes included in the count below
+    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)  # finds the plan, which is remembered
     model[1].rows = 0
     sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)
-    few = 2 * (1 + 3 + 1)  # two rows: the order of calls, then both ways of folding three samples
-    assert model[1].rows == 5 + few
+    assert model[1].rows == 5
 
 
 def test_a_skip_around_the_first_noise_folds_at_the_input():
     torch.manual_seed(0)
     model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
     x = torch.randn(4, 3, 8, 8)
-    assert sampling._late_fold(model, x) is None
-    assert (
-        sampling._late_fold(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x) is not None
-    )
+    assert plan_for(model, x).fold == "input"
+    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "late"
     outputs = sample_outputs(model, x, 5, seed=1)
     with torch.no_grad(), fb.noise(model, "shared", samples=5, seed=1):
         torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
+
+
+class Positions(nn.Module):
+    """As in a language model: the embedding of positions sees no examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(10, 8), nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head((self.tokens(x) + self.places(torch.arange(x.shape[1]))).mean(1))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm, self.head = nn.Embedding(10, 8), nn.LSTM(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.tokens(x.t()))[0])[-1]
+
+
+@pytest.mark.parametrize("network", [Positions, TimeFirst])
+@pytest.mark.parametrize("length", [7, 12])
+@pytest.mark.filterwarnings("ignore:the input of layer 'places'")
+def test_noise_where_the_first_axis_is_not_the_batch(network, length):
+    """Samples equal those taken one at a time, before and after the axes are found."""
+    torch.manual_seed(0)
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()}).eval()
+    tokens = torch.randint(10, (4, length))
+    for aligned in (False, True):
+        if aligned:
+            align_batch_axes(model, tokens)
+        outputs = sample_outputs(model, tokens, 6, seed=1)
+        with torch.no_grad(), fb.noise(model, "shared", samples=6, seed=1):
+            for index in range(6):
+                for layer in noise_layers(model).values():
+                    layer.part = (index, index + 1)
+                torch.testing.assert_close(model(tokens), outputs[index], rtol=1e-4, atol=1e-5)
+    axes = {name: layer.layout.batch_axis for name, layer in noise_layers(model).items()}
+    if network is Positions:
+        assert axes == {"tokens": 0, "places": None, "head": 0}
+        assert plan_for(model, tokens).fold == "single"
+    else:
+        assert axes == {"tokens": 1, "lstm": 1, "head": 1}
+        assert plan_for(model, tokens).fold == "input"
+        same = model(tokens[:1].expand(4, -1))
+        assert (same[0] - same[1]).abs().max() > 1e-4, "different draws for different examples"
+
+
+def test_position_draws_keep_only_what_the_chunk_needs():
+    model = fb.to_stochastic(nn.Conv2d(3, 2, 1), {"*": fb.NormalAffine(site="position")})
+    x = torch.randn(2, 3, 16, 16)
+    whole = sample_outputs(model, x, 8, seed=0)
+    sizes = []
+    (layer,) = noise_layers(model).values()
+    model.register_forward_hook(lambda *_: sizes.append(sum(v.numel() for v in layer._held.values())))
+    torch.testing.assert_close(sample_outputs(model, x, 8, seed=0, max_batch=4), whole, rtol=1e-5, atol=1e-6)
+    assert max(sizes) <= 4 * 3 * 16 * 16
 
 
 def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
@@ -135,7 +191,8 @@ def test_the_chunk_follows_the_width_of_the_network():
 @pytest.mark.parametrize(
     ("act", "line"),
     [
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples is at least 1, not 0"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples is a whole number of at least 1, not 0"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "whole number of at least 1, not 2.5"),
         (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "max_batch is at least 1"),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
         (lambda m: sample_outputs(m, "images", 1), "tensors"),

@@ -10,20 +10,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution, Independent, Normal, constraints
 
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture"]
+__all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture", "as_diagonal_normal"]
 
 _LOG_2PI = math.log(2.0 * math.pi)
+
+
+def _together(loc: Any, scale: Any, axes: int, owner: object) -> tuple[Tensor, Tensor]:
+    """Both as tensors of one shape; sums over the last axis would be wrong in silence for a scale that only broadcasts."""
+    if not isinstance(loc, Tensor) or loc.ndim < axes:
+        shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
+        wanted = "(..., dim)" if axes == 1 else "(..., components, dim)"
+        raise FlowBNNError(f"the loc of {type(owner).__name__} is a tensor of shape {wanted}, not {shape}")
+    if not isinstance(scale, Tensor):
+        scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
+    if loc.shape != scale.shape:
+        try:
+            loc, scale = torch.broadcast_tensors(loc, scale)
+        except RuntimeError as error:
+            raise FlowBNNError(
+                f"loc {tuple(loc.shape)} and scale {tuple(scale.shape)} of {type(owner).__name__} do not broadcast"
+            ) from error
+    return loc, scale
 
 
 class DiagonalNormal(Distribution):
     r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
 
-    As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample``.
+    As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
 
     >>> q = DiagonalNormal(torch.zeros(3), torch.ones(3))
     >>> q.rsample((2,), generator=torch.Generator().manual_seed(0)).shape, round(q.entropy().item(), 4)
@@ -38,12 +56,20 @@ class DiagonalNormal(Distribution):
     has_rsample = True
 
     def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = False) -> None:
-        self.loc, self.scale = loc, scale
-        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=validate_args)
+        self.loc, self.scale = _together(loc, scale, 1, self)
+        super().__init__(self.loc.shape[:-1], self.loc.shape[-1:], validate_args=validate_args)
 
     @property
     def mean(self) -> Tensor:
         return self.loc
+
+    @property
+    def mode(self) -> Tensor:
+        return self.loc
+
+    @property
+    def stddev(self) -> Tensor:
+        return self.scale
 
     @property
     def variance(self) -> Tensor:
@@ -51,14 +77,20 @@ class DiagonalNormal(Distribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "DiagonalNormal":
         shape = torch.Size(batch_shape) + self.event_shape
-        return DiagonalNormal(self.loc.expand(shape), self.scale.expand(shape))
+        return DiagonalNormal(self.loc.expand(shape), self.scale.expand(shape), self._validate_args)
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.loc.shape
         noise = standard_normal(shape, self.loc.dtype, self.loc.device, generator)
         return torch.addcmul(self.loc, noise, self.scale)
 
+    def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        with torch.no_grad():
+            return self.rsample(sample_shape, generator)
+
     def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
         standard = (value - self.loc) / self.scale
         return -0.5 * (standard.square() + _LOG_2PI).sum(-1) - self.scale.log().sum(-1)
 
@@ -74,7 +106,7 @@ class NormalMixture(Distribution):
     without bias.
 
     Args:
-        loc, scale: shape ``(components, dim)``.
+        loc, scale: shape ``(..., components, dim)``.
     """
 
     arg_constraints = {  # noqa: RUF012
@@ -85,8 +117,8 @@ class NormalMixture(Distribution):
     has_rsample = True
 
     def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = False) -> None:
-        self.loc, self.scale = loc, scale
-        super().__init__(loc.shape[:-2], loc.shape[-1:], validate_args=validate_args)
+        self.loc, self.scale = _together(loc, scale, 2, self)
+        super().__init__(self.loc.shape[:-2], self.loc.shape[-1:], validate_args=validate_args)
 
     @property
     def components(self) -> int:
@@ -102,7 +134,7 @@ class NormalMixture(Distribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "NormalMixture":
         shape = torch.Size(batch_shape) + self.loc.shape[-2:]
-        return NormalMixture(self.loc.expand(shape), self.scale.expand(shape))
+        return NormalMixture(self.loc.expand(shape), self.scale.expand(shape), self._validate_args)
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
@@ -117,10 +149,36 @@ class NormalMixture(Distribution):
         scale = self.scale.expand(full).gather(-2, index).squeeze(-2)
         return loc + scale * noise
 
+    def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        with torch.no_grad():
+            return self.rsample(sample_shape, generator)
+
     def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
         standard = (value.unsqueeze(-2) - self.loc) / self.scale
         each = -0.5 * (standard.square() + _LOG_2PI).sum(-1) - self.scale.log().sum(-1)
         return torch.logsumexp(each, -1) - math.log(self.components)
+
+
+def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal | None:
+    """The same distribution as a :class:`DiagonalNormal`, or None if it is something else.
+
+    Args:
+        event_axes: how many trailing axes make an event, if more than the distribution's own: with 1, the last axis of a
+            plain ``Normal`` counts as one.
+
+    >>> as_diagonal_normal(Independent(Normal(torch.zeros(3), torch.ones(3)), 1))
+    DiagonalNormal(loc: torch.Size([3]), scale: torch.Size([3]))
+    """
+    if isinstance(distribution, DiagonalNormal):
+        return distribution if event_axes <= 1 else None
+    numbers = distribution
+    while isinstance(numbers, Independent):
+        numbers = numbers.base_dist
+    if type(numbers) is not Normal or max(len(distribution.event_shape), event_axes) != 1:
+        return None
+    return DiagonalNormal(numbers.loc, numbers.scale)
 
 
 class Base(nn.Module):

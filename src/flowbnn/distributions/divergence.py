@@ -1,18 +1,18 @@
 r"""Kullback-Leibler divergence and entropy: in closed form where there is one, else on fresh draws."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import register_kl
+from torch.distributions import Independent, kl_divergence, register_kl
 
-from flowbnn.distributions.bases import DiagonalNormal
+from flowbnn.distributions.bases import DiagonalNormal, as_diagonal_normal
+from flowbnn.distributions.draws import reparameterized
 from flowbnn.distributions.flow import Flow
+from flowbnn.distributions.moments import spread
+from flowbnn.errors import FlowBNNError
 
 __all__ = ["Divergence", "divergence"]
-
-_HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class Divergence(NamedTuple):
@@ -22,71 +22,88 @@ class Divergence(NamedTuple):
     entropy: Tensor
 
 
-def _normal_cross_entropy(mean: Tensor, variance: Tensor, prior: DiagonalNormal) -> Tensor:
-    square = (variance + (mean - prior.loc).square()) / prior.scale.square()
-    return (0.5 * square + prior.scale.log() + _HALF_LOG_2PI).sum(-1)
-
-
-def _affine_moments(q: Flow, base: DiagonalNormal) -> tuple[Tensor, Tensor]:
-    """Mean and marginal variances of ``A z + b``; the matrix is read off the map by sending the unit vectors through."""
-    mean = q.transform(base.loc)[0]
-    if q.transform.linearity == "diagonal":
-        return mean, (q.transform(base.loc + base.scale)[0] - mean).square()
-    columns = q.transform(base.loc + torch.diag_embed(base.scale))[0] - mean
-    return mean, columns.square().sum(-2)
-
-
 def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator | None = None) -> Divergence:
     r""":math:`\mathrm{KL}(q \| p)` and the entropy :math:`H(q)` of a noise posterior.
 
     Equation 15 of document 000: :math:`\mathrm{KL} = E_{q_0}[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)]`.
-    For a normal base and an affine map everything is exact, full matrices included. Otherwise the base's entropy stays exact
-    where it is known and only the expected log-det and the prior's log-density are averaged over ``samples`` fresh draws.
+    For normals pushed through affine maps everything is exact, full matrices included. Otherwise the whole bracket is
+    averaged over ``samples`` fresh draws: near the prior its terms cancel draw by draw, which an exact :math:`E[\log q_0]`
+    beside a sampled :math:`E[\log p]` would forgo. The entropy has nothing to cancel with, so there the base's share is exact.
 
     >>> from flowbnn.transforms import Affine
     >>> prior = DiagonalNormal(torch.ones(3), torch.full((3,), 0.5))
     >>> divergence(Flow(prior, Affine(3)), prior).kl.item()
     0.0
     """
-    if isinstance(q, DiagonalNormal) and isinstance(prior, DiagonalNormal):
-        entropy = q.entropy()
-        return Divergence(_normal_cross_entropy(q.loc, q.variance, prior) - entropy, entropy)
+    if q.event_shape != prior.event_shape:
+        raise FlowBNNError(
+            f"a KL compares distributions of one space, not of events {tuple(q.event_shape)} and {tuple(prior.event_shape)}"
+        )
+    known = _closed_form(q, prior)
+    if known is not None:
+        return known
     if not isinstance(q, Flow):
-        return _sampled(q, prior, samples, generator)
-    base = q.base
-    if isinstance(base, DiagonalNormal) and q.transform.linearity != "none" and q.context is None:
-        entropy = base.entropy() + q.transform(base.loc)[1]
-        if isinstance(prior, DiagonalNormal):
-            return Divergence(_normal_cross_entropy(*_affine_moments(q, base), prior) - entropy, entropy)
-        cross = -prior.log_prob(q.rsample((samples,), generator)).mean(0)
-        return Divergence(cross - entropy, entropy)
-    if isinstance(base, DiagonalNormal):
-        z = q._draw((samples,), generator)
-        x, log_det = q.transform(z, q.context)
-        entropy = base.entropy() + q._batch_log_det(log_det).mean(0)
-        return Divergence(-prior.log_prob(x).mean(0) - entropy, entropy)
-    return _sampled(q, prior, samples, generator)
-
-
-def _sampled(q: Any, prior: Any, samples: int, generator: torch.Generator | None) -> Divergence:
-    if hasattr(q, "rsample_and_log_prob"):
-        x, log_prob = q.rsample_and_log_prob((samples,), generator)
+        x = reparameterized(q, (samples,), generator)
+        log_q = q.log_prob(x)
+        entropy = -log_q.mean(0)
     else:
-        x = q.rsample((samples,), **({} if generator is None else {"generator": generator}))
-        log_prob = q.log_prob(x)
-    entropy = -log_prob.mean(0)
-    return Divergence(-prior.log_prob(x).mean(0) - entropy, entropy)
+        x, log_base, log_det = q._draw((samples,), generator)
+        log_q = log_base - log_det
+        base = as_diagonal_normal(q.base, len(q.event_shape))
+        entropy = -log_q.mean(0) if base is None else base.entropy() + log_det.mean(0)
+    return Divergence((log_q - prior.log_prob(x)).mean(0), entropy)
 
 
-@register_kl(DiagonalNormal, DiagonalNormal)
-def _kl_normal_normal(q: DiagonalNormal, p: DiagonalNormal) -> Tensor:
-    return divergence(q, p).kl
-
-
-@register_kl(Flow, DiagonalNormal)
-def _kl_flow_normal(q: Flow, p: DiagonalNormal) -> Tensor:
-    if isinstance(q.base, DiagonalNormal) and q.transform.linearity != "none" and q.context is None:
-        return divergence(q, p).kl
-    raise NotImplementedError(
-        "this flow's KL has no closed form; flowbnn.distributions.divergence(q, p, samples=...) estimates it"
+def _closed_form(q: Any, p: Any) -> Divergence | None:
+    prior = _as_normal(p)
+    base = (
+        None
+        if prior is None
+        else as_diagonal_normal(q.base if isinstance(q, Flow) else q, len(q.event_shape))
     )
+    if prior is None or base is None:
+        return None
+    if not isinstance(q, Flow):
+        mean, variance, log_det = base.loc, base.variance, None
+    elif q.transform.linearity == "none":
+        return None
+    else:
+        mean, log_det = q.transform(base.loc, q.context)
+        variance = spread(q.transform, q.context, mean, base.loc, base.scale)
+        log_det = q._batch_log_det(log_det)
+    square = (variance + (mean - prior.loc).square()) / prior.scale.square()
+    kl = (0.5 * (square - 1.0) + prior.scale.log() - base.scale.log()).sum(-1)
+    entropy = base.entropy()
+    return Divergence(kl, entropy) if log_det is None else Divergence(kl - log_det, entropy + log_det)
+
+
+def _as_normal(p: Any) -> DiagonalNormal | None:
+    if not isinstance(p, Flow):
+        return as_diagonal_normal(p)
+    base = as_diagonal_normal(p.base, len(p.event_shape))
+    if base is None or p.transform.linearity != "diagonal":
+        return None
+    return DiagonalNormal(p.mean, p.stddev)
+
+
+def _kl(q: Any, p: Any) -> Tensor:
+    if q.event_shape == p.event_shape:
+        if (
+            isinstance(q, Flow)
+            and isinstance(p, Flow)
+            and q.transform is p.transform
+            and q.context is p.context
+        ):
+            return q._batch_base(kl_divergence(q.base, p.base))  # a bijection leaves the KL as it is
+        known = _closed_form(q, p)
+        if known is not None:
+            return known.kl
+    raise NotImplementedError(
+        f"no closed form for the KL of {q!r} to {p!r}; flowbnn.distributions.divergence(q, p, samples=...) estimates it"
+    )
+
+
+for _q in (DiagonalNormal, Independent, Flow):
+    for _p in (DiagonalNormal, Independent, Flow):
+        if (_q, _p) != (Independent, Independent):  # torch has its own
+            register_kl(_q, _p)(_kl)

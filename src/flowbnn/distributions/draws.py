@@ -1,12 +1,15 @@
-"""Standard normal numbers, by the quicker road where there is one."""
+"""Standard normal numbers, by the quicker road where there is one, and draws of any distribution."""
 
 import platform
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["standard_normal"]
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["reparameterized", "standard_normal"]
 
 # torch fills normals one by one on these processors; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
@@ -38,3 +41,26 @@ def standard_normal(
     seed = int(torch.randint(2**62, (), generator=generator))
     stream = numpy.random.Generator(numpy.random.SFC64(seed))
     return torch.from_numpy(stream.standard_normal(tuple(shape), dtype=numpy.float32))
+
+
+def reparameterized(
+    distribution: Any, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
+) -> Tensor:
+    """Draws that gradients pass through, from any distribution that has them.
+
+    >>> reparameterized(torch.distributions.Normal(0.0, 1.0), (3,)).shape
+    torch.Size([3])
+    """
+    if not distribution.has_rsample:
+        raise NotImplementedError(
+            f"{type(distribution).__name__} has no rsample, so no gradient passes through its draws: use sample, "
+            "or NormalMixture in place of a torch mixture"
+        )
+    if generator is None:
+        return distribution.rsample(torch.Size(sample_shape))
+    try:
+        return distribution.rsample(torch.Size(sample_shape), generator=generator)
+    except TypeError as error:
+        raise FlowBNNError(
+            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
+        ) from error

@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
+from flowbnn.distributions.draws import reparameterized
+from flowbnn.distributions.moments import affine_entropy, affine_mean, affine_variance
+from flowbnn.distributions.support import covers_everything, image, inner_point, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
+from flowbnn.transforms.compose import Compose, Inverse
 
 __all__ = ["Flow"]
 
@@ -18,21 +22,24 @@ class Flow(Distribution):
 
     .. math:: \log p(x) = \log p_0(f^{-1}(x)) + \log\left|\det \frac{\partial f^{-1}}{\partial x}\right|
 
+    ``mean``, ``variance``, ``stddev`` and ``entropy()`` are exact where the map is affine and the base has them; elsewhere they
+    raise ``NotImplementedError``. The density is zero outside ``support``.
+
     Args:
-        base: any ``torch.distributions`` distribution with a reparameterized sampler.
+        base: any ``torch.distributions`` distribution; gradients pass through the draws if it has a reparameterized sampler.
         transform: a :class:`~flowbnn.transforms.Transform`; ``torch.distributions`` (and zuko) transforms enter through
             :func:`~flowbnn.distributions.from_torch`.
-        context: handed to the transform's conditioners.
+        context: vectors handed to the transform's conditioners; one distribution for each, so that all axes but the last
+            join the batch shape.
 
     >>> from flowbnn.transforms import Affine
     >>> flow = Flow(torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1), Affine(2))
     >>> x, log_prob = flow.rsample_and_log_prob((5,))
-    >>> torch.allclose(log_prob, flow.log_prob(x))
-    True
+    >>> torch.allclose(log_prob, flow.log_prob(x)), flow.stddev.tolist()
+    (True, [1.0, 1.0])
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-    has_rsample = True
 
     def __init__(
         self,
@@ -41,44 +48,63 @@ class Flow(Distribution):
         context: Tensor | None = None,
         validate_args: bool | None = False,
     ) -> None:
-        self.base, self.transform, self.context = base, transform, context
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
             raise FlowBNNError(
                 f"{type(transform).__name__} works on events of {transform.event_dim} axes, but the base draws have shape "
                 f"{tuple(shape)}; give the base a vector of parameters"
             )
-        event_dim = max(len(base.event_shape), transform.event_dim)
-        cut = len(shape) - event_dim
-        super().__init__(shape[:cut], shape[cut:], validate_args=validate_args)
+        cut = len(shape) - max(len(base.event_shape), transform.event_dim)
+        batch_shape, event_shape = shape[:cut], shape[cut:]
+        if context is not None:
+            wide = _joined(batch_shape, context.shape[:-1])
+            if wide != batch_shape:
+                base = base.expand(wide + event_shape[: len(event_shape) - len(base.event_shape)])
+                batch_shape = wide
+        self.base, self.transform, self.context = base, transform, context
+        super().__init__(batch_shape, event_shape, validate_args=validate_args)
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        return self.base.has_rsample
 
     @property
     def support(self) -> constraints.Constraint:
-        return constraints.independent(constraints.real, len(self.event_shape))
+        """Where the density is not zero, as far as the parts declare their ranges."""
+        region = image(self.base, self.transform)
+        if region is None:
+            return _Image(self)
+        return constraints.independent(region, len(self.event_shape)) if self.event_shape else region
 
-    def _base_log_prob(self, z: Tensor) -> Tensor:
-        return sum_rightmost(self.base.log_prob(z), len(self.event_shape) - len(self.base.event_shape))
+    @property
+    def mean(self) -> Tensor:
+        return affine_mean(self.base, self.transform, self.context)
+
+    @property
+    def variance(self) -> Tensor:
+        return affine_variance(self.base, self.transform, self.context)
+
+    def entropy(self) -> Tensor:
+        base, log_det = affine_entropy(self.base, self.transform, self.context)
+        return self._batch_base(base) + self._batch_log_det(log_det)
+
+    def _batch_base(self, value: Tensor) -> Tensor:
+        return sum_rightmost(value, len(self.event_shape) - len(self.base.event_shape))
 
     def _batch_log_det(self, log_det: Tensor) -> Tensor:
         return sum_rightmost(log_det, len(self.event_shape) - self.transform.event_dim)
 
-    def _draw(self, sample_shape: Any, generator: torch.Generator | None) -> Tensor:
-        if generator is None:
-            return self.base.rsample(torch.Size(sample_shape))
-        try:
-            return self.base.rsample(torch.Size(sample_shape), generator=generator)  # type: ignore[call-arg]
-        except TypeError as error:
-            raise FlowBNNError(
-                f"{type(self.base).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture as the base"
-            ) from error
-
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         """Reparameterized draws of shape ``sample_shape + batch_shape + event_shape``."""
-        return self.transform(self._draw(sample_shape, generator), self.context)[0]
+        return self.transform(reparameterized(self.base, sample_shape, generator), self.context)[0]
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         with torch.no_grad():
-            return self.rsample(sample_shape, generator)
+            if self.has_rsample:
+                return self.rsample(sample_shape, generator)
+            if generator is not None:
+                raise FlowBNNError(f"{type(self.base).__name__} takes no generator; seed torch instead")
+            return self.transform(self.base.sample(torch.Size(sample_shape)), self.context)[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density anywhere, by the transform's inverse (numerical where it has no formula)."""
@@ -87,18 +113,76 @@ class Flow(Distribution):
                 f"{type(self.transform).__name__} has no inverse, so its density is known only at its own draws: "
                 "use rsample_and_log_prob"
             )
-        z, log_det = self.transform.inverse(value, self.context)
-        return self._base_log_prob(z) + self._batch_log_det(log_det)
+        if self._validate_args:
+            self._validate_sample(value)
+        if covers_everything(self.base, self.transform):
+            z, log_det = self.transform.inverse(self._fitted(value), self.context)
+            return self._batch_base(self.base.log_prob(z)) + self._batch_log_det(log_det)
+        z, log_det, outside = self._pull_back(value)
+        # a base that validates its arguments must not see the points that have no preimage
+        moved = outside.reshape(outside.shape + (1,) * len(self.event_shape))
+        z = torch.where(moved, inner_point(self.base, z), z)
+        log_prob = self._batch_base(self.base.log_prob(z)) + log_det
+        return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
+
+    def _fitted(self, value: Tensor) -> Tensor:
+        """The value with the batch axes that the context needs."""
+        if self.context is None:
+            return value
+        axes = len(self.event_shape)
+        batch = _joined(value.shape[: value.ndim - axes], self.batch_shape)
+        return value.expand(batch + value.shape[value.ndim - axes :])
+
+    def _pull_back(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return pull_back(self.base, self.transform, self._fitted(value), self.context, len(self.event_shape))
 
     def rsample_and_log_prob(
         self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Draws and their log-density in one forward pass, with no inverse."""
-        z = self._draw(sample_shape, generator)
+        x, log_base, log_det = self._draw(sample_shape, generator)
+        return x, log_base - log_det
+
+    def _draw(self, sample_shape: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws, the base's log-density at their preimages, and the log-det."""
+        z = reparameterized(self.base, sample_shape, generator)
         x, log_det = self.transform(z, self.context)
-        return x, self._base_log_prob(z) - self._batch_log_det(log_det)
+        return x, self._batch_base(self.base.log_prob(z)), self._batch_log_det(log_det)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Flow":
         extra = len(self.event_shape) - len(self.base.event_shape)
         inner = torch.Size(batch_shape) + self.event_shape[:extra]
-        return Flow(self.base.expand(inner), self.transform, self.context)
+        return Flow(self.base.expand(inner), self.transform, self.context, self._validate_args)
+
+    def __repr__(self) -> str:
+        return f"Flow({self.base!r}, {_title(self.transform)})"
+
+
+class _Image(constraints.Constraint):
+    """The image of a base's support under a transform, known by the way back only."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.event_dim = len(flow.event_shape)  # type: ignore[misc]
+
+    def check(self, value: Tensor) -> Tensor:
+        z, _, outside = self.flow._pull_back(value)
+        axes = self.event_dim
+        unknown = z.isnan() if not axes else z.isnan().flatten(-axes).any(-1)
+        return ~outside & ~unknown
+
+
+def _joined(first: torch.Size, second: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(first, second)
+    except RuntimeError as error:
+        raise FlowBNNError(
+            f"batch shapes {tuple(first)} and {tuple(second)} do not broadcast; a context has shape (..., context_dim)"
+        ) from error
+
+
+def _title(transform: Transform) -> str:
+    name = type(transform).__name__
+    if isinstance(transform, Compose):
+        return f"{name}({', '.join(_title(part) for part in transform)})"
+    return f"{name}({_title(transform.part)})" if isinstance(transform, Inverse) else name

@@ -1,6 +1,6 @@
 """What a loader gives: inputs and targets, in the forms PyTorch users have them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["call", "count_data", "move", "repeat", "rows", "split_batch", "take"]
+__all__ = ["call", "count_data", "move", "repeat", "rows", "split_batch", "take", "tensors_of"]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -35,8 +35,14 @@ def _map(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     raise FlowBNNError(f"inputs are tensors, or tuples or mappings of them, not {type(inputs).__name__}")
 
 
-def move(inputs: Any, device: torch.device) -> Any:
-    return _map(inputs, lambda tensor: tensor.to(device, non_blocking=True))
+def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """To the device, and real numbers to the network's own precision where it is given."""
+
+    def to(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, wanted, non_blocking=True)
+
+    return _map(inputs, to)
 
 
 def take(inputs: Any, start: int, stop: int) -> Any:
@@ -48,19 +54,19 @@ def repeat(inputs: Any, times: int) -> Any:
     return _map(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
+def tensors_of(inputs: Any) -> Iterator[Tensor]:
     if isinstance(inputs, Tensor):
         yield inputs
     elif isinstance(inputs, Mapping):
         for value in inputs.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(inputs, list | tuple):
         for value in inputs:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def rows(inputs: Any) -> int:
-    first = next(_tensors(inputs), None)
+    first = next(tensors_of(inputs), None)
     if first is None or first.ndim == 0:
         raise FlowBNNError("inputs are tensors with the examples on their first axis")
     return first.shape[0]
@@ -84,16 +90,19 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     )
 
 
-def count_data(loader: Iterable[Any]) -> int:
-    """The number of examples one pass over the loader sees, which weighs the KL."""
-    batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-    if sampler is not None and hasattr(sampler, "__len__"):
-        if getattr(loader, "drop_last", False) and batch_size:
-            return len(sampler) // batch_size * batch_size
-        return len(sampler)
-    if isinstance(loader, list | tuple):
-        return sum(rows(split_batch(batch)[0]) for batch in loader)
+def count_data(loader: Any) -> int:
+    """The number of examples one pass over the loader (all of its workers together) sees, which weighs the KL."""
     number = getattr(loader, "num_data", None)  # loaders that hold their data on the device say it themselves
     if isinstance(number, int):
         return number
-    raise FlowBNNError("this loader has no length; say how many training examples there are with num_data=")
+    if isinstance(loader, list | tuple):
+        return sum(rows(split_batch(batch)[0]) for batch in loader)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    size = getattr(batches, "batch_size", None)
+    if sampler is not None and isinstance(size, int) and hasattr(sampler, "__len__"):
+        count = len(sampler)
+        if getattr(batches, "drop_last", False):
+            count = count // size * size
+        return count * int(getattr(sampler, "num_replicas", 1))
+    raise FlowBNNError("how many examples this loader gives cannot be told; say it with num_data=")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.posterior import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc
@@ -23,10 +25,13 @@ def evaluate(
     """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL and coverage.
 
     Args:
+        loader: batches of ``(inputs, targets)``, or one such pair.
         novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
             input has a larger predictive entropy than a known one, and the average precision of finding it so.
     """
     options = {"samples": samples, "shared": shared, "seed": seed, "progress": progress}
+    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        loader = [loader]  # one pair of inputs and targets
     predictive, targets = posterior.predict_with_targets(loader, **options)  # type: ignore[arg-type]
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")

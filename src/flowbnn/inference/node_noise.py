@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.diagnostics import posterior_health
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.inference.axes import align_batch_axes
 from flowbnn.inference.batches import call, count_data, move, repeat, split_batch
 from flowbnn.inference.posterior import Posterior
-from flowbnn.inference.sampling import call_order, device_of, evaluating, sample_outputs
-from flowbnn.layers import hold_noise, noise_layers, parameter_groups, recipe_from_dict
+from flowbnn.inference.sampling import call_order, device_of, dtype_of, evaluating, sample_outputs
+from flowbnn.layers import hold_noise, noise, noise_layers, parameter_groups, recipe_from_dict
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.training import Clock, TrainingOptions, train
@@ -26,6 +27,7 @@ class NoisePosterior(Posterior):
     """A stochastic network whose noise has been fitted."""
 
     kind = "node noise"
+    parts = ("likelihood", "history", "recipes")
 
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
@@ -45,7 +47,10 @@ class NoisePosterior(Posterior):
         return to_deterministic(self.model, absorb=True)
 
     def document(self) -> dict[str, Any]:
-        recipes = {name: noise.recipe.to_dict() for name, noise in noise_layers(self.model).items()}
+        recipes = {
+            name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
+            for name, layer in noise_layers(self.model).items()
+        }
         return {**super().document(), "recipes": recipes}
 
     @classmethod
@@ -63,11 +68,15 @@ class NoisePosterior(Posterior):
                 raise FlowBNNError(
                     f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'"
                 )
-            recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
-            if recipes == {name: recipes[name] for name in recipes if name == ""}:
-                network = to_stochastic(network, {"*": recipes[""]})
-            else:
-                network = to_stochastic(network, dict(recipes))
+            try:
+                recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
+            except FlowBNNError as error:
+                raise FlowBNNError(f"'{path}' cannot be loaded into a plain network: {error}") from None
+            if not recipes:
+                raise FlowBNNError(f"'{path}' is damaged: it names no layer with noise")
+            network = to_stochastic(
+                network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
+            )
         return cls.restore(network, tensors, document, path)
 
 
@@ -84,6 +93,12 @@ class Bundle(nn.Module):
 
 def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
     """A look at the data without disturbing the run: torch's generator is put back."""
+    if not hasattr(loader, "__iter__"):
+        raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
+    if hasattr(loader, "__next__"):
+        raise FlowBNNError(
+            "this loader can be gone through only once; give a DataLoader, or a list of batches"
+        )
     state = torch.get_rng_state()
     own = getattr(loader, "generator", None)
     own_state = own.get_state() if isinstance(own, torch.Generator) else None
@@ -102,8 +117,9 @@ def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
 def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str) -> tuple[Likelihood, Any]:
     """The likelihood, checked on the first batch, and that batch's inputs."""
     inputs, targets = first_batch(loader)
+    inputs = move(inputs, device_of(model), dtype_of(model))
     with evaluating(model):
-        outputs = call(model, move(inputs, device_of(model)))
+        outputs = call(model, inputs)
     chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
     chosen.check(outputs, targets)
     return chosen, inputs
@@ -170,14 +186,15 @@ def fit(
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise")
     chosen, inputs = prepare(model, loader, likelihood)
-    idle = set(noise_layers(model)) - set(call_order(model, move(inputs, device_of(model))))
+    align_batch_axes(model, inputs)
+    idle = set(noise_layers(model)) - set(call_order(model, inputs))
     for name in sorted(idle):
         warnings.warn(
             f"layer '{name}' carries noise but the network never calls it (its weights are read by another module), so its noise "
             "has no effect; leave it plain with None in the rules",
             FlowBNNWarning,
         )
-    objective = ELBO(chosen, num_data or count_data(loader), beta, gamma)
+    objective = ELBO(chosen, count_data(loader) if num_data is None else num_data, beta, gamma)
     bundle = Bundle(model, chosen)
     groups = parameter_groups(model, weight_lr, noise_lr, weight_decay)
     extra = [p for p in chosen.parameters() if p.requires_grad]
@@ -190,23 +207,25 @@ def fit(
         if samples > 1:
             some, targets = repeat(some, samples), repeat(targets, samples)
         outputs = wrapped(some)
-        if clock.epoch == 0:
+        # a check waits for the device: on one, only the first epoch is checked
+        if clock.epoch == 0 or targets.device.type == "cpu":
             chosen.check(outputs, targets)
         terms = objective(model, outputs, targets, warm_up(clock.progress, warmup))
         return terms.loss, terms.logs()
 
     model.train()
-    history = train(
-        bundle,
-        step,
-        engine,
-        loader,
-        settings,
-        schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
-        validate=None
-        if validation is None
-        else validator(NoisePosterior(model, chosen), validation, samples=8),
-    )
+    with noise(model, "sample"):
+        history = train(
+            bundle,
+            step,
+            engine,
+            loader,
+            settings,
+            schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
+            validate=None
+            if validation is None
+            else validator(NoisePosterior(model, chosen), validation, samples=8),
+        )
     model.eval()
     posterior = NoisePosterior(model, chosen, history)
     for health in posterior_health(model):

@@ -54,7 +54,7 @@ def fit_point(
     def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = split_batch(batch)
         outputs = wrapped(inputs)
-        if clock.epoch == 0:
+        if clock.epoch == 0 or targets.device.type == "cpu":
             chosen.check(outputs, targets)
         log_likelihood = chosen.log_prob(outputs, targets).mean()
         return -log_likelihood, {"log_likelihood": log_likelihood.detach()}

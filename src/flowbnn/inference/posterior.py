@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, rows, split_batch, take
-from flowbnn.inference.sampling import device_of, evaluating, max_rows
+from flowbnn.inference.sampling import device_of, dtype_of, evaluating, max_rows
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.training import History, check_architecture, load_tensors, save_tensors, track
 
@@ -30,6 +30,7 @@ class Posterior:
 
     kind: ClassVar[str] = "posterior"
     default_samples: ClassVar[int] = 128
+    parts: ClassVar[tuple[str, ...]] = ("likelihood", "history")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -81,13 +82,16 @@ class Posterior:
     ) -> tuple[Any, Tensor | None]:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
         samples = self.default_samples if samples is None else samples
-        if samples < 1:
-            raise FlowBNNError(f"samples is at least 1, not {samples}")
+        if not isinstance(samples, int) or samples < 1:
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
         seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
         options = {"shared": shared, "seed": seed, "max_batch": max_batch}
         if _is_batch(inputs):
             _check_finite(inputs)
-            return self.likelihood.predictive(self.outputs(inputs, samples, **options)), None  # type: ignore[arg-type]
+            with evaluating(self.likelihood):
+                return self.likelihood.predictive(self.outputs(inputs, samples, **options)), None  # type: ignore[arg-type]
+        if not hasattr(inputs, "__iter__"):
+            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
         outputs, targets = [], []
         for index, batch in enumerate(track(inputs, "predicting", progress)):
             some, truth = split_batch(batch)
@@ -102,7 +106,7 @@ class Posterior:
         with evaluating(self.likelihood):
             home = next(iter(self.likelihood.parameters()), torch.empty(0)).device
             predictive = self.likelihood.predictive(torch.cat(outputs, 1).to(home))
-        return predictive, torch.cat(targets) if targets else None
+        return predictive, self.likelihood.canonical(torch.cat(targets)) if targets else None
 
     def document(self) -> dict[str, Any]:
         """What is saved beside the tensors."""
@@ -122,10 +126,15 @@ class Posterior:
     def read(cls, path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and document of a saved posterior of this kind."""
         tensors, document = load_tensors(path)
-        if document.get("kind") != cls.kind:
-            raise FlowBNNError(
-                f"'{path}' holds a {document.get('kind', 'file of another kind')}, not a {cls.kind}"
-            )
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if kind != cls.kind:
+            raise FlowBNNError(f"'{path}' holds a {kind or 'file of another kind'}, not a {cls.kind}")
+        for name in cls.parts:
+            if not isinstance(document.get(name), dict):
+                raise FlowBNNError(f"'{path}' is damaged: it has no {name}")
+        for name, value in tensors.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise FlowBNNError(f"'{path}' is damaged: '{name}' holds NaN or infinity")
         return tensors, document
 
     @classmethod
@@ -133,7 +142,11 @@ class Posterior:
         cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any
     ) -> "Posterior":
         """Fill ``model`` with stored tensors; it stays untouched if they do not fit."""
-        likelihood = make_likelihood(document["likelihood"])
+        try:
+            likelihood = make_likelihood(document["likelihood"])
+            history = History.from_dict(document["history"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FlowBNNError(f"'{path}' is damaged: {error}") from None
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             check_architecture(target, given, path)
@@ -141,7 +154,7 @@ class Posterior:
             target.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             )
-        return cls(model, likelihood, History.from_dict(document["history"]))
+        return cls(model, likelihood, history)
 
 
 class PointPosterior(Posterior):
@@ -153,7 +166,7 @@ class PointPosterior(Posterior):
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
     ) -> Tensor:
-        inputs = move(inputs, device_of(self.model))
+        inputs = move(inputs, device_of(self.model), dtype_of(self.model))
         total = rows(inputs)
         if total == 0:
             raise FlowBNNError("there is nothing to predict: the batch holds no rows")

@@ -1,23 +1,31 @@
 r"""Many samples of a network's outputs, in few and full passes.
 
 The sample axis is folded into the batch: ``S`` blocks of the same inputs. Where the network allows it the fold happens at the
-first stochastic layer, so that what comes before is computed once. Whether it does is found out by comparing both ways on two
-rows: a skip connection around that layer, say, does not.
+first stochastic layer, so that what comes before is computed once; a skip connection around that layer, say, does not allow it.
+A network in which some noisy layer sees no examples at all (the embedding of positions) cannot fold, and takes its samples one
+by one. Which of the three it is, is found out on two rows, by comparing with samples taken one by one.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import call, move, repeat, rows, take
-from flowbnn.layers import Noise, noise, noise_layers
+from flowbnn.inference.batches import call, move, repeat, rows, take, tensors_of
+from flowbnn.layers import noise, noise_layers
 
-__all__ = ["call_order", "device_of", "max_rows", "sample_outputs"]
+__all__ = ["call_order", "device_of", "dtype_of", "evaluating", "max_rows", "plan_for", "sample_outputs"]
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The precision of the network's weights, which its inputs are brought to."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -90,26 +98,60 @@ def max_rows(model: nn.Module, inputs: Any) -> int:
     return int(min(max(_free_memory(device_of(model)) // per_row, 16), 2**17))
 
 
-def _late_fold(model: nn.Module, inputs: Any) -> Noise | None:
-    """The first noisy layer, if the samples may enter there."""
-    if rows(inputs) < 2:
-        return None
-    few = take(inputs, 0, 2)
+@dataclass(frozen=True)
+class Plan:
+    """How a network takes its samples: ``"late"`` (at the layer ``first``), ``"input"`` or ``"single"``; and its widest row."""
+
+    fold: str
+    first: str = ""
+
+
+_PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def plan_for(model: nn.Module, inputs: Any) -> Plan:
+    """The plan for inputs of this shape, found once and remembered with the network."""
+    known = _PLANS.setdefault(model, {})
+    layouts = tuple((name, layer.layout, layer.site) for name, layer in noise_layers(model).items())
+    key = (layouts, tuple(tensor.shape[1:] for tensor in tensors_of(inputs)))
+    if key not in known:
+        known[key] = _find_plan(model, take(inputs, 0, 2)) if rows(inputs) > 1 else Plan("single")
+        if rows(inputs) == 1:
+            return known.pop(key)  # one row tells nothing; ask again when there are two
+    return known[key]
+
+
+def _find_plan(model: nn.Module, few: Any) -> Plan:
     order = call_order(model, few)
-    if not order:
-        return None
-    first = noise_layers(model)[order[0]]
-    if first.layout.batch_axis != 0:
-        return None
-    with evaluating(model), noise(model, "shared", samples=3, seed=0):
-        early = call(model, repeat(few, 3))
-        first.repeat = 3
-        try:
-            late = call(model, few)
-        except Exception:  # any failure means the same: this network wants its samples at the input
-            return None
-    same = late.shape == early.shape and torch.allclose(late, early, rtol=1e-4, atol=1e-5)
-    return first if same else None
+    samples = 3
+    with evaluating(model), noise(model, "shared", samples, seed=0):
+        layers = noise_layers(model)
+
+        def attempt(fold: str, low: int, high: int) -> Tensor | None:
+            for layer in layers.values():
+                layer.part, layer.repeat = (low, high), 1
+            if fold == "late":
+                layers[order[0]].repeat = high - low
+            try:
+                return call(model, repeat(few, high - low) if fold == "input" else few)
+            except Exception:  # whatever the reason, this way does not serve this network
+                return None
+
+        singles = [attempt("single", index, index + 1) for index in range(samples)]
+        if any(single is None for single in singles):
+            return Plan("single")  # the network itself fails: let the real call say why
+        truth = torch.cat([single for single in singles if single is not None])
+        for fold in ("late", "input"):
+            if fold == "late" and not (order and layers[order[0]].layout.batch_axis == 0):
+                continue
+            found = attempt(fold, 0, samples)
+            if (
+                found is not None
+                and found.shape == truth.shape
+                and torch.allclose(found, truth, rtol=1e-3, atol=1e-4)
+            ):
+                return Plan(fold, order[0] if fold == "late" else "")
+    return Plan("single")
 
 
 def sample_outputs(
@@ -128,26 +170,28 @@ def sample_outputs(
         seed: of the draws; None takes one from torch's global generator.
         max_batch: rows in one pass; None measures what the device holds.
     """
-    if samples < 1:
-        raise FlowBNNError(f"samples is at least 1, not {samples}")
+    if not isinstance(samples, int) or samples < 1:
+        raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
     if max_batch is not None and max_batch < 1:
         raise FlowBNNError(f"max_batch is at least 1, not {max_batch}")
     device = device_of(model)
-    inputs = move(inputs, device)
+    inputs = move(inputs, device, dtype_of(model))
     batch = rows(inputs)
     if batch == 0:
         raise FlowBNNError("there is nothing to predict: the batch holds no rows")
     limit = max_batch or max_rows(model, inputs)
-    at_once = min(samples, limit)  # samples in one pass, and below: inputs in one pass
+    plan = plan_for(model, inputs)
+    at_once = (
+        1 if plan.fold == "single" else min(samples, limit)
+    )  # samples in one pass, and below: inputs in one pass
     step = max(1, limit // at_once)
     seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-    first = _late_fold(model, inputs)
     generator = None if shared else torch.Generator(device).manual_seed(seed)
     with (
         evaluating(model),
         noise(model, "shared" if shared else "sample", samples if shared else 1, seed, generator),
     ):
-        layers = noise_layers(model).values()
+        layers = noise_layers(model)
         columns = []
         for start in range(0, batch, step):
             some = take(inputs, start, min(start + step, batch))
@@ -155,11 +199,11 @@ def sample_outputs(
             blocks = []
             for low in range(0, samples, at_once):
                 high = min(low + at_once, samples)
-                for layer in layers:
+                for layer in layers.values():
                     layer.part = (low, high)
-                if first is not None:
-                    first.repeat = high - low
-                outputs = call(model, some if first is not None else repeat(some, high - low))
+                if plan.fold == "late":
+                    layers[plan.first].repeat = high - low
+                outputs = call(model, repeat(some, high - low) if plan.fold == "input" else some)
                 if outputs.shape[0] != (high - low) * count:
                     raise FlowBNNError(
                         f"the network gave {outputs.shape[0]} rows of outputs for {(high - low) * count} rows of inputs; "

@@ -1,0 +1,141 @@
+"""Where a pushed distribution lives: what each map does to the line, and the way back that notices what has no preimage."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints, transform_to
+from torch.distributions.constraints import Constraint
+
+from flowbnn.distributions.foreign import TorchTransform
+from flowbnn.numerics import sum_rightmost
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.permutation import Permutation
+
+__all__ = ["covers_everything", "image", "inner_point", "pull_back"]
+
+Step = tuple[Transform, bool]  # a transform, and whether it runs backwards
+
+_REAL = constraints.real
+_MAPS: list[tuple[Any, Constraint, Constraint]] = [
+    ((Exp, Softplus), _REAL, constraints.positive),
+    (Sigmoid, _REAL, constraints.unit_interval),
+    (Tanh, _REAL, constraints.interval(-1.0, 1.0)),
+    (Logit, constraints.unit_interval, _REAL),
+    (LeakyReLU, _REAL, _REAL),
+]
+
+
+def _steps(transform: Transform, backwards: bool = False) -> list[Step]:
+    """The simple maps that a transform is made of, in the order of application."""
+    if isinstance(transform, Inverse):
+        return _steps(transform.part, not backwards)
+    if isinstance(transform, Compose):
+        parts = list(transform)
+        return [step for part in (parts[::-1] if backwards else parts) for step in _steps(part, backwards)]
+    return [(transform, backwards)]
+
+
+def _of_numbers(constraint: Any) -> Any:
+    """What a constraint asks of each number, its events left aside."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return constraint
+
+
+def _ends(step: Step) -> tuple[Any, Any] | None:
+    """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
+    part, backwards = step
+    found: tuple[Any, Any] | None = None
+    if isinstance(part, TorchTransform):
+        domain, codomain = map(_of_numbers, part.ends() or (None, None))
+        if domain is not None and domain.event_dim == codomain.event_dim == 0:
+            found = domain, codomain
+    for kinds, domain, codomain in _MAPS:
+        if isinstance(part, kinds):
+            found = domain, codomain
+    return (found[1], found[0]) if found is not None and backwards else found
+
+
+def _is_real(constraint: Any) -> bool:
+    return isinstance(constraint, type(_REAL))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first is second or (_is_real(first) and _is_real(second)):
+        return True
+    if not isinstance(first, type(constraints.unit_interval)) or not isinstance(second, type(first)):
+        return False
+    lower = torch.as_tensor(first.lower_bound == second.lower_bound)
+    return bool((lower & torch.as_tensor(first.upper_bound == second.upper_bound)).all())
+
+
+def _base_support(base: Any) -> Any:
+    try:
+        return base.support
+    except NotImplementedError:
+        return _REAL
+
+
+def inner_point(base: Any, like: Tensor) -> Tensor:
+    """A point where the base has a density, as often as ``like`` has room for it.
+
+    >>> inner_point(torch.distributions.Uniform(2.0, 4.0), torch.zeros(2))
+    tensor([3., 3.])
+    """
+    try:
+        return transform_to(_of_numbers(_base_support(base)))(torch.zeros_like(like))
+    except NotImplementedError:  # a constraint that torch cannot reach: leave it to the base
+        return like
+
+
+def image(base: Any, transform: Transform) -> Constraint | None:
+    """What the pushed distribution's numbers satisfy, or None where no simple constraint says it.
+
+    >>> image(torch.distributions.Normal(0.0, 1.0), Compose(Sigmoid(), Logit(), Exp()))
+    GreaterThan(lower_bound=0.0)
+    """
+    region = _of_numbers(_base_support(base))
+    for step in _steps(transform):
+        ends = _ends(step)
+        if ends is not None and (_is_real(region) or _same(region, ends[0])):
+            region = ends[1]
+        elif not isinstance(step[0], Permutation) and not _is_real(region):
+            return None
+    return region
+
+
+def covers_everything(base: Any, transform: Transform) -> bool:
+    """Whether every point has a preimage, so that :func:`pull_back` has nothing to notice."""
+    return _is_real(_of_numbers(_base_support(base))) and all(
+        ends is None or _is_real(ends[1]) for ends in map(_ends, _steps(transform))
+    )
+
+
+def _any_rightmost(wrong: Tensor, axes: int) -> Tensor:
+    return wrong.flatten(-axes).any(-1) if axes > 1 else wrong.any(-1) if axes else wrong
+
+
+def pull_back(
+    base: Any, transform: Transform, value: Tensor, context: Tensor | None, event_axes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The preimage, the log-det of the way back, and whether there is no preimage; the latter two without event axes.
+
+    The elementwise inverses move what lies outside their range onto its border, so each range is checked on the way.
+    """
+    outside = _any_rightmost(value.isinf(), event_axes)
+    log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
+    for step in reversed(_steps(transform)):
+        part, backwards = step
+        ends = _ends(step)
+        if ends is not None and not _is_real(ends[1]):
+            outside = outside | _any_rightmost(~ends[1].check(value) & ~value.isnan(), event_axes)
+        value, change = (part.forward if backwards else part.inverse)(value, context)
+        log_det = log_det + sum_rightmost(change, event_axes - part.event_dim)
+    support = _base_support(base)
+    if not _is_real(_of_numbers(support)):
+        wrong = ~support.check(value) & ~_any_rightmost(value.isnan(), support.event_dim)
+        outside = outside | _any_rightmost(wrong, event_axes - support.event_dim)
+    return value, log_det, outside
