@@ -150,13 +150,14 @@ def demo(
 ) -> None:
     """Run two-clusters and digits and write the report: about a minute on two cores."""
     with _told(f"flowbnn demo --out {out}{' --quick' if quick else ''}"):
-        from flowbnn.report import find_results, write_report
+        from flowbnn.report import write_report
         from flowbnn.studies import get_study, open_workers, run_study
         from flowbnn.training import check_writable
 
         check_writable(out / "report.html")
+        names = ("two-clusters", "digits")
         with open_workers(_jobs(jobs, "auto")) as workers:
-            for name in ("two-clusters", "digits"):
+            for name in names:
                 study = get_study(name)
                 results = run_study(
                     study,
@@ -168,7 +169,7 @@ def demo(
                     command=f"flowbnn run {name}{' --quick' if quick else ''}",
                 )
                 _show(results)
-        page = write_report(find_results(out), out / "report.html")
+        page = write_report([out / name / "results.json" for name in names], out / "report.html")
         typer.echo(f"\nThe report: {page}")
 
 

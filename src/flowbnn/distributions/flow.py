@@ -163,7 +163,7 @@ class _Image(constraints.Constraint):
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.event_dim = len(flow.event_shape)  # type: ignore[misc]
+        self.event_dim = len(flow.event_shape)
 
     def check(self, value: Tensor) -> Tensor:
         z, _, outside = self.flow._pull_back(value)

@@ -141,7 +141,7 @@ def _put_together(plan: Any, owner: nn.Module) -> Any:
     if isinstance(plan, _Slot):
         return getattr(owner, plan.name)
     if isinstance(plan, _Object):
-        whole = object.__new__(plan.kind)
+        whole: Any = object.__new__(plan.kind)
         for name, part in plan.state.items():
             setattr(whole, name, _put_together(part, owner))
         return whole

@@ -1,0 +1,344 @@
+"""What a user of torch.distributions expects of a flow: moments, support, validation, shapes."""
+
+import pytest
+import torch
+from torch.distributions import (
+    Categorical,
+    Exponential,
+    HalfNormal,
+    Independent,
+    Laplace,
+    LogNormal,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    TransformedDistribution,
+    Uniform,
+    constraints,
+)
+from torch.distributions import transforms as torch_transforms
+
+from flowbnn.distributions import DiagonalNormal, Flow, NormalMixture, from_torch
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import (
+    Affine,
+    AffineCoupling,
+    Compose,
+    Exp,
+    Inverse,
+    LeakyReLU,
+    Logit,
+    LULinear,
+    Planar,
+    Reverse,
+    Sigmoid,
+    Softplus,
+    Tanh,
+    Transform,
+)
+
+DOUBLE = torch.float64
+LOC = torch.tensor([0.3, -1.0, 2.0], dtype=DOUBLE)
+SCALE = torch.tensor([0.5, 1.5, 0.2], dtype=DOUBLE)
+
+
+def perturbed(transform: Transform, size: float = 0.4) -> Transform:
+    generator = torch.Generator().manual_seed(3)
+    transform.double()
+    with torch.no_grad():
+        for parameter in transform.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=DOUBLE))
+    return transform.eval().requires_grad_(False)
+
+
+def matrix_of(transform: Transform, dim: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    offset = transform(torch.zeros(dim, dtype=DOUBLE))[0]
+    return (transform(torch.eye(dim, dtype=DOUBLE))[0] - offset).T, offset
+
+
+# --- moments ------------------------------------------------------------------------------------------------------------
+
+FULL = MultivariateNormal(
+    LOC, torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 0.7]], dtype=DOUBLE)
+)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [DiagonalNormal(LOC, SCALE), Independent(Normal(LOC, SCALE), 1), Normal(LOC, SCALE), FULL],
+    ids=["diagonal", "independent", "batch", "full"],
+)
+@pytest.mark.parametrize("make", [lambda: Affine(3), lambda: Compose(LULinear(3), Affine(3), Reverse(3))])
+def test_an_affine_image_of_a_normal_is_torchs_multivariate_normal(base, make):
+    flow = Flow(base, perturbed(make()))
+    matrix, offset = matrix_of(flow.transform)
+    covariance = base.covariance_matrix if base is FULL else torch.diag(SCALE**2)
+    expected = MultivariateNormal(matrix @ LOC + offset, matrix @ covariance @ matrix.T)
+    for name in ("mean", "variance", "stddev"):
+        torch.testing.assert_close(getattr(flow, name), getattr(expected, name), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flow.entropy(), expected.entropy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: Affine(3), lambda: Compose(Affine(3), LULinear(3))])
+def test_moments_of_a_mixture_through_a_matrix(make):
+    """The entries of a mixture go together: its covariance is not diagonal."""
+    generator = torch.Generator().manual_seed(0)
+    loc = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
+    scale = torch.rand(2, 4, 3, generator=generator, dtype=DOUBLE) + 0.1
+    flow = Flow(NormalMixture(loc, scale), perturbed(make()))
+    matrix, offset = matrix_of(flow.transform)
+    second = torch.diag_embed(scale**2).mean(1) + loc.mT @ loc / 4
+    mean = loc.mean(1)
+    covariance = second - mean[:, :, None] * mean[:, None, :]
+    torch.testing.assert_close(flow.mean, mean @ matrix.T + offset, rtol=0, atol=1e-12)
+    expected = (matrix @ covariance @ matrix.T).diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(flow.variance, expected, rtol=0, atol=1e-12)
+    with pytest.raises(NotImplementedError, match="entropy of NormalMixture has no closed form"):
+        flow.entropy()
+
+
+def test_other_bases_have_their_moments_too():
+    base = Laplace(LOC, SCALE)
+    flow = Flow(base, perturbed(Compose(Affine(3), LULinear(3))))
+    matrix, offset = matrix_of(flow.transform)
+    torch.testing.assert_close(flow.mean, matrix @ LOC + offset, rtol=0, atol=1e-12)
+    torch.testing.assert_close(flow.variance, matrix.square() @ base.variance, rtol=0, atol=1e-12)
+    expected = base.entropy().sum() + torch.linalg.slogdet(matrix)[1]
+    torch.testing.assert_close(flow.entropy(), expected, rtol=0, atol=1e-12)
+
+
+def test_moments_follow_a_context():
+    class Shifted(Transform):
+        linearity = "affine"
+
+        def forward(self, z, context=None):
+            return z.flip(-1) * 2.0 + context, z.new_full(z.shape[:-1], 3 * 0.6931471805599453)
+
+    context = torch.arange(15.0, dtype=DOUBLE).view(5, 3)
+    flow = Flow(DiagonalNormal(LOC, SCALE), Shifted(), context)
+    torch.testing.assert_close(flow.mean, 2.0 * LOC.flip(0) + context)
+    torch.testing.assert_close(flow.stddev, (2.0 * SCALE.flip(0)).expand(5, 3))
+    torch.testing.assert_close(
+        flow.entropy(), Normal(LOC, 2.0 * SCALE).entropy().sum().expand(5), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["mean", "variance", "stddev", "entropy"])
+def test_what_has_no_closed_form_says_how_to_estimate_it(name):
+    flow = Flow(DiagonalNormal(LOC, SCALE), perturbed(Planar(3)))
+    with pytest.raises(NotImplementedError, match="Planar has no closed form; estimate it by .*flow\\."):
+        flow.entropy() if name == "entropy" else getattr(flow, name)
+
+
+# --- support ------------------------------------------------------------------------------------------------------------
+
+
+def standard(dim: int = 2, **options) -> Independent:
+    return Independent(Normal(torch.zeros(dim), torch.ones(dim)), 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (Exp(), constraints.positive),
+        (Softplus(), constraints.positive),
+        (Sigmoid(), constraints.unit_interval),
+        (Tanh(), constraints.interval(-1.0, 1.0)),
+        (LeakyReLU(), constraints.real),
+        (Inverse(Logit()), constraints.unit_interval),
+        (Compose(Affine(2), Exp()), constraints.positive),
+        (Compose(Exp(), Reverse(2)), constraints.positive),
+        (Compose(Exp(), Inverse(Exp())), constraints.real),
+        (Compose(Sigmoid(), Logit(), Planar(2)), constraints.real),
+        (Inverse(Compose(Inverse(Tanh()), Affine(2))), constraints.interval(-1.0, 1.0)),
+        (from_torch(torch_transforms.SigmoidTransform()), constraints.unit_interval),
+    ],
+)
+def test_support_is_the_declared_range(transform, expected):
+    found = Flow(standard(), transform).support
+    assert (found.event_dim, repr(found.base_constraint)) == (1, repr(expected))
+
+
+def test_support_of_numbers_and_of_other_bases():
+    assert Flow(Normal(0.0, 1.0), Exp()).support is constraints.positive
+    assert Flow(Uniform(torch.zeros(2), torch.ones(2)), Logit()).support is constraints.real
+    assert Flow(Exponential(torch.ones(2)), Reverse(2)).support.base_constraint is constraints.nonnegative
+
+
+@pytest.mark.parametrize(
+    ("transform", "inside", "outside"),
+    [
+        (Exp(), [0.5, 3.0], [[-0.5, 3.0], [0.5, -3.0], [0.0, 1.0], [float("inf"), 1.0]]),
+        (Softplus(), [0.5, 3.0], [[-0.5, 3.0]]),
+        (Sigmoid(), [0.2, 0.7], [[-0.1, 0.5], [0.5, 1.1]]),
+        (Tanh(), [-0.2, 0.7], [[-1.1, 0.5], [0.5, 3.0]]),
+        (Inverse(Logit()), [0.2, 0.7], [[-0.1, 0.5]]),
+        (Compose(Exp(), Tanh()), [0.2, 0.7], [[-0.2, 0.5], [0.5, 1.5]]),
+        (Compose(Sigmoid(), Reverse(2), perturbed(Affine(2)).float()), [0.9, 0.2], [[9.0, 0.2], [0.9, -9.0]]),
+        (from_torch(torch_transforms.TanhTransform()), [-0.2, 0.7], [[-1.1, 0.5]]),
+        (
+            from_torch(
+                torch_transforms.ComposeTransform(
+                    [torch_transforms.ExpTransform(), torch_transforms.AffineTransform(1.0, 2.0)]
+                )
+            ),
+            [1.2, 3.0],
+            [[0.9, 3.0], [1.2, -5.0]],
+        ),
+    ],
+)
+@pytest.mark.parametrize("base", [standard(), standard(validate_args=False)], ids=["checked", "unchecked"])
+def test_outside_the_support_the_density_is_zero(transform, inside, outside, base):
+    """Whether or not the base checks its own arguments, which torch's do unless told otherwise."""
+    flow = Flow(base, transform)
+    strict = Flow(base, transform, validate_args=True)
+    inner, outer = torch.tensor(inside), torch.tensor(outside)
+    z, log_det = transform.inverse(inner)
+    expected = base.log_prob(z) + (log_det.sum(-1) if log_det.ndim else log_det)
+    torch.testing.assert_close(flow.log_prob(inner), expected)
+    assert strict.log_prob(inner) == flow.log_prob(inner)
+    assert flow.log_prob(outer).tolist() == [-torch.inf] * len(outside)
+    assert flow.log_prob(torch.cat([outer, inner[None]])).isfinite().tolist() == [False] * len(outside) + [
+        True
+    ]
+    finite = outer[outer.isfinite().all(-1)]
+    assert strict.support.check(inner)
+    assert not strict.support.check(finite).any()
+    for row in finite:
+        with pytest.raises(ValueError, match="within the support"):
+            strict.log_prob(row)
+
+
+def test_a_bounded_base_bounds_the_flow():
+    shift = Affine(1)
+    with torch.no_grad():
+        shift.shift.fill_(5.0)
+    value = torch.tensor([[4.5], [5.5], [6.5]])
+    flow = Flow(Uniform(torch.zeros(1), torch.ones(1)), shift)
+    assert flow.log_prob(value).exp().tolist() == [0.0, 1.0, 0.0]
+    assert flow.support.check(value).tolist() == [False, True, False]
+    lazy = Flow(HalfNormal(torch.ones(1), validate_args=False), shift)
+    assert lazy.log_prob(value).isfinite().tolist() == [False, True, True]
+
+
+def test_the_density_agrees_with_torchs_lognormal_across_the_border():
+    flow, theirs = Flow(Normal(0.0, 1.0), Exp()), LogNormal(0.0, 1.0)
+    x = torch.tensor([0.01, 1.0, 50.0])
+    torch.testing.assert_close(flow.log_prob(x), theirs.log_prob(x))
+    assert flow.log_prob(torch.tensor(-1.0)) == -torch.inf
+    unchecked = Flow(DiagonalNormal(torch.zeros(1), torch.ones(1)), Exp())
+    assert unchecked.log_prob(torch.tensor([torch.nan])).isnan(), "not a number is not a zero density"
+
+
+def test_validation_is_off_unless_asked_for_and_is_torchs():
+    bad = torch.full((3,), float("nan"))
+    for kind in (DiagonalNormal(LOC, SCALE), NormalMixture(LOC[None], SCALE[None])):
+        assert kind.log_prob(bad).isnan()
+        assert Flow(kind, Affine(3).double()).log_prob(bad).isnan()
+        with pytest.raises(ValueError, match="within the support"):
+            type(kind)(kind.loc, kind.scale, validate_args=True).log_prob(bad)
+        with pytest.raises(ValueError, match="within the support"):
+            Flow(kind, Affine(3).double(), validate_args=True).expand((2,)).log_prob(bad)
+        with pytest.raises(ValueError, match="to satisfy the constraint"):
+            type(kind)(kind.loc, -kind.scale, validate_args=True)
+
+
+# --- shapes, draws, names -----------------------------------------------------------------------------------------------
+
+
+def test_a_context_makes_a_batch_of_distributions():
+    coupling = perturbed(AffineCoupling(3, hidden=(8,), context_dim=2))
+    context = torch.randn(5, 2, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    flow = Flow(DiagonalNormal(LOC, SCALE), coupling, context)
+    assert (flow.batch_shape, flow.event_shape) == ((5,), (3,))
+    x, log_prob = flow.rsample_and_log_prob((4,))
+    assert (x.shape, log_prob.shape) == ((4, 5, 3), (4, 5))
+    torch.testing.assert_close(flow.log_prob(x), log_prob, rtol=0, atol=1e-10)
+    each = [Flow(DiagonalNormal(LOC, SCALE), coupling, row) for row in context]
+    assert each[0].batch_shape == ()
+    apart = torch.stack([one.log_prob(LOC) for one in each])
+    torch.testing.assert_close(flow.log_prob(LOC), apart, rtol=1e-12, atol=0)
+    assert apart.std() > 1e-3
+    wide = flow.expand((7, 5))
+    torch.testing.assert_close(wide.log_prob(LOC), apart.expand(7, 5), rtol=1e-12, atol=0)
+    assert Flow(Normal(LOC, SCALE), coupling, context).rsample((4,)).shape == (4, 5, 3)
+    with pytest.raises(FlowBNNError, match=r"\(4,\) and \(5,\) do not broadcast"):
+        Flow(DiagonalNormal(LOC, SCALE).expand((4,)), coupling, context)
+
+
+def test_scales_broadcast_as_torchs_do():
+    for ours, theirs in (
+        (DiagonalNormal(LOC, torch.tensor(0.5, dtype=DOUBLE)), Normal(LOC, 0.5)),
+        (DiagonalNormal(LOC, 0.5), Normal(LOC, 0.5)),
+        (DiagonalNormal(LOC, SCALE.expand(4, 3)), Normal(LOC, SCALE.expand(4, 3))),
+    ):
+        expected = Independent(theirs, 1)
+        assert ours.batch_shape == expected.batch_shape
+        torch.testing.assert_close(ours.entropy(), expected.entropy(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(ours.log_prob(LOC + 1), expected.log_prob(LOC + 1), rtol=0, atol=1e-12)
+        assert ours.rsample((2,)).shape == expected.rsample((2,)).shape
+        assert torch.equal(ours.stddev, expected.stddev)
+        assert torch.equal(ours.mode, expected.mode)
+    mixture = NormalMixture(LOC.expand(2, 3), torch.tensor(0.5, dtype=DOUBLE))
+    torch.testing.assert_close(mixture.log_prob(LOC), DiagonalNormal(LOC, 0.5).log_prob(LOC))
+    with pytest.raises(FlowBNNError, match="shape \\(..., dim\\), not \\(\\)"):
+        DiagonalNormal(torch.tensor(0.0), torch.tensor(1.0))
+    with pytest.raises(FlowBNNError, match="shape \\(..., dim\\), not float"):
+        DiagonalNormal(0.0, 1.0)
+    with pytest.raises(FlowBNNError, match="components, dim\\), not \\(3,\\)"):
+        NormalMixture(LOC, SCALE)
+    with pytest.raises(FlowBNNError, match="do not broadcast"):
+        DiagonalNormal(LOC, SCALE[:2])
+
+
+def test_a_base_without_reparameterized_draws():
+    base = MixtureSameFamily(
+        Categorical(torch.ones(2)), Independent(Normal(torch.randn(2, 3), torch.ones(2, 3)), 1)
+    )
+    flow = Flow(base, Affine(3))
+    assert not flow.has_rsample
+    assert flow.sample((4,)).shape == (4, 3)
+    torch.testing.assert_close(flow.log_prob(torch.ones(3)), base.log_prob(torch.ones(3)))
+    with pytest.raises(NotImplementedError, match="MixtureSameFamily has no rsample"):
+        flow.rsample((4,))
+    with pytest.raises(NotImplementedError, match="has no rsample"):
+        flow.rsample_and_log_prob((4,))
+    with pytest.raises(FlowBNNError, match="takes no generator"):
+        flow.sample((4,), torch.Generator())
+    assert Flow(DiagonalNormal(LOC, SCALE), Affine(3)).has_rsample
+
+
+def test_samples_take_a_generator():
+    loc = LOC.clone().requires_grad_()
+    for kind in (DiagonalNormal(loc, SCALE), NormalMixture(loc[None], SCALE[None])):
+        first, second = (kind.sample((4,), generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        assert torch.equal(first, second)
+        assert not first.requires_grad
+        assert not torch.equal(first, kind.sample((4,), generator=torch.Generator().manual_seed(2)))
+
+
+def test_names():
+    flow = Flow(standard(), Compose(Affine(2), Inverse(Exp())))
+    assert repr(flow) == (
+        "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Exp)))"
+    )
+
+
+def test_torch_may_build_on_a_flow():
+    flow = Flow(standard(3), Affine(3))
+    outer = TransformedDistribution(flow, [torch_transforms.ExpTransform()])
+    x = outer.sample((2,))
+    expected = LogNormal(torch.zeros(3), torch.ones(3)).log_prob(x).sum(-1)
+    torch.testing.assert_close(outer.log_prob(x), expected)
+    assert Independent(flow.expand((4,)), 1).log_prob(torch.ones(4, 3)).ndim == 0
+
+
+@pytest.mark.parametrize("transform", [Planar(3), Compose(Affine(3), Sigmoid())], ids=["planar", "sigmoid"])
+def test_density_and_draws_compile(transform):
+    base = DiagonalNormal(torch.zeros(3), torch.ones(3))
+    x = torch.tensor([[0.2, 0.5, 0.7], [-0.2, 0.5, 0.7]])
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda value: Flow(base, transform).log_prob(value), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(x), Flow(base, transform).log_prob(x))

@@ -1,0 +1,190 @@
+"""The noise of the KL estimate, and the closed forms that torch's kl_divergence finds."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Independent, Laplace, MultivariateNormal, Normal, kl_divergence
+
+from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalMixture, divergence
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Affine, AffineCoupling, Compose, LULinear, Planar, Reverse
+
+DOUBLE = torch.float64
+
+
+def normal(dim: int, loc: float = 1.0, scale: float = 0.5) -> DiagonalNormal:
+    return DiagonalNormal(torch.full((dim,), loc, dtype=DOUBLE), torch.full((dim,), scale, dtype=DOUBLE))
+
+
+def near_identity(dim: int) -> Planar:
+    planar = Planar(dim, generator=torch.Generator().manual_seed(0)).double()
+    with (
+        torch.no_grad()
+    ):  # along w the start is the identity at u = log(e - 1) w; what is left of u moves the rest
+        planar.u.lerp_(math.log(math.e - 1.0) * planar.w, 0.8)
+    return planar.requires_grad_(False)
+
+
+def test_near_the_prior_the_terms_of_the_kl_cancel_draw_by_draw():
+    """An exact entropy beside a sampled cross-entropy has the spread of dim / 2 chi-squares: 1.41 here, whatever the flow."""
+    dim, draws = 64, 16
+    q, prior = Flow(normal(dim), near_identity(dim)), normal(dim)
+    generator = torch.Generator().manual_seed(1)
+    paired, mixed = [], []
+    for _ in range(200):
+        state = generator.get_state()
+        paired.append(divergence(q, prior, draws, generator).kl)
+        x, log_det = q.transform(q.base.rsample((draws,), generator.set_state(state)))
+        mixed.append((-prior.log_prob(x) - log_det).mean(0) - q.base.entropy())
+    paired, mixed = torch.stack(paired), torch.stack(mixed)
+    assert mixed.std() == pytest.approx((dim / 2 / draws) ** 0.5, rel=0.2)
+    assert paired.std() < 0.15 * mixed.std()
+    error = (mixed - paired).mean() / (mixed - paired).std() * 200**0.5
+    assert error.abs() < 4, "both estimate the same number"
+
+
+@pytest.mark.parametrize("base", [normal(8), Independent(Normal(normal(8).loc, normal(8).scale), 1)])
+def test_the_identity_has_no_kl_and_no_noise(base):
+    """A coupling starts at the identity, and one draw then says as much as many. The entropy is the base's, exactly."""
+    coupling = AffineCoupling(8).double()
+    assert coupling.linearity == "none"
+    found = divergence(Flow(base, coupling), normal(8), samples=1)
+    assert found.kl.abs() < 1e-12
+    torch.testing.assert_close(found.entropy, normal(8).entropy(), rtol=0, atol=1e-12)
+
+
+def test_a_prior_without_closed_form_is_paired_too():
+    mixture = NormalMixture(torch.ones(2, 64, dtype=DOUBLE), torch.full((2, 64), 0.5, dtype=DOUBLE))
+    q = Flow(normal(64), Affine(64).double())
+    found = divergence(q, mixture, samples=4)
+    assert found.kl.abs() < 1e-10
+    torch.testing.assert_close(found.entropy, normal(64).entropy(), rtol=0, atol=1e-12)
+    assert divergence(normal(64), mixture, samples=4).kl.abs() < 1e-10
+
+
+def test_gradients_are_those_of_the_mixed_estimate():
+    """The base is fixed, so its log-density at its own draws moves no parameter."""
+    q, prior = Flow(normal(5), Planar(5).double()), normal(5, 0.5, 0.8)
+    parameters = list(q.transform.parameters())
+    found = divergence(q, prior, 8, torch.Generator().manual_seed(0)).kl
+    x, log_det = q.transform(q.base.rsample((8,), torch.Generator().manual_seed(0)))
+    mixed = (-prior.log_prob(x) - log_det).mean(0)
+    for first, second in zip(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(mixed, parameters), strict=True
+    ):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+
+
+# --- closed forms -------------------------------------------------------------------------------------------------------
+
+GENERATOR = torch.Generator().manual_seed(5)
+Q_LOC, P_LOC = (torch.randn(2, 3, generator=GENERATOR, dtype=DOUBLE) for _ in range(2))
+Q_SCALE, P_SCALE = (torch.rand(2, 3, generator=GENERATOR, dtype=DOUBLE) + 0.3 for _ in range(2))
+
+
+def moved(dim: int = 3) -> Affine:
+    affine = Affine(dim).double()
+    with torch.no_grad():
+        for parameter in affine.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=GENERATOR, dtype=DOUBLE))
+    return affine
+
+
+def same_as(loc: torch.Tensor, scale: torch.Tensor, kind: str):
+    if kind == "ours":
+        return DiagonalNormal(loc, scale)
+    if kind == "torch":
+        return Independent(Normal(loc, scale), 1)
+    affine = moved()
+    factor = affine.log_scale.exp()
+    base_loc, base_scale = (loc - affine.shift) / factor, scale / factor
+    if kind == "flow of a batch":
+        return Flow(Normal(base_loc, base_scale), affine)
+    return Flow(Independent(Normal(base_loc, base_scale), 1), affine)
+
+
+@pytest.mark.parametrize("q_kind", ["ours", "torch", "flow", "flow of a batch"])
+@pytest.mark.parametrize("p_kind", ["ours", "torch", "flow", "flow of a batch"])
+def test_every_pair_of_normals_has_torchs_kl(q_kind, p_kind):
+    q, p = same_as(Q_LOC, Q_SCALE, q_kind), same_as(P_LOC, P_SCALE, p_kind)
+    plain_q, plain_p = same_as(Q_LOC, Q_SCALE, "torch"), same_as(P_LOC, P_SCALE, "torch")
+    expected = kl_divergence(plain_q, plain_p)
+    torch.testing.assert_close(kl_divergence(q, p), expected, rtol=0, atol=1e-12)
+    found = divergence(q, p)
+    torch.testing.assert_close(found.kl, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.entropy, plain_q.entropy(), rtol=0, atol=1e-12)
+
+
+def test_a_full_matrix_on_torchs_normals():
+    transform = Compose(moved(), LULinear(3, spread=0.5).double(), Reverse(3)).requires_grad_(False)
+    q = Flow(Independent(Normal(Q_LOC, Q_SCALE), 1), transform)
+    offset = transform(torch.zeros(3, dtype=DOUBLE))[0]
+    matrix = (transform(torch.eye(3, dtype=DOUBLE))[0] - offset).T
+    plain = MultivariateNormal(Q_LOC @ matrix.T + offset, matrix @ torch.diag_embed(Q_SCALE**2) @ matrix.T)
+    expected = kl_divergence(plain, MultivariateNormal(P_LOC, torch.diag_embed(P_SCALE**2)))
+    found = kl_divergence(q, Independent(Normal(P_LOC, P_SCALE), 1))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+def test_one_bijection_on_both_sides_leaves_the_kl():
+    planar = near_identity(3)
+    q, p = Flow(Normal(Q_LOC, Q_SCALE), planar), Flow(Normal(P_LOC, P_SCALE), planar)
+    expected = kl_divergence(Normal(Q_LOC, Q_SCALE), Normal(P_LOC, P_SCALE)).sum(-1)
+    torch.testing.assert_close(kl_divergence(q, p), expected, rtol=0, atol=1e-12)
+
+
+def test_numbers_are_not_taken_for_vectors():
+    """Two batches of numbers have a KL for each number, not one for the vector."""
+    q, p = Normal(Q_LOC[0], Q_SCALE[0]), Normal(P_LOC[0], P_SCALE[0])
+    torch.manual_seed(0)
+    count = 20_000
+    x = q.sample((count,))
+    error = (q.log_prob(x) - p.log_prob(x)).std(0) / count**0.5
+    estimate = divergence(q, p, samples=count).kl
+    assert estimate.shape == (3,)
+    assert ((estimate - kl_divergence(q, p)).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (Flow(normal(3), near_identity(3)), normal(3)),
+        (Flow(normal(3), near_identity(3)), Independent(Normal(P_LOC, P_SCALE), 1)),
+        (Flow(normal(3), Affine(3)), Independent(Laplace(P_LOC, P_SCALE), 1)),
+        (Independent(Laplace(P_LOC, P_SCALE), 1), normal(3)),
+        (normal(3), Flow(normal(3), near_identity(3))),
+    ],
+)
+def test_pairs_without_closed_form_say_how_to_estimate(pair):
+    with pytest.raises(NotImplementedError, match=r"no closed form.*divergence\(q, p, samples"):
+        kl_divergence(*pair)
+
+
+def test_refusals():
+    with pytest.raises(FlowBNNError, match=r"events \(3,\) and \(1,\)"):
+        divergence(normal(3), normal(1))
+    with pytest.raises(FlowBNNError, match="takes no generator"):
+        divergence(Independent(Laplace(P_LOC, P_SCALE), 1), normal(3), generator=torch.Generator())
+
+
+@pytest.mark.parametrize("base", ["normal", "torch", "mixture"])
+@pytest.mark.parametrize("make", [Planar, Affine, LULinear])
+def test_it_compiles_in_one_graph(base, make):
+    transform, prior = make(3), DiagonalNormal(torch.ones(3), torch.full((3,), 0.5))
+    mixture = MixtureBase(3, 2)
+
+    def total() -> torch.Tensor:
+        start = {
+            "normal": prior,
+            "torch": Independent(Normal(prior.loc, prior.scale, validate_args=False), 1, validate_args=False),
+            "mixture": mixture.distribution(),
+        }[base]
+        return sum(divergence(Flow(start, transform), prior))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    found = compiled()
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, total())
