@@ -31,7 +31,9 @@ VARIANTS = {
 }
 
 
-def make_step(network: nn.Module, rules: dict | None, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+def make_step(
+    network: nn.Module, rules: dict | None, images: torch.Tensor, labels: torch.Tensor
+) -> Callable[[], None]:
     likelihood = fb.Categorical()
     if rules is None:
         model = network
@@ -70,7 +72,9 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, device: str) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, default=2)
@@ -86,7 +90,9 @@ def main() -> None:
     times = measure(steps, arguments.rounds, device)
     plain = statistics.median(times["plain"])
     rows = []
-    print(f"LeNet 28x28, batch {arguments.batch}, {device}, {arguments.threads} threads, median of {arguments.rounds} rounds")
+    print(
+        f"LeNet 28x28, batch {arguments.batch}, {device}, {arguments.threads} threads, median of {arguments.rounds} rounds"
+    )
     for name, values in times.items():
         ratios = sorted(value / base for value, base in zip(values, times["plain"], strict=True))
         row = {
@@ -97,11 +103,23 @@ def main() -> None:
         }
         rows.append(row)
         low, high = row["ratio_quartiles"]
-        print(f"  {name:38} {row['milliseconds']:8.2f} ms   {row['ratio']:.3f} x plain   (quartiles {low:.2f} to {high:.2f})")
+        print(
+            f"  {name:38} {row['milliseconds']:8.2f} ms   {row['ratio']:.3f} x plain   (quartiles {low:.2f} to {high:.2f})"
+        )
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        settings = {"batch": arguments.batch, "rounds": arguments.rounds, "threads": arguments.threads, "device": device}
-        document = {"torch": torch.__version__, "machine": platform.machine(), "settings": settings, "rows": rows}
+        settings = {
+            "batch": arguments.batch,
+            "rounds": arguments.rounds,
+            "threads": arguments.threads,
+            "device": device,
+        }
+        document = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "settings": settings,
+            "rows": rows,
+        }
         (arguments.out / "training_step.json").write_text(json.dumps(document, indent=1))
 
 

@@ -6,7 +6,12 @@ from flowbnn.report import write_markdown
 def test_every_number_and_word_is_there(two_clusters, tmp_path):
     text = write_markdown([two_clusters], tmp_path / "docs" / "results.md").read_text()
     assert text.startswith("# Results\n")
-    for word in (two_clusters["title"], two_clusters["question"], two_clusters["answer"], two_clusters["command"]):
+    for word in (
+        two_clusters["title"],
+        two_clusters["question"],
+        two_clusters["answer"],
+        two_clusters["command"],
+    ):
         assert word in text
     for row in two_clusters["rows"]:
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {row['label']} |")]

@@ -36,7 +36,7 @@ def make_loader(kind):
     return DataLoader(data, batch_size=4, shuffle=True)
 
 
-def run(folder, kind, fresh, kill_at=None, kill_in=None):
+def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     """One process: trains until it is done or kills itself at a step, or around the writing of a checkpoint."""
     seed = 0 if fresh else os.getpid()  # a resumed process must not profit from having the right seed
     torch.manual_seed(seed)
@@ -57,8 +57,13 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None):
         error = (model(inputs * (1 + 0.1 * draw)) - targets * scale.exp()).square().mean()
         return error + 0.01 * scale**2, {"log_likelihood": -error}
 
+    validations = iter(range(1, 1000))
+
     def validate(model):
-        return {"nll": float(torch.rand(()) + random.random())}
+        value = float(torch.rand(()) + random.random())
+        if next(validations) == kill_validating:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"nll": value}
 
     if kill_in is not None:
         when, number = kill_in
@@ -77,7 +82,7 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None):
     options = TrainingOptions(
         epochs=EPOCHS,
         checkpoint=folder,
-        checkpoint_every=EVERY,
+        checkpoint_every=EVERY if kill_validating is None else None,
         resume=not fresh,
         seed=5 if fresh else 6,
         early_stop=EarlyStop(patience=3),
@@ -133,6 +138,7 @@ CASES = [
     ("shuffled", [{"kill_at": 7}, {"kill_at": 8}, {"kill_at": 16}]),
     ("shuffled", [{"kill_in": ("before", 2)}]),
     ("shuffled", [{"kill_in": ("after", 5)}]),  # after an epoch's last step, before its record
+    ("shuffled", [{"kill_validating": 2}, {"kill_validating": 1}, {"kill_validating": 3}]),
     ("own generator", [{"kill_at": 8}, {"kill_in": ("before", 1)}]),
     ("with replacement", [{"kill_at": 13}]),
     ("list", [{"kill_at": 11}]),

@@ -162,6 +162,83 @@ def test_a_gradient_that_is_not_finite_names_the_parameter():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+class Bundle(nn.Module):
+    """A network with something beside it, as it is trained."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.likelihood = network, nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.likelihood(self.network(x))
+
+
+def test_names_are_told_as_the_user_knows_them(tmp_path):
+    def told(model, step=loss_step, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.01))
+        settings = TrainingOptions(accelerator="cpu", epochs=2, **options)
+        with pytest.raises(FlowBNNError) as caught:
+            train(model, step, optimizer, clean(), settings, names_below="network")
+        return str(caught.value)
+
+    def spoilt(model, batch, clock):
+        loss, logs = loss_step(model, batch, clock)
+        return loss + (model.network.second.inner.bias * 0.0).abs().pow(0.5).sum(), logs
+
+    def overflowing(model, batch, clock):
+        return model.network.first[0].weight.sum() * 1e30, {}
+
+    assert "layer 'second' (Divider) made it first" in told(Bundle(Root("second")))
+    assert "the model itself (Root) made it first" in told(Bundle(Root("root")))
+    assert "the gradient of 'second.inner.bias' is" in told(Bundle(Root()), spoilt)
+    broken = Bundle(Root())
+    nn.init.constant_(broken.network.second.inner.weight, torch.nan)
+    assert "parameter 'second.inner.weight' is not finite" in told(broken)
+    assert "parameter 'first.0.weight' is" in told(Bundle(Root()), overflowing, lr=1e30, checkpoint=tmp_path)
+    broken = Bundle(Root())
+    nn.init.constant_(broken.likelihood.weight, torch.inf)
+    assert "parameter 'likelihood.weight' is not finite" in told(broken)
+
+    fit(Bundle(nn.Linear(2, 1)), clean(), epochs=1, checkpoint=tmp_path)
+    other = told(Bundle(nn.Sequential(nn.Linear(2, 1))), checkpoint=tmp_path, resume=True)
+    assert "it lacks 0.weight, 0.bias; it has besides weight, bias" in other
+
+    optimizer = torch.optim.SGD(broken.parameters(), lr=0.1)
+    with pytest.raises(FlowBNNError, match="names_below is 'net', which is no submodule"):
+        train(broken, loss_step, optimizer, clean(), names_below="net")
+
+
+def test_an_optimizer_of_another_model():
+    optimizer = torch.optim.SGD(Root().parameters(), lr=0.1)
+    with pytest.raises(FlowBNNError, match="no parameter of the optimizer has a gradient"):
+        train(Root(), loss_step, optimizer, clean(), TrainingOptions(epochs=1, accelerator="cpu"))
+
+
+def test_clipping_reaches_parameters_that_only_the_optimizer_knows():
+    outside, model = nn.Parameter(torch.zeros(())), nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD([*model.parameters(), outside], lr=1.0)
+    before = model.weight.detach().clone()
+
+    def step(model, batch, clock):
+        return 3 * outside + 4 * model.weight[0, 0], {}
+
+    options = TrainingOptions(epochs=1, clip_gradient=1.0, accelerator="cpu")
+    train(model, step, optimizer, clean(1), options)
+    assert torch.allclose(outside, torch.tensor(-0.6))
+    assert torch.allclose(before - model.weight, torch.tensor([[0.8, 0.0]]))
+
+
+def test_a_norm_that_overflows_is_clipped_and_is_no_fault():
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+
+    def step(model, batch, clock):
+        return (model.weight * 1e30).sum(), {}
+
+    fit(model, clean(1), step, lr=1.0, epochs=1, clip_gradient=1.0)
+    assert torch.equal(model.weight, before)
+
+
 def test_weights_that_overflow_are_not_written(tmp_path):
     model = nn.Linear(2, 1, bias=False)
 

@@ -30,7 +30,7 @@ def test_after_kill_9_the_weights_are_identical_to_the_bit(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == 8
+    assert len(answers) == 9
     for answer in answers:
         assert answer["killed"], answer
         assert answer["equal"], answer
@@ -197,8 +197,15 @@ def test_a_shorter_loader_is_noticed(tmp_path):
     network, optimizer, _ = make()
     with pytest.raises(KeyboardInterrupt):
         train(network, stop, optimizer, loader(), options(tmp_path))
-    with pytest.raises(FlowBNNError, match="had done 3 batches of epoch 1, but this loader has only 2"):
+    with pytest.raises(FlowBNNError, match="written with 4 batches per epoch, this loader has 2"):
         train(network, step, optimizer, loader(rows=6), options(tmp_path, resume=True))
+
+    class Unmeasured:
+        def __iter__(self):
+            return iter(loader(rows=6))
+
+    with pytest.raises(FlowBNNError, match="had done 3 batches of epoch 1, but this loader has only 2"):
+        train(network, step, optimizer, Unmeasured(), options(tmp_path, resume=True))
 
 
 def test_damaged_training_state(tmp_path, peaceful):
@@ -250,7 +257,8 @@ def test_the_best_weights_are_kept_and_loaded(tmp_path):
     assert not equal(seen[1], seen[3])
     fresh, fresh_optimizer, fresh_schedule = make(schedule=True)
     again = options(tmp_path, epochs=9, early_stop=rule, schedule_every="epoch", resume=True)
-    assert train(fresh, step, fresh_optimizer, loader(), again, schedule=fresh_schedule) == history
+    done = train(fresh, step, fresh_optimizer, loader(), again, schedule=fresh_schedule, validate=validate)
+    assert done == history
     assert equal(weights(fresh), seen[1])
     assert equal(weights(load_weights(make()[0], tmp_path / "last.safetensors")), seen[1])
     assert load_tensors(tmp_path / "last.safetensors")[1]["extra"] == {"note": 1}

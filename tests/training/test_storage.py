@@ -96,6 +96,26 @@ def test_a_file_cut_short(tmp_path, share):
     one_line(caught, "a.safetensors", "cut short")
 
 
+def test_no_length_of_the_document_makes_a_file_look_like_a_pickle(tmp_path):
+    starts = set()
+    for length in range(
+        0, 2048, 8
+    ):  # the header's length is a multiple of eight: its first byte has 32 values
+        document = {"note": "x" * length}
+        path = save_tensors(tmp_path / "a.safetensors", {"x": torch.ones(1)}, document)
+        content = path.read_bytes()
+        starts.add(content[0])
+        assert load_tensors(path)[1] == document
+        if content[0] == 0x80:
+            for cut in (5, 9, 12, len(content) - 1):
+                path.write_bytes(content[:cut])
+                with pytest.raises(FlowBNNError) as caught:
+                    load_tensors(path)
+                one_line(caught, "cut short")
+    assert 0x80 in starts
+    assert len(starts) == 32
+
+
 class Bomb:
     def __reduce__(self):
         return os.mkdir, ("exploded",)

@@ -222,6 +222,7 @@ def fit(
             loader,
             settings,
             schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
+            names_below="network",
             validate=None
             if validation is None
             else validator(NoisePosterior(model, chosen), validation, samples=8),

@@ -67,6 +67,7 @@ def fit_point(
         loader,
         settings,
         schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
+        names_below="network",
         validate=None
         if validation is None
         else validator(PointPosterior(model, chosen), validation, samples=1),

@@ -1,6 +1,5 @@
 """Training: one loop over any step function, with checkpoints that survive a kill."""
 
-from flowbnn.training.checkpoint import check_architecture, load_weights
 from flowbnn.training.engine import unwrap
 from flowbnn.training.guard import check_finite_batch, first_nonfinite_layer
 from flowbnn.training.history import History
@@ -8,6 +7,7 @@ from flowbnn.training.loop import Step, train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
 from flowbnn.training.progress import track
 from flowbnn.training.storage import check_writable, load_tensors, save_tensors
+from flowbnn.training.weights import check_architecture, check_finite_weights, load_weights
 
 __all__ = [
     "Clock",
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingOptions",
     "check_architecture",
     "check_finite_batch",
+    "check_finite_weights",
     "check_writable",
     "first_nonfinite_layer",
     "load_tensors",

@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.training.guard import name_below
 from flowbnn.training.history import Averages, History
-from flowbnn.training.options import EarlyStop
+from flowbnn.training.optimizer_state import fitting_optimizer_state, fitting_schedule_state
+from flowbnn.training.options import EarlyStop, TrainingOptions
+from flowbnn.training.schema import POSITION, check_document
 from flowbnn.training.state import decode_state, encode_state
 from flowbnn.training.storage import load_tensors, save_tensors
+from flowbnn.training.weights import check_architecture, check_finite_weights, check_same_kind
 
-__all__ = ["Position", "Trained", "check_architecture", "load_weights", "read_run", "write_run"]
-
-REACHED = ("epoch", "batches", "step", "best", "waited")
+__all__ = ["Position", "Trained", "read_run", "write_run"]
 
 
 @dataclass
@@ -34,6 +36,9 @@ class Position:
     best_weights: dict[str, Any] | None = None
     waited: int = 0
     saved_in: Path | None = None
+    batches_per_epoch: int | None = None
+    monitor: str | None = None
+    mode: str | None = None
 
     @property
     def words(self) -> str:
@@ -57,6 +62,35 @@ class Position:
             self.waited += 1
             self.history.stopped_early = self.waited >= rule.patience
 
+    def go_on(self, options: TrainingOptions, batches_per_epoch: int | None, source: Path) -> None:
+        """Take a stored position up under the options of this run, or say why that makes no sense."""
+        begun = self.epoch + (self.batches > 0)
+        if begun > options.epochs:
+            raise FlowBNNError(
+                f"'{source}' is in its epoch {begun} already and only {options.epochs} are asked for: "
+                "ask for more epochs, or begin anew with resume=False"
+            )
+        stored, rule = self.batches_per_epoch, options.early_stop
+        if stored is not None and batches_per_epoch is not None and stored != batches_per_epoch:
+            raise FlowBNNError(
+                f"'{source}' was written with {stored} batches per epoch, this loader has {batches_per_epoch}: "
+                "give it the same data and batch size as before, or begin anew with resume=False"
+            )
+        if (
+            rule is not None
+            and self.monitor is not None
+            and (self.monitor, self.mode) != (rule.monitor, rule.mode)
+        ):
+            raise FlowBNNError(
+                f"'{source}' was written while early stopping watched {self.monitor!r} ({self.mode}), and this run "
+                f"watches {rule.monitor!r} ({rule.mode}): keep the rule, or begin anew with resume=False"
+            )
+        if rule is None:
+            self.best, self.waited, self.history.best_epoch = None, 0, None
+        if rule is None or not rule.restore_best:
+            self.best_weights = None
+        self.history.stopped_early = rule is not None and self.waited >= rule.patience
+
 
 @dataclass
 class Trained:
@@ -65,6 +99,7 @@ class Trained:
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler | None
+    names_below: str = ""
 
     def __post_init__(self) -> None:
         names = {
@@ -77,6 +112,7 @@ class Trained:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.outside: list[Tensor] = [p for p in parameters if id(p) not in names]
         self.names = [name for group in self.groups for name in group]
+        self.told_names = [name_below(name, self.names_below) for name in self.names]
         self.parameters: list[nn.Parameter] = parameters
 
     def weights(self) -> dict[str, Any]:
@@ -89,12 +125,52 @@ class Trained:
         tree = encode_state(self.weights(), "", tensors)
         return decode_state(tree, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
+    def check_architecture(self, weights: Any, source: Path) -> None:
+        """Refuse stored :meth:`weights` of another model; nothing is changed."""
+        if not isinstance(weights, dict) or weights.keys() != {"model", "outside"}:
+            raise FlowBNNError(
+                f"'{source}' is damaged: its weights are not those of a model and an optimizer"
+            )
+        if not isinstance(weights["model"], dict) or not isinstance(weights["outside"], list):
+            raise FlowBNNError(f"'{source}' is damaged: its weights are no mapping and list of tensors")
+        check_architecture(self.model, weights["model"], source, self.names_below)
+
+    def check_weights(self, weights: Any, source: Path) -> None:
+        """Refuse stored :meth:`weights` that do not fit or are not finite; nothing is changed."""
+        self.check_architecture(weights, source)
+        mine, theirs = (
+            {f"parameter {number} of the optimizer alone": p for number, p in enumerate(parameters)}
+            for parameters in (self.outside, weights["outside"])
+        )
+        check_same_kind(mine, theirs, source)
+        check_finite_weights(weights["model"], self.names, source, self.names_below)
+        check_finite_weights(theirs, theirs, source)
+
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put back what :meth:`weights` gave."""
         self.model.load_state_dict(weights["model"])
         with torch.no_grad():
             for parameter, value in zip(self.outside, weights["outside"], strict=True):
                 parameter.copy_(value)
+
+    def take_over(self, parts: Mapping[str, Any]) -> None:
+        """Load the checked parts of a file; if one is refused after all, what was there before comes back."""
+        before = (
+            self.copy_weights(),
+            self.optimizer.state_dict(),
+            None if self.schedule is None else self.schedule.state_dict(),
+        )
+        try:
+            self._load(parts["weights"], parts["optimizer"], parts["schedule"])
+        except Exception:
+            self._load(*before)
+            raise
+
+    def _load(self, weights: Mapping[str, Any], optimizer: dict[str, Any], schedule: Any) -> None:
+        self.load_weights(weights)
+        self.optimizer.load_state_dict(optimizer)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(schedule)
 
 
 def write_run(
@@ -105,7 +181,7 @@ def write_run(
     scaler: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> None:
-    """Write the run's state to ``path``, atomically."""
+    """Write the run's state to ``path``, atomically; :mod:`flowbnn.training.schema` says what the document holds."""
     tensors: dict[str, Tensor] = {}
     parts = {
         "weights": trained.weights(),
@@ -117,12 +193,12 @@ def write_run(
     }
     document = {
         "kind": "training",
-        "position": {
-            name: getattr(position, name) for name in ("epoch", "batches", "step", "best", "waited")
-        },
+        "position": {name: getattr(position, name) for name in POSITION},
         "averages": position.averages.to_dict(),
         "history": position.history.to_dict(),
         "groups": trained.groups,
+        "optimizer": type(trained.optimizer).__name__,
+        "schedule": None if trained.schedule is None else type(trained.schedule).__name__,
         "state": {name: encode_state(value, name, tensors) for name, value in parts.items()},
         "extra": dict(extra),
         "torch": torch.__version__,
@@ -137,86 +213,44 @@ def read_run(path: Path, trained: Trained) -> tuple[Position, dict[str, Any]]:
         the position, and the decoded ``weights``, ``optimizer``, ``schedule``, ``scaler`` and ``random`` parts.
     """
     tensors, document = load_tensors(path)
-    if document.get("kind") != "training":
-        raise FlowBNNError(f"'{path}' is no checkpoint of a training run, but holds {document.get('kind')!r}")
+    check_document(document, path)
     try:
         parts = {name: decode_state(tree, tensors) for name, tree in document["state"].items()}
-        reached = document["position"]
-        position = Position(
-            **{name: reached.pop(name) for name in REACHED},
-            **reached,
-            averages=Averages(**document["averages"]),
-            history=History.from_dict(document["history"]),
-            best_weights=parts["best_weights"],
-        )
-        model_state, groups, has_schedule = (
-            parts["weights"]["model"],
-            document["groups"],
-            parts["schedule"] is not None,
-        )
-        random_parts = parts["random"]["now"], parts["random"]["epoch_start"]
-        assert all(isinstance(part, dict) for part in (*random_parts, parts["optimizer"], model_state))
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
+        random = parts["random"]["now"], parts["random"]["epoch_start"]
+        if not all(isinstance(part, dict) for part in random):
+            raise TypeError("its random states are no mappings")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
         raise FlowBNNError(
             f"'{path}' is damaged: its training state does not decode ({error!r:.150})"
         ) from None
-    check_architecture(trained.model, model_state, path)
-    if position.best_weights is not None:
-        check_architecture(trained.model, position.best_weights.get("model", {}), path)
-    if groups != trained.groups:
+    position = Position(
+        **document["position"],
+        averages=Averages(**document["averages"]),
+        history=History.from_dict(document["history"]),
+        best_weights=parts["best_weights"],
+    )
+    trained.check_architecture(parts["weights"], path)
+    _check_class("optimizer", document["optimizer"], trained.optimizer, path)
+    if document["groups"] != trained.groups:
         raise FlowBNNError(
             f"'{path}' was written by an optimizer with other parameter groups; build it as before"
         )
-    if has_schedule != (trained.schedule is not None):
-        had, has = ("a", "none") if has_schedule else ("no", "one")
-        raise FlowBNNError(f"'{path}' was written with {had} learning-rate schedule and this run has {has}")
+    _check_class("learning-rate schedule", document["schedule"], trained.schedule, path)
+    for weights in (parts["weights"], parts["best_weights"]):
+        if weights is not None:
+            trained.check_weights(weights, path)
+    parts["optimizer"] = fitting_optimizer_state(
+        parts["optimizer"], trained.optimizer, trained.told_names, path
+    )
+    if trained.schedule is not None:
+        parts["schedule"] = fitting_schedule_state(parts["schedule"], trained.schedule, path)
     return position, parts
 
 
-def check_architecture(model: nn.Module, state: Mapping[str, Any], source: str | Path) -> None:
-    """Refuse a state that does not fit the model's names, shapes and kinds of numbers, naming the first few."""
-    own = model.state_dict()
-    complaints = [
-        _few("it lacks", [name for name in own if name not in state]),
-        _few("it has besides", [name for name in state if name not in own]),
-        _few("it differs in", [_difference(name, state[name], own[name]) for name in own if name in state]),
-    ]
-    complaints = [complaint for complaint in complaints if complaint]
-    if complaints:
-        raise FlowBNNError(f"'{source}' is of another architecture: {'; '.join(complaints)}")
-
-
-def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
-    """Load the weights of a training checkpoint (those of the best epoch, where it kept them) into a model.
-
-    The model is untouched when the file does not fit.
-    """
-    tensors, document = load_tensors(path)
-    try:
-        tree = document["state"]["best_weights"] or document["state"]["weights"]
-        state = decode_state(tree, tensors)["model"]
-        assert isinstance(state, dict)
-    except (KeyError, TypeError, AssertionError, RecursionError):
-        raise FlowBNNError(f"'{path}' is no checkpoint of a training run") from None
-    check_architecture(model, state, path)
-    model.load_state_dict(state)
-    return model
-
-
-def _difference(name: str, stored: Any, own: Any) -> str:
-    if not isinstance(own, Tensor) or not isinstance(stored, Tensor):
-        return "" if isinstance(own, Tensor) == isinstance(stored, Tensor) else name
-    if stored.shape != own.shape:
-        return f"{name} ({tuple(stored.shape)} there, {tuple(own.shape)} here)"
-    if stored.dtype != own.dtype:
-        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (stored, own)]
-        return f"{name} ({kinds[0]} there, {kinds[1]} here)"
-    return ""
-
-
-def _few(words: str, names: list[str], most: int = 3) -> str:
-    names = [name for name in names if name]
-    if not names:
-        return ""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{words} {', '.join(names[:most])}{rest}"
+def _check_class(what: str, stored: str | None, own: object | None, source: Path) -> None:
+    mine = None if own is None else type(own).__name__
+    if stored != mine:
+        had, has = (f"the {what} {stored}" if stored else f"no {what}"), (mine or "none")
+        raise FlowBNNError(
+            f"'{source}' was written with {had} and this run has {has}: build it as before, or begin with resume=False"
+        )

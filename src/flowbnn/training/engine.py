@@ -79,17 +79,33 @@ class Engine:
         """Gradients of the loss."""
         loss.backward()
 
+    def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """The gradients that are there; at least one must be."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            raise FlowBNNError(
+                "no parameter of the optimizer has a gradient: build it from the parameters of this model"
+            )
+        return gradients
+
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Total norm of the gradients."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        dense = [g.coalesce().values() if g.is_sparse else g for g in self.gradients(parameters)]
         # the formula of torch.nn.utils.get_total_norm without its sorting by device, which costs more than the sum
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
 
     def clip(self, model: nn.Module, optimizer: Optimizer, largest: float, norm: Tensor | None) -> None:
-        """Scale the gradients so that their total norm is at most ``largest``."""
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        clip_grads_with_norm_(parameters, largest, self.gradient_norm(parameters) if norm is None else norm)
+        """Scale the gradients of the optimizer's parameters so that their total norm is at most ``largest``.
+
+        Args:
+            model, optimizer: as :meth:`setup` gave them.
+            largest: the norm.
+            norm: the present norm, where it is known; NaN leaves the gradients as they are, so that the guilty one can
+                be told from the others.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = self.gradient_norm(parameters) if norm is None else norm
+        clip_grads_with_norm_(parameters, largest, torch.where(torch.isnan(norm), 0.0, norm))
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
         """Means over the processes."""
@@ -155,7 +171,10 @@ class FabricEngine(Engine):
         self.fabric.backward(loss)
 
     def clip(self, model: nn.Module, optimizer: Optimizer, largest: float, norm: Tensor | None) -> None:
-        self.fabric.clip_gradients(model, optimizer, max_norm=largest, error_if_nonfinite=False)
+        if norm is not None:
+            super().clip(model, optimizer, largest, norm)
+        else:
+            self.fabric.clip_gradients(model, optimizer, max_norm=largest, error_if_nonfinite=False)
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
         if self.processes == 1:

@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
 
 __all__ = [
+    "GradientGate",
     "LossGate",
     "batch_size",
     "check_finite_batch",
     "explain_nonfinite_loss",
     "first_nonfinite_layer",
     "first_nonfinite_tensor",
+    "is_finite",
+    "name_below",
     "named_tensors",
 ]
 
@@ -30,6 +35,17 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(batch, (list, tuple)):
         for index, part in enumerate(batch):
             yield from named_tensors(part, f"{name}.{index}" if name else str(index))
+
+
+def name_below(name: str, root: str) -> str:
+    """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
+
+    >>> name_below("network.fc1.weight", "network"), name_below("likelihood.scale", "network")
+    ('fc1.weight', 'likelihood.scale')
+    """
+    if not root:
+        return name
+    return "" if name == root else name.removeprefix(root + ".")
 
 
 def batch_size(batch: Any) -> int:
@@ -132,19 +148,23 @@ def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str |
     return next(iter(culprits), None), next(iter(victims), None)
 
 
-def explain_nonfinite_loss(model: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any]) -> str:
+def explain_nonfinite_loss(
+    model: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any], names_below: str = ""
+) -> str:
     """Where a non-finite loss came from, as the middle of an error message."""
     parameter = first_nonfinite_tensor(model.named_parameters())
     if parameter is not None:
-        return f"parameter {parameter!r} is not finite, so an earlier gradient was not"
+        return (
+            f"parameter {name_below(parameter, names_below)!r} is not finite, so an earlier gradient was not"
+        )
     try:
         layer, victim = _watch(model, call)
     except Exception as error:
         return f"and running the batch again failed ({type(error).__name__})"
     if layer is not None:
-        return f"{_module_words(model, layer)} made it first"
+        return f"{_module_words(model, layer, names_below)} made it first"
     if victim is not None:
-        return f"{_module_words(model, victim)} was given inputs that are not finite, which no layer made"
+        return f"{_module_words(model, victim, names_below)} was given inputs that are not finite, which no layer made"
     named = {name: value for name, value in logs.items() if isinstance(value, Tensor)}
     term = first_nonfinite_tensor(iter(named.items()))
     if term is not None:
@@ -152,8 +172,9 @@ def explain_nonfinite_loss(model: nn.Module, call: Callable[[], Any], logs: Mapp
     return "every layer's output is finite, so the loss function made it"
 
 
-def _module_words(model: nn.Module, name: str) -> str:
+def _module_words(model: nn.Module, name: str, names_below: str) -> str:
     kind = type(model.get_submodule(name)).__name__
+    name = name_below(name, names_below)
     return f"layer {name!r} ({kind})" if name else f"the model itself ({kind})"
 
 
@@ -183,3 +204,53 @@ class LossGate:
             return True
         self.event.synchronize()
         return bool(self.answer.item())
+
+
+class GradientGate:
+    """Was the gradient finite? Asked on CUDA, and answered when the next step begins.
+
+    Waiting for the answer at once would leave the device idle until the update has been queued. At the beginning of the
+    next step the update is queued, and the gradients are still there to be named. The fused optimizers of torch take
+    the answer on the device and leave the weights alone when it is no (``found_inf``, made for loss scaling).
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.skips = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.answer = torch.empty((), pin_memory=True)
+        self.event = torch.cuda.Event()
+        self.asked = False
+
+    @contextmanager
+    def ask(self, gradients: list[Tensor]) -> Iterator[None]:
+        """Around the update, which follows on the device."""
+        self.found.zero_()
+        if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
+            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
+        else:
+            for gradient in gradients:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self.found.logical_or_(~torch.isfinite(values).all())
+        self.answer.copy_(self.found, non_blocking=True)
+        self.event.record()
+        self.asked = True
+        if not self.skips:
+            yield
+            return
+        self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def hear(self) -> bool:
+        """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
+        if not self.asked:
+            return True
+        self.asked = False
+        self.event.synchronize()
+        return self.answer.item() == 0

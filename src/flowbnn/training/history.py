@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.training.schema import HISTORY, complaints
 
 __all__ = ["Averages", "History"]
 
@@ -64,11 +65,11 @@ class History:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "History":
         """The inverse of :meth:`to_dict`."""
-        try:
-            history = cls(**values)
-            history.records = [{str(k): float(v) for k, v in record.items()} for record in history.records]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise FlowBNNError(f"this is not a stored history: {error}") from None
+        found = next(complaints(values, HISTORY, partly=True), None)
+        if found is not None:
+            raise FlowBNNError(f"this is not a stored history: {found}")
+        history = cls(**values)
+        history.records = [{k: float(v) for k, v in record.items()} for record in history.records]
         return history
 
 

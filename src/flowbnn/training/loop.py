@@ -30,6 +30,7 @@ def train(
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     generators: Iterable[torch.Generator] = (),
     extra: Mapping[str, Any] | None = None,
+    names_below: str = "",
 ) -> History:
     """Train ``model`` in place and return the record of the run.
 
@@ -51,6 +52,8 @@ def train(
             numbers are recorded under ``validation_...``.
         generators: generators that the step draws from, to be kept in the checkpoint.
         extra: JSON values to keep in the checkpoint.
+        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` of the
+            ``model`` is called ``fc1``, as the user who made the network calls it. Files keep the whole names.
 
     >>> network = nn.Linear(1, 1)
     >>> batches = [(torch.ones(4, 1), torch.zeros(4, 1))] * 5
@@ -66,7 +69,15 @@ def train(
     options = options or TrainingOptions()
     keep = dict(extra or {})
     _check(optimizer, loader, options, schedule, keep)
-    trained = Trained(model, optimizer, schedule)
+    rule = options.early_stop
+    if rule is not None and validate is None and rule.monitor.startswith("validation_"):
+        raise FlowBNNError(
+            f"early stopping watches {rule.monitor!r}, but this run has no validation: give it validation data, or "
+            "watch one of the training's own numbers, such as EarlyStop('loss')"
+        )
+    if names_below and names_below not in dict(model.named_modules()):
+        raise FlowBNNError(f"names_below is {names_below!r}, which is no submodule of the model")
+    trained = Trained(model, optimizer, schedule, names_below)
     return Run(trained, step, loader, options, validate, generators, keep).go()
 
 

@@ -40,7 +40,14 @@ def fitting_optimizer_state(
         state, base = stored["state"], _torch_base(optimizer)
         if not isinstance(state, dict):
             raise _Misfit("its state is no mapping")
-        owners = [(group, p) for group, own in zip(groups, optimizer.param_groups, strict=True) for p in own["params"]]
+        owners = [
+            (group, p)
+            for group, own in zip(groups, optimizer.param_groups, strict=True)
+            for p in own["params"]
+        ]
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            if base is not None:
+                _check_settings(base, optimizer.defaults, group, own)
         for key, entry in state.items():
             known = type(key) is int and 0 <= key < len(owners)
             if not known and base is None:
@@ -128,8 +135,8 @@ def _torch_base(optimizer: Optimizer) -> type[Optimizer] | None:
 
 def _kept_state(
     base: type[Optimizer], defaults: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor
-) -> dict[str, Any]:
-    """What ``base`` keeps for a parameter, by one step of a stand-in."""
+) -> dict[str, Any] | None:
+    """What ``base`` keeps for a parameter, by one step of a stand-in; None when that step fails."""
     stand_in = torch.zeros_like(parameter, device="cpu", requires_grad=False)
     stand_in.grad = torch.zeros_like(stand_in)
     how = {key: False for key in HOW if key in group}
@@ -141,9 +148,23 @@ def _kept_state(
             "param_groups": [{**group, **how, "params": [stand_in]}],
         }
     )
-    with torch.no_grad():
-        copy.step()
+    try:
+        with torch.no_grad():
+            copy.step()
+    except Exception:
+        return None  # the settings make no sense, or it needs sparse gradients
     return dict(copy.state[stand_in])
+
+
+def _check_settings(
+    base: type[Optimizer], defaults: Mapping[str, Any], group: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
+    smallest = min(own["params"], key=Tensor.numel, default=None)
+    if smallest is None or _kept_state(base, defaults, group, smallest) is not None:
+        return
+    if _kept_state(base, defaults, own, smallest) is not None:
+        plain = {key: value for key, value in group.items() if key != "params"}
+        raise _Misfit(f"it refuses the stored settings {plain!r:.150}")
 
 
 def _check_entry(
@@ -154,14 +175,7 @@ def _check_entry(
     parameter: Tensor,
     name: str,
 ) -> None:
-    kept: dict[str, Any] = {}
-    if base is not None:
-        try:
-            kept = _kept_state(base, optimizer.defaults, group, parameter)
-        except Exception as error:
-            own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-            if _steps(base, optimizer.defaults, own, parameter):
-                raise _Misfit(f"its settings are refused ({error!r:.100})") from None
+    kept = _kept_state(base, optimizer.defaults, group, parameter) or {} if base is not None else {}
     for key, value in kept.items():
         if value is not None and entry.get(key) is None:
             raise _Misfit(f"its {key!r} of {name!r} is missing")
@@ -169,19 +183,11 @@ def _check_entry(
         _check_value(str(key), value, kept.get(key), base is not None, parameter, name)
 
 
-def _steps(
-    base: type[Optimizer], defaults: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor
-) -> bool:
-    try:
-        _kept_state(base, defaults, group, parameter)
-    except Exception:
-        return False  # it needs sparse gradients, say: the stand-in tells nothing
-    return True
-
-
 def _check_value(key: str, value: Any, kept: Any, strictly: bool, parameter: Tensor, name: str) -> None:
     if isinstance(value, Tensor):
-        shapes = [kept.shape] if isinstance(kept, Tensor) else [parameter.shape, torch.Size(), torch.Size([1])]
+        shapes = (
+            [kept.shape] if isinstance(kept, Tensor) else [parameter.shape, torch.Size(), torch.Size([1])]
+        )
         if strictly and value.shape not in shapes:
             raise _Misfit(f"its {key!r} of {name!r} is {tuple(value.shape)}, not {tuple(shapes[0])}")
         kind = kept.dtype if isinstance(kept, Tensor) else parameter.dtype
@@ -191,7 +197,7 @@ def _check_value(key: str, value: Any, kept: Any, strictly: bool, parameter: Ten
             raise _Misfit(f"its {key!r} of {name!r} holds NaN")
     elif isinstance(kept, Tensor) or (strictly and not (value is None or is_number(value))):
         raise _Misfit(f"its {key!r} of {name!r} is {value!r:.60}")
-    if key == "step" and value is not None:
+    if strictly and key == "step" and value is not None:
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not is_number(count) or not 0 <= count < math.inf:
             raise _Misfit(f"its step count of {name!r} is {count!r:.60}")

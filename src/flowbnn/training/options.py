@@ -99,7 +99,9 @@ class TrainingOptions:
         epochs: passes over the loader.
         checkpoint: file to write (``*.safetensors``), or a folder, in which it is called ``last.safetensors``.
         checkpoint_every: save every so many steps and at the end; None saves at the end of every epoch.
-        resume: continue from ``checkpoint`` if it is there, else begin.
+        resume: continue from ``checkpoint`` if it is there, else begin. The random numbers and the settings of the
+            optimizer and the schedule (the learning rate among them) are then those of the file, not those given now.
+            ``epochs`` may have grown, and early stopping may have been dropped or been given more patience.
         early_stop: an :class:`EarlyStop`, or None.
         clip_gradient: largest total norm of the gradient.
         schedule_every: whether the learning-rate schedule is stepped per ``"step"`` or per ``"epoch"``.

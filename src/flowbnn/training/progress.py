@@ -12,7 +12,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.storage import check_writable
 
-_state = random.getstate()  # rich draws from Python's random numbers when it is imported; importing flowbnn changes nothing
+# rich draws from Python's random numbers when it is imported; importing flowbnn changes nothing
+_state = random.getstate()
 
 from rich import get_console  # noqa: E402
 from rich.console import Console  # noqa: E402

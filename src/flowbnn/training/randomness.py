@@ -83,6 +83,7 @@ class Randomness:
         """Find out whether :meth:`restore` would accept a stored state; the present one stays."""
         present = self.state()
         try:
+            _check_host_state(state)
             self.restore(state)
         except FlowBNNError:
             raise
@@ -100,6 +101,17 @@ class Randomness:
                 f"the checkpoint holds the state of {len(states)} random generators, this run has "
                 f"{len(self.generators)}: give the loader and train(generators=...) the same ones as before"
             )
+
+
+def _check_host_state(state: dict[str, Any]) -> None:
+    """What ``random`` and numpy do not check themselves: numpy reads beyond its table from a position outside it."""
+    if not {"torch", "cuda", "generators", "python", "numpy"} <= state.keys():
+        raise KeyError("a generator's state is missing")
+    numpy_state = state["numpy"]
+    if numpy_state["bit_generator"] == "MT19937":
+        place = numpy_state["state"]["pos"]
+        if type(place) is not int or not 0 <= place <= 624:
+            raise ValueError(f"numpy's position is {place!r:.40}")
 
 
 def host_state() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,37 +63,42 @@ class Run:
         self.randomness = Randomness([*generators, *loader_generators(loader)])
         self.stepper = Stepper(step, model, optimizer, trained, self.engine, options, self.randomness)
         self.position = Position()
+        self.saved_step: int | None = None
         self.random_start: dict[str, Any] | None = None
         self.random_now: dict[str, Any] | None = None
+        parts: dict[str, Any] | None = None
         if options.resume and self.path is not None and self.path.exists():
-            self.resume(self.path)
+            self.position, parts = read_run(self.path, trained)
+        self.loader = self.engine.prepare_loader(loader, self.position.epoch)
+        self.steps_per_epoch = loader_length(self.loader)
+        if parts is not None and self.path is not None:
+            self.resume(self.path, parts)
         elif options.seed is not None:
             seed_all(options.seed + self.engine.rank)
         elif self.engine.rank > 0:
             # every process starts from torch's one default seed: without this all would draw the same noise
             seed_all((torch.initial_seed() + self.engine.rank) % 2**32)
-        self.loader = self.engine.prepare_loader(loader, self.position.epoch)
-        self.steps_per_epoch = loader_length(self.loader)
+        rule = options.early_stop
+        self.position.batches_per_epoch = self.steps_per_epoch
+        self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
         self.started = time.monotonic() - self.position.history.seconds
 
-    def resume(self, path: Path) -> None:
-        """Take over the state in the file, or change nothing."""
-        position, parts = read_run(path, self.trained)
-        random = parts["random"]
+    def resume(self, path: Path, parts: Mapping[str, Any]) -> None:
+        """Take over the parts of the file, which are known to fit, or change nothing."""
+        position, random = self.position, parts["random"]
+        position.go_on(self.options, self.steps_per_epoch, path)
         self.randomness.try_out(random["now"], path)
-        try:
-            self.trained.optimizer.load_state_dict(parts["optimizer"])
-            if self.trained.schedule is not None:
-                self.trained.schedule.load_state_dict(parts["schedule"])
-            self.engine.load_scaler_state(parts["scaler"])
-        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise FlowBNNError(f"'{path}' does not fit this optimizer or schedule ({error!r:.150})") from None
-        self.trained.load_weights(parts["weights"])
-        self.position, self.random_now = position, random["now"]
-        position.saved_in = path
         if position.batches:
             self.randomness.try_out(random["epoch_start"], path)
             self.random_start = random["epoch_start"]
+        try:
+            if parts["scaler"]:
+                self.engine.load_scaler_state(parts["scaler"])
+            self.trained.take_over(parts)
+        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+            raise FlowBNNError(f"'{path}' does not fit this model or optimizer ({error!r:.150})") from None
+        self.random_now = random["now"]
+        position.saved_in, self.saved_step = path, position.step
 
     @property
     def finished(self) -> bool:
@@ -177,10 +182,18 @@ class Run:
     def end_epoch(self, interrupts: Interrupts, display: Display, writer: Any) -> None:
         """Validation, the record, the schedule, early stopping and the checkpoint."""
         position, options = self.position, self.options
+        self.stepper.settle(position)
         self.random_now = self.randomness.state()
-        record = position.averages.means()
-        record["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
-        record = self.engine.mean(record | self.validated())
+        if self.validate is not None and options.checkpoint_every is None:
+            # before validation, which may take long or fail: a resumed run begins with it
+            with interrupts.held():
+                self.save_step()
+        try:
+            record = self.epoch_record()
+        except Exception:
+            with suppress(FlowBNNError):
+                self.save_step()
+            raise
         with interrupts.held():
             self.stepper.updating = True
             self.step_schedule(record)
@@ -199,15 +212,24 @@ class Run:
         display.validated(record)
         display.update(position.epoch, position.step, record)
 
+    def epoch_record(self) -> dict[str, float]:
+        """The numbers of the epoch that ends here; they hold the one that early stopping watches."""
+        record = self.position.averages.means()
+        record["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
+        record = self.engine.mean(record | self.validated())
+        if self.options.early_stop is not None:
+            self.options.early_stop.read(record)
+        return record
+
     def step_schedule(self, record: Mapping[str, float]) -> None:
         """The learning-rate schedule, where it goes by epochs."""
         schedule, rule = self.trained.schedule, self.options.early_stop
         if schedule is None or self.options.schedule_every == "step":
             return
         if isinstance(schedule, ReduceLROnPlateau):
-            schedule.step(rule.read(record) if rule else record["loss"])
+            self.stepper.step_schedule(rule.read(record) if rule else record["loss"])
         else:
-            schedule.step()
+            self.stepper.step_schedule()
 
     def validated(self) -> dict[str, float]:
         """The numbers of ``validate``, with the model in evaluation mode."""
@@ -223,21 +245,30 @@ class Run:
             for module, mode in modes:
                 module.training = mode
         prefix = "validation_"
-        return {prefix + name.removeprefix(prefix): float(value) for name, value in values.items()}
+        try:
+            return {prefix + name.removeprefix(prefix): float(value) for name, value in values.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            raise FlowBNNError(f"validate must return a dictionary of numbers, got {values!r:.100}") from None
+
+    def save_step(self) -> None:
+        """Write the checkpoint, unless the one that is there is of this very step."""
+        if self.saved_step != self.position.step:
+            self.save()
 
     def save(self) -> None:
         """Write the checkpoint; weights that are not finite never replace good ones."""
         if self.path is None or not self.main:
             return
         position = self.position
+        self.stepper.settle(position)
         position.history.seconds = time.monotonic() - self.started
-        broken = first_nonfinite_tensor(zip(self.trained.names, self.trained.parameters, strict=True))
+        broken = first_nonfinite_tensor(zip(self.trained.told_names, self.trained.parameters, strict=True))
         if broken is not None:
             raise FlowBNNError(f"parameter {broken!r} is not finite {position.words}{position.last_good}")
         now = {**host_state(), **(self.random_now or self.randomness.torch_state())}
         random = {"now": now, "epoch_start": self.random_start or {}}
         write_run(self.path, self.trained, position, random, self.engine.scaler_state(), self.extra)
-        position.saved_in = self.path
+        position.saved_in, self.saved_step = self.path, position.step
 
     def save_interrupted(self) -> None:
         """Save on Ctrl-C, unless it tore an update apart, and say where the state is."""

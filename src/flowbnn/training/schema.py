@@ -97,7 +97,9 @@ DOCUMENT = {
 PARTS = {"position": POSITION, "averages": AVERAGES, "history": HISTORY, "state": STATE}
 
 
-def complaints(values: Any, fields: Mapping[str, Field], name: str = "", partly: bool = False) -> Iterator[str]:
+def complaints(
+    values: Any, fields: Mapping[str, Field], name: str = "", partly: bool = False
+) -> Iterator[str]:
     """What is wrong with ``values``, one phrase at a time.
 
     Args:
@@ -142,7 +144,9 @@ def _all_complaints(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"position.epoch is {epoch}, but history.records has {len(history['records'])}"
     if step < max(epoch + (batches > 0), batches, history["steps"]):
         yield f"position.step is {step}, too few for epoch {epoch} and batch {batches}"
-    if averages["totals"].keys() != averages["weights"].keys() or ("loss" in averages["totals"]) != (batches > 0):
+    if averages["totals"].keys() != averages["weights"].keys() or ("loss" in averages["totals"]) != (
+        batches > 0
+    ):
         yield "averages do not belong to its position"
     if history["best_epoch"] is not None and history["best_epoch"] >= epoch:
         yield f"history.best_epoch is {history['best_epoch']}, after the last of {epoch} epochs"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.checkpoint import Position, Trained
 from flowbnn.training.engine import Engine, move_batch, unwrap
 from flowbnn.training.guard import (
+    GradientGate,
     LossGate,
     batch_size,
     check_finite_batch,
@@ -42,12 +44,16 @@ class Stepper:
         self.step, self.model, self.optimizer, self.trained = step, model, optimizer, trained
         self.engine, self.options, self.randomness = engine, options, randomness
         self.gate = LossGate(engine.device)
+        self.check_now = engine.device.type == "cpu" and not engine.scales_loss
+        together = all(parameter.device == engine.device for parameter in trained.parameters)
+        later = engine.device.type == "cuda" and together and not engine.scales_loss
+        self.gradient_gate = GradientGate(trained.optimizer, engine.device) if later else None
         self.updating = False
 
     def take(self, batch: Any, position: Position, steps_per_epoch: int | None) -> None:
         """One step from ``position``, which is advanced."""
-        on_cpu = self.engine.device.type == "cpu"
-        if on_cpu:
+        self.settle(position)
+        if self.engine.device.type == "cpu":
             check_finite_batch(batch, position.epoch, position.batches)
         batch = move_batch(batch, self.engine.device)
         clock = Clock(position.epoch, position.step, steps_per_epoch, self.options.epochs)
@@ -59,31 +65,58 @@ class Stepper:
         self.engine.backward(loss)
         if not self.gate.hear():
             self.blame_loss(batch, clock, position, logs, before)
-        # an accelerator would have to finish its work first: there, the next loss tells of a bad gradient
-        norm = self.check_gradient(position) if on_cpu and not self.engine.scales_loss else None
+        clips = self.options.clip_gradient is not None and self.gradient_gate is not None
+        norm = self.engine.gradient_norm(self.trained.parameters) if self.check_now or clips else None
+        if self.check_now and norm is not None and not math.isfinite(norm.item()):
+            self.blame_gradient(position.words, position, "")
         self.updating = True
         if self.options.clip_gradient is not None:
             self.engine.clip(self.model, self.optimizer, self.options.clip_gradient, norm)
-        self.optimizer.step()
+        with self.asking_for_finite_gradients():
+            self.optimizer.step()
         if self.trained.schedule is not None and self.options.schedule_every == "step":
-            self.trained.schedule.step()
+            self.step_schedule()
         position.step += 1
         position.batches += 1
         position.averages.add({"loss": loss, **logs}, batch_size(batch))
         self.updating = False
 
-    def check_gradient(self, position: Position) -> Tensor:
-        """The gradient's norm; refuses a gradient that is not finite, naming its parameter."""
-        norm = self.engine.gradient_norm(self.trained.parameters)
-        if not math.isfinite(norm.item()):
-            pairs = zip(self.trained.names, self.trained.parameters, strict=True)
-            name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
-            if name is not None:
-                raise FlowBNNError(
-                    f"the gradient of {name!r} is not finite {position.words} although the loss is; "
-                    f"lower the learning rate or bound what that layer computes{position.last_good}"
-                )
-        return norm
+    def asking_for_finite_gradients(self) -> AbstractContextManager[None]:
+        """Around the update on a CUDA device."""
+        if self.gradient_gate is None:
+            return nullcontext()
+        return self.gradient_gate.ask(self.engine.gradients(self.trained.parameters))
+
+    def settle(self, position: Position) -> None:
+        """Refuse to go on from a step whose gradient was not finite, where that is known only afterwards."""
+        if self.gradient_gate is not None and not self.gradient_gate.hear():
+            spoilt = "" if self.gradient_gate.skips else "; the weights have been updated with it"
+            self.blame_gradient(f"in epoch {position.epoch + 1}, step {position.step}", position, spoilt)
+
+    def blame_gradient(self, when: str, position: Position, spoilt: str) -> None:
+        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
+        pairs = zip(self.trained.told_names, self.trained.parameters, strict=True)
+        name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
+        if name is not None:
+            raise FlowBNNError(
+                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or "
+                f"bound what that layer computes{spoilt}{position.last_good}"
+            )
+
+    def step_schedule(self, *value: float) -> None:
+        """One step of the learning-rate schedule."""
+        schedule = self.trained.schedule
+        if schedule is None:
+            return
+        advance: Callable[..., None] = schedule.step  # only ReduceLROnPlateau takes a value
+        try:
+            advance(*value)
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise FlowBNNError(
+                f"the learning-rate schedule {type(schedule).__name__} goes no further ({reason}); build it for all "
+                f"{self.options.epochs} epochs"
+            ) from None
 
     def blame_loss(
         self, batch: Any, clock: Clock, position: Position, logs: Mapping[str, Any], before: dict[str, Any]
@@ -96,7 +129,7 @@ class Stepper:
             with torch.enable_grad():
                 self.step(self.model, batch, clock)
 
-        cause = explain_nonfinite_loss(unwrap(self.model), again, logs)
+        cause = explain_nonfinite_loss(unwrap(self.model), again, logs, self.trained.names_below)
         raise FlowBNNError(f"the loss is not finite {position.words}: {cause}{position.last_good}")
 
 

@@ -76,18 +76,14 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.exists():
         raise FlowBNNError(f"there is no file '{path}'")
     try:
-        with path.open("rb") as file:
-            start = file.read(4)
-        if start.startswith(b"\x80") or start == b"PK\x03\x04":
-            raise FlowBNNError(
-                f"'{path}' is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
-            )
         with safe_open(path, framework="pt", device="cpu") as opened:
             header = (opened.metadata() or {}).get(HEADER)
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    except FlowBNNError:
-        raise
     except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        if _looks_like_pickle(path):
+            raise FlowBNNError(
+                f"'{path}' is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
+            ) from None
         raise FlowBNNError(f"'{path}' is cut short or no safetensors file ({_reason(error)})") from None
     if header is None:
         raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it")
@@ -153,6 +149,17 @@ def _with_document(
             f"'{path}' has a damaged header ({type(error).__name__}: {_reason(error)})"
         ) from None
     return tensors, document
+
+
+def _looks_like_pickle(path: Path) -> bool:
+    """Whether a file that is no whole safetensors file begins like a pickle; one of ours may begin with 0x80 too."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError:
+        return False
+    protocol = len(start) == 9 and start[0] == 0x80 and 2 <= start[1] <= 5
+    return start[:4] == b"PK\x03\x04" or (protocol and start[5:] != b"\0\0\0{")
 
 
 def _temporary(path: Path) -> Path:

@@ -1,0 +1,91 @@
+"""On a CUDA device: a gradient that is not finite is found without stalling the device."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training import TrainingOptions, load_tensors, train, unwrap
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def network(width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def step_with_fault(at):
+    def step(model, batch, clock):
+        loss = model(batch[0]).square().mean()
+        # finite, with an infinite gradient
+        fault = (unwrap(model)[2].bias * 0.0).abs().pow(0.5).sum() if clock.step == at else 0.0
+        return loss + fault, {"log_likelihood": -loss}
+
+    return step
+
+
+def data(count=4):
+    source = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 2, generator=source),) for _ in range(count)]
+
+
+def fit(model, at, fused=True, **options):
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    settings = TrainingOptions(**({"epochs": 2, "accelerator": "cuda"} | options))
+    return train(model, step_with_fault(at), optimizer, data(), settings)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("at", [2, 3, 7])
+def test_a_bad_gradient_is_named_and_a_fused_optimizer_leaves_the_weights_alone(tmp_path, at, clip):
+    model, expected = network(), network()
+    with pytest.raises(FlowBNNError) as caught:
+        fit(model, at, clip_gradient=clip, checkpoint=tmp_path, checkpoint_every=2)
+    where = (
+        f"the gradient of '2.bias' is not finite in epoch {at // 4 + 1}, step {at + 1} although the loss is"
+    )
+    assert str(caught.value).startswith(where)
+    assert "updated with it" not in str(caught.value)
+    assert load_tensors(tmp_path / "last.safetensors")[1]["position"]["step"] == at // 2 * 2
+
+    def stopping(model, batch, clock):
+        if clock.step == at:
+            raise KeyboardInterrupt
+        return step_with_fault(-1)(model, batch, clock)
+
+    optimizer = torch.optim.Adam(expected.parameters(), fused=True)
+    settings = TrainingOptions(epochs=2, accelerator="cuda", clip_gradient=clip)
+    with pytest.raises(KeyboardInterrupt):
+        train(expected, stopping, optimizer, data(), settings)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_parameters_of_several_kinds_and_sparse_gradients():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True)
+            self.linear = nn.Linear(2, 1, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.linear(self.table(x).double())
+
+    def step(model, batch, clock):
+        loss = model(batch).square().mean()
+        fault = (unwrap(model).linear.bias * 0.0).abs().pow(0.5).sum() if clock.step == 5 else 0.0
+        return loss + fault, {}
+
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = TrainingOptions(epochs=3, accelerator="cuda")
+    with pytest.raises(FlowBNNError, match="'linear.bias' is not finite in epoch 3, step 6"):
+        train(model, step, optimizer, [torch.arange(5), torch.tensor([1, 1])], settings)
+
+
+def test_without_a_fused_optimizer_the_message_says_that_the_weights_are_spoilt():
+    with pytest.raises(FlowBNNError, match="'2.bias' is not finite in epoch 1, step 3 .*updated with it"):
+        fit(network(), 2, fused=False)
