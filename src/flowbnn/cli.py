@@ -190,7 +190,13 @@ def report(
     with _told():
         from flowbnn.report import find_results, save_figures, write_markdown, write_report
 
+        from flowbnn.studies import studies
+
+        order = [study.name for study in studies()]
         found = find_results(folder)
+        found.sort(
+            key=lambda path: order.index(path.parent.name) if path.parent.name in order else len(order)
+        )
         typer.echo(f"The report: {write_report(found, out or folder / 'report.html')}")
         if markdown is not None:
             typer.echo(f"The tables: {write_markdown(found, markdown)}")

@@ -81,7 +81,8 @@ class Settings:
 def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
     """The noise of a variant; the flows sit where document 000 puts them in its LeNet."""
     if variant == "dropout":
-        return {"*": Dropout(rate=settings.dropout), "conv1": None}
+        # whole channels before the convolutions, single features before the linear layers, as is usual
+        return {"*": Dropout(rate=settings.dropout, site="channel"), "conv1": None}
     if variant == "gaussian":
         return {"*": NormalAffine()}
     return {"conv2": NormalInvConv(), "fc1": NormalPlanar(settings.flow_length), "*": NormalAffine()}
