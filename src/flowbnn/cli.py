@@ -189,7 +189,6 @@ def report(
     """Write the page again from stored results; nothing is trained."""
     with _told():
         from flowbnn.report import find_results, save_figures, write_markdown, write_report
-
         from flowbnn.studies import studies
 
         order = [study.name for study in studies()]

@@ -147,34 +147,34 @@ class Noise(nn.Module):
         return self.multiply_all((x,))[0]
 
     def multiply_all(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Multiply several inputs by one draw, or by the pieces of one draw where their widths differ."""
+        """Multiply several inputs by one draw, or by the pieces of one draw where their widths differ.
+
+        A tensor that is given twice (self-attention) comes back as one, which torch's fast paths look for.
+        """
         if self.mode == "off" and self.repeat == 1:
             return inputs
-        done: dict[int, Tensor] = {}
-        first = inputs[0]
-        axis = self._batch_axis(first)
-        rows = first.shape[axis] * self.repeat if axis is not None else 1
+        axis = self._batch_axis(inputs[0])
+        rows = inputs[0].shape[axis] * self.repeat if axis is not None else 1
         noise: dict[tuple[int, ...], Tensor] = {}
-        results = []
+        results: list[Tensor] = []
         offset = 0
         for index, x in enumerate(inputs):
-            width = self.layout.split[index] if self.layout.split else self.layout.dim
-            key = id(x) if not self.layout.split else id(x) + index
-            if key not in done:
-                grown = self._grow(x, axis)
-                if self.mode != "off":
-                    feature = x.ndim + self.layout.feature_axis
-                    position = tuple(n for i, n in enumerate(x.shape) if i not in (axis, feature))
-                    at = position if self.site == "position" else (1,) * len(position)
-                    if at not in noise:
-                        noise[at] = self._spread(x, position, axis, rows)
-                    piece = noise[at]
-                    if self.layout.split:
-                        piece = piece.narrow(self.layout.feature_axis, offset, width)
-                    grown = grown * piece
-                done[key] = grown
-            results.append(done[key])
-            offset += width
+            if not self.layout.split and index and x is inputs[index - 1]:
+                results.append(results[-1])
+                continue
+            grown = self._grow(x, axis)
+            if self.mode != "off":
+                feature = x.ndim + self.layout.feature_axis
+                position = tuple(n for i, n in enumerate(x.shape) if i not in (axis, feature))
+                at = position if self.site == "position" else (1,) * len(position)
+                if at not in noise:
+                    noise[at] = self._spread(x, position, axis, rows)
+                piece = noise[at]
+                if self.layout.split:
+                    piece = piece.narrow(self.layout.feature_axis, offset, self.layout.split[index])
+                    offset += self.layout.split[index]
+                grown = grown * piece
+            results.append(grown)
         return tuple(results)
 
     def _grow(self, x: Tensor, axis: int | None) -> Tensor:
