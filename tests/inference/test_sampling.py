@@ -8,7 +8,7 @@ import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.axes import align_batch_axes
-from flowbnn.inference.sampling import call_order, max_rows, plan_for, sample_outputs
+from flowbnn.inference.sampling import max_rows, observe, plan_for, sample_outputs
 from flowbnn.layers import noise_layers
 
 
@@ -174,10 +174,8 @@ def test_call_order_is_the_order_of_the_forward_pass():
         def forward(self, x):
             return self.late(self.early(x))
 
-    assert call_order(fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()}), torch.ones(2, 2)) == [
-        "early",
-        "late",
-    ]
+    seen = observe(fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()}), torch.ones(3, 2))
+    assert list(seen.items()) == [("early", (3, 2)), ("late", (3, 2))]
 
 
 def test_the_chunk_follows_the_width_of_the_network():

@@ -4,70 +4,47 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.inference.batches import call, rows, take
-from flowbnn.inference.sampling import evaluating
-from flowbnn.layers import noise, noise_layers
+from flowbnn.inference.batches import rows, take
+from flowbnn.inference.sampling import observe
+from flowbnn.layers import noise_layers
 
 __all__ = ["align_batch_axes"]
 
 
-def _shapes(model: nn.Module, inputs: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of what each noisy layer multiplies, at its first call."""
-    found: dict[str, tuple[int, ...]] = {}
-    handles = []
-    for name, layer in noise_layers(model).items():
-
-        def record(
-            module: nn.Module,
-            args: Any,
-            kwargs: Any,
-            output: Any,
-            name: str = name,
-            side: str = layer.layout.side,
-        ) -> None:
-            value = output if side == "output" else next(iter((*args, *kwargs.values())), None)
-            if isinstance(value, PackedSequence):
-                return
-            if isinstance(value, Tensor) and name not in found:
-                found[name] = tuple(value.shape)
-
-        handles.append(model.get_submodule(name).register_forward_hook(record, with_kwargs=True))
-    try:
-        with evaluating(model), noise(model, "off"):
-            call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
 def align_batch_axes(model: nn.Module, inputs: Any) -> None:
-    """Find the axis of the examples in every layer that takes noise, by running two rows and one.
+    """Find the axis of the examples in every layer that takes noise, by running a few rows and one fewer.
 
     A sequence-first layer has it on axis 1, and a layer whose input does not depend on the examples (the embedding of positions)
     has none: one draw then serves them all. Rules that name a ``batch_axis`` are left alone.
     """
-    if rows(inputs) < 2:
+    count = min(3, rows(inputs))
+    if count < 2:
         return
-    two, one = _shapes(model, take(inputs, 0, 2)), _shapes(model, take(inputs, 0, 1))
+    try:
+        more, fewer = observe(model, take(inputs, 0, count)), observe(model, take(inputs, 0, count - 1))
+    except Exception:  # a network made for one size of batch: take its layers at their word
+        return
     for name, layer in noise_layers(model).items():
         if (
-            name not in two
-            or len(two[name]) != len(one.get(name, ()))
+            not more.get(name)
+            or len(more[name]) != len(fewer.get(name, ()))
             or layer.recipe is None
             or layer.recipe.batch_axis is not None
         ):
             continue
-        changed = [axis for axis, (a, b) in enumerate(zip(two[name], one[name], strict=True)) if a == 2 * b]
-        same = all(a == b for a, b in zip(two[name], one[name], strict=True))
+        changed = [
+            axis
+            for axis, (a, b) in enumerate(zip(more[name], fewer[name], strict=True))
+            if a != b and a * (count - 1) == b * count
+        ]
+        same = all(a == b for a, b in zip(more[name], fewer[name], strict=True))
         axis = changed[0] if changed else None
         if len(changed) > 1 or (axis is None and not same) or axis == layer.layout.batch_axis:
             continue
-        ndim = len(two[name])
+        ndim = len(more[name])
         if axis is None:
             warnings.warn(
                 f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "

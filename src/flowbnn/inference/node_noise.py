@@ -12,13 +12,14 @@ from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.diagnostics import posterior_health
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.axes import align_batch_axes
-from flowbnn.inference.batches import call, count_data, move, repeat, split_batch
+from flowbnn.inference.batches import count_data, repeat, split_batch
+from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
 from flowbnn.inference.posterior import Posterior
-from flowbnn.inference.sampling import call_order, device_of, dtype_of, evaluating, sample_outputs
+from flowbnn.inference.sampling import observe, sample_outputs
 from flowbnn.layers import hold_noise, noise, noise_layers, parameter_groups, recipe_from_dict
-from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.likelihoods import Likelihood
 from flowbnn.objectives import ELBO, warm_up
-from flowbnn.training import Clock, TrainingOptions, train
+from flowbnn.training import Clock
 
 __all__ = ["NoisePosterior", "fit"]
 
@@ -80,61 +81,6 @@ class NoisePosterior(Posterior):
         return cls.restore(network, tensors, document, path)
 
 
-class Bundle(nn.Module):
-    """A network and its likelihood as one module: what is trained, saved and resumed together."""
-
-    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
-        super().__init__()
-        self.network, self.likelihood = network, likelihood
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, inputs)
-
-
-def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
-    """A look at the data without disturbing the run: torch's generator is put back."""
-    if not hasattr(loader, "__iter__"):
-        raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
-    if hasattr(loader, "__next__"):
-        raise FlowBNNError(
-            "this loader can be gone through only once; give a DataLoader, or a list of batches"
-        )
-    state = torch.get_rng_state()
-    own = getattr(loader, "generator", None)
-    own_state = own.get_state() if isinstance(own, torch.Generator) else None
-    batch = next(iter(loader), None)
-    torch.set_rng_state(state)
-    if own_state is not None:
-        own.set_state(own_state)  # type: ignore[union-attr]
-    if batch is None:
-        raise FlowBNNError("the loader is empty: there is nothing to train on")
-    inputs, targets = split_batch(batch)
-    if targets is None:
-        raise FlowBNNError("training needs batches of (inputs, targets), but the loader gives inputs alone")
-    return inputs, targets
-
-
-def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str) -> tuple[Likelihood, Any]:
-    """The likelihood, checked on the first batch, and that batch's inputs."""
-    inputs, targets = first_batch(loader)
-    inputs = move(inputs, device_of(model), dtype_of(model))
-    with evaluating(model):
-        outputs = call(model, inputs)
-    chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
-    chosen.check(outputs, targets)
-    return chosen, inputs
-
-
-def optimizer_for(
-    groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
-) -> torch.optim.Optimizer:
-    if not groups:
-        raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
-    if optimizer is None:  # one fused kernel for all the small vectors of the noise
-        return torch.optim.Adam(groups, fused=True)
-    return optimizer(groups)
-
-
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
@@ -187,7 +133,7 @@ def fit(
     settings = run_options(epochs, options, "fitting the noise")
     chosen, inputs = prepare(model, loader, likelihood)
     align_batch_axes(model, inputs)
-    idle = set(noise_layers(model)) - set(call_order(model, inputs))
+    idle = set(noise_layers(model)) - set(observe(model, inputs))
     for name in sorted(idle):
         warnings.warn(
             f"layer '{name}' carries noise but the network never calls it (its weights are read by another module), so its noise "
@@ -195,7 +141,6 @@ def fit(
             FlowBNNWarning,
         )
     objective = ELBO(chosen, count_data(loader) if num_data is None else num_data, beta, gamma)
-    bundle = Bundle(model, chosen)
     groups = parameter_groups(model, weight_lr, noise_lr, weight_decay)
     extra = [p for p in chosen.parameters() if p.requires_grad]
     if extra:
@@ -213,53 +158,10 @@ def fit(
         terms = objective(model, outputs, targets, warm_up(clock.progress, warmup))
         return terms.loss, terms.logs()
 
-    model.train()
+    posterior = NoisePosterior(model, chosen)
     with noise(model, "sample"):
-        history = train(
-            bundle,
-            step,
-            engine,
-            loader,
-            settings,
-            schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
-            names_below="network",
-            validate=None
-            if validation is None
-            else validator(NoisePosterior(model, chosen), validation, samples=8),
-        )
-    model.eval()
-    posterior = NoisePosterior(model, chosen, history)
+        posterior.history = run(posterior, step, engine, loader, settings, schedule, validation, samples=8)
     for health in posterior_health(model):
         if health.state != "healthy":
             warnings.warn(health.message, FlowBNNWarning)
     return posterior
-
-
-def run_options(epochs: int, options: dict[str, Any], description: str) -> TrainingOptions:
-    try:
-        return TrainingOptions(**{"epochs": epochs, "description": description, **options})
-    except TypeError as error:
-        known = ", ".join(TrainingOptions.__dataclass_fields__)
-        raise FlowBNNError(f"{str(error).rpartition('() ')[2]}; the options of a run are {known}") from None
-
-
-def total_steps(loader: Any, options: TrainingOptions) -> int:
-    if not hasattr(loader, "__len__"):
-        raise FlowBNNError("a learning-rate schedule needs a loader with a length")
-    return len(loader) * options.epochs
-
-
-def validator(
-    posterior: Posterior, loader: Iterable[Any], samples: int
-) -> Callable[[nn.Module], dict[str, float]]:
-    """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch."""
-
-    def validate(model: nn.Module) -> dict[str, float]:
-        predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
-        if targets is None:
-            raise FlowBNNError(
-                "validation needs batches of (inputs, targets), but the loader gives inputs alone"
-            )
-        return {name: float(value) for name, value in predictive.evaluate(targets).items()}
-
-    return validate

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import split_batch
-from flowbnn.inference.node_noise import Bundle, optimizer_for, prepare, run_options, total_steps, validator
+from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
 from flowbnn.inference.posterior import PointPosterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood
-from flowbnn.training import Clock, train
+from flowbnn.training import Clock
 
 __all__ = ["fit_point"]
 
@@ -59,18 +59,6 @@ def fit_point(
         log_likelihood = chosen.log_prob(outputs, targets).mean()
         return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
-    model.train()
-    history = train(
-        Bundle(model, chosen),
-        step,
-        engine,
-        loader,
-        settings,
-        schedule=None if schedule is None else schedule(engine, total_steps(loader, settings)),
-        names_below="network",
-        validate=None
-        if validation is None
-        else validator(PointPosterior(model, chosen), validation, samples=1),
-    )
-    model.eval()
-    return PointPosterior(model, chosen, history)
+    posterior = PointPosterior(model, chosen)
+    posterior.history = run(posterior, step, engine, loader, settings, schedule, validation, samples=1)
+    return posterior

@@ -20,7 +20,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, repeat, rows, take, tensors_of
 from flowbnn.layers import noise, noise_layers
 
-__all__ = ["call_order", "device_of", "dtype_of", "evaluating", "max_rows", "plan_for", "sample_outputs"]
+__all__ = ["device_of", "dtype_of", "evaluating", "max_rows", "observe", "plan_for", "sample_outputs"]
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -46,24 +46,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def call_order(model: nn.Module, inputs: Any) -> list[str]:
-    """Names of the noisy layers in the order a forward pass calls them; those it never calls are missing."""
-    order: list[str] = []
+def observe(model: nn.Module, inputs: Any) -> dict[str, tuple[int, ...]]:
+    """The noisy layers in the order a pass calls them, with the shape of what each multiplies (empty if it is no tensor)."""
+    found: dict[str, tuple[int, ...]] = {}
     handles = []
-    for name in noise_layers(model):
+    for name, layer in noise_layers(model).items():
 
-        def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            if name not in order:
-                order.append(name)
+        def record(
+            module: nn.Module,
+            args: Any,
+            kwargs: Any,
+            output: Any,
+            name: str = name,
+            side: str = layer.layout.side,
+        ) -> None:
+            value = output if side == "output" else next(iter((*args, *kwargs.values())), None)
+            found.setdefault(name, tuple(value.shape) if isinstance(value, Tensor) else ())
 
-        handles.append(model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
+        handles.append(model.get_submodule(name).register_forward_hook(record, with_kwargs=True))
     try:
         with evaluating(model), noise(model, "off"):
             call(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return order
+    return found
 
 
 def _free_memory(device: torch.device) -> int:
@@ -122,7 +129,7 @@ def plan_for(model: nn.Module, inputs: Any) -> Plan:
 
 
 def _find_plan(model: nn.Module, few: Any) -> Plan:
-    order = call_order(model, few)
+    order = list(observe(model, few))
     samples = 3
     with evaluating(model), noise(model, "shared", samples, seed=0):
         layers = noise_layers(model)

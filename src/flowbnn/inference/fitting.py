@@ -1,0 +1,123 @@
+"""What every method that trains by gradients shares."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference.batches import call, move, split_batch
+from flowbnn.inference.posterior import Posterior
+from flowbnn.inference.sampling import device_of, dtype_of, evaluating
+from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.training import History, Step, TrainingOptions, train
+
+__all__ = ["Bundle", "first_batch", "optimizer_for", "prepare", "run", "run_options", "validator"]
+
+
+class Bundle(nn.Module):
+    """A network and its likelihood as one module: what is trained, saved and resumed together."""
+
+    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.network, self.likelihood = network, likelihood
+
+    def forward(self, inputs: Any) -> Tensor:
+        return call(self.network, inputs)
+
+
+def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
+    """A look at the data without disturbing the run: torch's generator is put back."""
+    if not hasattr(loader, "__iter__"):
+        raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
+    if hasattr(loader, "__next__"):
+        raise FlowBNNError(
+            "this loader can be gone through only once; give a DataLoader, or a list of batches"
+        )
+    state = torch.get_rng_state()
+    own = getattr(loader, "generator", None)
+    own_state = own.get_state() if isinstance(own, torch.Generator) else None
+    batch = next(iter(loader), None)
+    torch.set_rng_state(state)
+    if own_state is not None:
+        own.set_state(own_state)  # type: ignore[union-attr]
+    if batch is None:
+        raise FlowBNNError("the loader is empty: there is nothing to train on")
+    inputs, targets = split_batch(batch)
+    if targets is None:
+        raise FlowBNNError("training needs batches of (inputs, targets), but the loader gives inputs alone")
+    return inputs, targets
+
+
+def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str) -> tuple[Likelihood, Any]:
+    """The likelihood, checked on the first batch, and that batch's inputs."""
+    inputs, targets = first_batch(loader)
+    inputs = move(inputs, device_of(model), dtype_of(model))
+    with evaluating(model):
+        outputs = call(model, inputs)
+    chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
+    chosen.check(outputs, targets)
+    return chosen, inputs
+
+
+def optimizer_for(
+    groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer:
+    if not groups:
+        raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
+    if optimizer is None:  # one fused kernel for all the small vectors of the noise
+        return torch.optim.Adam(groups, fused=True)
+    return optimizer(groups)
+
+
+def run(
+    posterior: Posterior,
+    step: Step,
+    engine: torch.optim.Optimizer,
+    loader: Any,
+    options: TrainingOptions,
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
+    validation: Iterable[Any] | None,
+    samples: int,
+) -> History:
+    """Train the network and the likelihood of a posterior as one, and leave the network ready to predict."""
+    if schedule is not None and not hasattr(loader, "__len__"):
+        raise FlowBNNError("a learning-rate schedule needs a loader with a length")
+    posterior.model.train()
+    history = train(
+        Bundle(posterior.model, posterior.likelihood),
+        step,
+        engine,
+        loader,
+        options,
+        schedule=None if schedule is None else schedule(engine, len(loader) * options.epochs),
+        validate=None if validation is None else validator(posterior, validation, samples),
+        names_below="network",
+    )
+    posterior.model.eval()
+    return history
+
+
+def run_options(epochs: int, options: dict[str, Any], description: str) -> TrainingOptions:
+    try:
+        return TrainingOptions(**{"epochs": epochs, "description": description, **options})
+    except TypeError as error:
+        known = ", ".join(TrainingOptions.__dataclass_fields__)
+        raise FlowBNNError(f"{str(error).rpartition('() ')[2]}; the options of a run are {known}") from None
+
+
+def validator(
+    posterior: Posterior, loader: Iterable[Any], samples: int
+) -> Callable[[nn.Module], dict[str, float]]:
+    """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch."""
+
+    def validate(model: nn.Module) -> dict[str, float]:
+        predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
+        if targets is None:
+            raise FlowBNNError(
+                "validation needs batches of (inputs, targets), but the loader gives inputs alone"
+            )
+        return {name: float(value) for name, value in predictive.evaluate(targets).items()}
+
+    return validate
