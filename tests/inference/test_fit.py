@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from small_problem import QUIET, blobs, loader, network
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
@@ -11,24 +12,6 @@ import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.batches import count_data, split_batch
 from flowbnn.training import load_tensors, save_tensors
-
-QUIET = {"progress": False, "accelerator": "cpu"}
-
-
-def blobs(count: int = 240, classes: int = 3) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(count) % classes
-    centres = 3 * torch.eye(classes, 4)
-    return TensorDataset(centres[labels] + torch.randn(count, 4, generator=generator), labels)
-
-
-def loader(data: TensorDataset | None = None, **options) -> DataLoader:
-    return DataLoader(data or blobs(), batch_size=40, shuffle=True, **options)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -376,69 +359,3 @@ def test_damaged_documents_are_refused_in_one_line(change, tmp_path):
     with pytest.raises(FlowBNNError) as error:
         fb.NoisePosterior.load(path, network())
     assert "\n" not in str(error.value)
-
-
-def nan_at(row: int) -> DataLoader:
-    x, y = (tensor.clone() for tensor in blobs().tensors)
-    x[row] = float("nan")
-    return DataLoader(TensorDataset(x, y), batch_size=40)
-
-
-class Exploding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize(
-    ("act", "line"),
-    [
-        (lambda m: fb.fit(network(), loader(), **QUIET), "has no noise; convert it first"),
-        (lambda m: fb.fit(m, [], **QUIET), "the loader is empty"),
-        (lambda m: fb.fit(m, 5, **QUIET), "takes a loader of batches, not a int"),
-        (lambda m: fb.fit(m, iter(loader()), **QUIET), "only once"),
-        (lambda m: fb.fit(m, loader(), num_data=0, **QUIET), "at least 1, not 0"),
-        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(None), "a tensor of inputs or a loader"),
-        (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
-        (lambda m: fb.fit(m, loader(), samples=0, **QUIET), "samples is at least 1"),
-        (lambda m: fb.fit(m, loader(), warmup=2.0, **QUIET), "between 0 and 1"),
-        (lambda m: fb.fit(m, loader(), epochs=0, **QUIET), "epochs"),
-        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "the options of a run are"),
-        (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "labels run from 0 to 3"),
-        (lambda m: fb.fit(m, nan_at(100), **QUIET), "NaN|nan"),
-        (lambda m: fb.fit_point(m, loader(), **QUIET), "fit_point trains plain networks"),
-        (lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET), "/proc/nothing/here"),
-        (
-            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.ones(2, 4), samples=0),
-            "whole number of at least 1, not 0",
-        ),
-        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict([]), "the loader is empty"),
-        (
-            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.full((2, 4), torch.nan)),
-            "2 of 2 rows",
-        ),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(act, line):
-    with pytest.raises(FlowBNNError, match=line) as error:
-        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
-    assert "\n" not in str(error.value)
-
-
-def test_a_loss_that_is_not_finite_names_what_made_it_first():
-    model = Exploding()
-    with torch.no_grad():
-        model.second.weight.fill_(float("inf"))
-    with pytest.raises(FlowBNNError, match="parameter 'second.weight' is not finite"):
-        fb.fit(fb.to_stochastic(model, {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
-
-    class Logarithm(nn.Module):
-        def forward(self, x):
-            return torch.log(x)
-
-    network = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 3))
-    with pytest.raises(FlowBNNError, match="layer '1'"):
-        fb.fit(fb.to_stochastic(network, {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
