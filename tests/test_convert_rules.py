@@ -70,10 +70,17 @@ def test_show_prints_the_table(capsys):
         ({"*": "planar"}, "gives a str; give a recipe"),
         ({}, "no rules were given"),
         ({"*": NormalAffine(prior_scale=0.0)}, "the scale of a normal must be above 0, not 0.0"),
-        ({"*": NormalPlanar(-1)}, "a flow has a length of at least 0, not -1"),
+        (NormalAffine(), "rules are a mapping"),
+        ({"*": FlowNoise(Radial(4))}, "FlowNoise needs a function of the dimension"),
+        (
+            {"*": FlowNoise(lambda dim: nn.Linear(dim, dim))},
+            "gave a Linear; it must give a flowbnn transform",
+        ),
+        ({"*": NormalPlanar(1.5)}, "whole length of at least 0, not 1.5"),
+        ({"*": NormalPlanar(-1)}, "a flow has a whole length of at least 0, not -1"),
         ({"*": NormalAffine(site="pixel")}, "site is 'channel' or 'position'"),
         ({"*": Dropout(1.0)}, "a dropout rate is at least 0 and below 1"),
-        ({"*": FlowNoise()}, "FlowNoise needs a factory"),
+        ({"*": FlowNoise()}, "FlowNoise needs a function of the dimension"),
     ],
 )
 def test_bad_rules_are_refused_in_one_line(rules, line):

@@ -114,6 +114,7 @@ def run(
     ]
     words += [f"--set {pair}" for pair in change or []]
     command = " ".join([*words, *(["--quick"] if quick else [])])
+    out = _folder(out, quick)
     with _told(f"{command} --out {out}"):
         from flowbnn.studies import get_study, open_workers, run_study
 
@@ -135,6 +136,7 @@ def run(
                 precision=precision,
                 workers=workers,
                 command=command,
+                smoke=quick,
             )
         _show(results)
         typer.echo(f"\n{out / study / 'results.json'}; a page of it: flowbnn report {out}")
@@ -149,6 +151,7 @@ def demo(
     no_progress: NoProgress = False,
 ) -> None:
     """Run two-clusters and digits and write the report: about a minute on two cores."""
+    out = _folder(out, quick)
     with _told(f"flowbnn demo --out {out}{' --quick' if quick else ''}"):
         from flowbnn.report import write_report
         from flowbnn.studies import get_study, open_workers, run_study
@@ -167,6 +170,7 @@ def demo(
                     progress=not no_progress,
                     workers=workers,
                     command=f"flowbnn run {name}{' --quick' if quick else ''}",
+                    smoke=quick,
                 )
                 _show(results)
         page = write_report([out / name / "results.json" for name in names], out / "report.html")
@@ -201,6 +205,11 @@ def report(
             typer.echo(f"The tables: {write_markdown(found, markdown)}")
         if figures is not None:
             typer.echo(f"The figures: {len(save_figures(found, figures))} in {figures}")
+
+
+def _folder(out: Path, quick: bool) -> Path:
+    """A smoke run does not replace real results unless it is sent there."""
+    return Path("results-quick") if quick and out == Path("results") else out
 
 
 def _positive(option: str, value: int) -> int:

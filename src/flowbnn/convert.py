@@ -75,14 +75,18 @@ def to_stochastic(
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> bayesian = to_stochastic(network, {"0": NormalPlanar(length=2), "*": NormalAffine()})
     >>> print(describe(bayesian))
-    layer  kind    noise           site     dim  parameters
-    -----  ------  --------------  -------  ---  ----------
-    0      Linear  NormalPlanar()  channel    4          26
-    2      Linear  NormalAffine()  channel    8          16
-                                                         42
+    layer  kind    noise                   site     dim  parameters
+    -----  ------  ----------------------  -------  ---  ----------
+    0      Linear  NormalPlanar(length=2)  channel    4          26
+    2      Linear  NormalAffine()          channel    8          16
+                                                                 42
     """
     if not isinstance(model, nn.Module):
         raise FlowBNNError(f"to_stochastic takes an nn.Module, not a {type(model).__name__}")
+    if not isinstance(rules, Mapping):
+        raise FlowBNNError(
+            f'rules are a mapping from layers to recipes, such as {{"*": NormalAffine()}}, not a {type(rules).__name__}'
+        )
     if noise_layers(model):
         raise FlowBNNError("this network has noise already; take it off with to_deterministic first")
     if not inplace:

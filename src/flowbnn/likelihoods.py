@@ -26,6 +26,9 @@ class Likelihood(nn.Module):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse targets that do not fit the outputs, in one line."""
 
+    def start(self, outputs: Tensor, targets: Tensor) -> None:
+        """Begin near the data: called with the first batch before training."""
+
     def canonical(self, targets: Tensor) -> Tensor:
         """Targets in the form that predictives and metrics take."""
         return targets
@@ -142,6 +145,13 @@ class Gaussian(Likelihood):
         error = (targets.to(mean.dtype).reshape(mean.shape) - mean).square() / variance
         return -0.5 * (error + variance.log() + math.log(2.0 * math.pi)).flatten(1).sum(-1)
 
+    @torch.no_grad()
+    def start(self, outputs: Tensor, targets: Tensor) -> None:
+        """A learned noise that is still at one starts at the size of the residuals: targets come in all units."""
+        if self.noise == "learned" and not bool(self.log_scale.any()):
+            residual = targets.to(outputs).reshape(outputs.shape) - outputs
+            self.log_scale.copy_(residual.float().square().mean(0).clamp_min(1e-8).log() / 2)
+
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
 
@@ -165,6 +175,11 @@ class Gaussian(Likelihood):
         if targets.numel() != outputs.shape[0] * width:
             raise FlowBNNError(
                 f"targets of shape {tuple(targets.shape)} do not fit {outputs.shape[0]} rows of {width} predicted values"
+                + (
+                    "; for class labels give integers (labels.long())"
+                    if targets.ndim == 1 and width > 1
+                    else ""
+                )
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -93,6 +93,23 @@ def test_regression_is_a_first_class_citizen():
     assert posterior.predict(x[:5]).mean.shape == (5, 1)
 
 
+def test_regression_in_any_unit():
+    """Targets of size 100: the learned noise starts at the size of the residuals and ends near the truth."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 1, generator=generator)
+    y = 150 + 20 * x + 50 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    nn.init.constant_(net[2].bias, 150.0)
+    data = loader(TensorDataset(x, y))
+    posterior = fb.fit(
+        fb.to_stochastic(net, {"0": fb.NormalAffine()}), data, epochs=10, weight_lr=0.05, **QUIET
+    )
+    assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(50.0, rel=0.25)
+    assert 0.8 < fb.evaluate(posterior, data, samples=32, progress=False)["coverage_90"] < 0.97
+    assert "NoisePosterior(Sequential, 1 layers with noise" in repr(posterior)
+
+
 def test_bernoulli_from_one_logit():
     data = blobs(classes=2)
     model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
@@ -244,6 +261,7 @@ def test_dropout_behind_the_same_interface():
     assert prediction.epistemic.max() > 1e-4
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the further layers of these short fits
 def test_warnings_name_the_layer():
     warnings.resetwarnings()
     warnings.simplefilter("always", FlowBNNWarning)

@@ -36,6 +36,16 @@ class Exploding(nn.Module):
         (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(None), "a tensor of inputs or a loader"),
         (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
         (lambda m: fb.fit(m, loader(), samples=0, **QUIET), "samples is at least 1"),
+        (
+            lambda m: fb.fit(m, loader(), weight_lr=-1.0, **QUIET),
+            "weight_lr is a number of at least 0, not -1.0",
+        ),
+        (
+            lambda m: fb.fit(m, loader(), noise_lr=float("nan"), **QUIET),
+            "noise_lr is a number of at least 0, not nan",
+        ),
+        (lambda m: fb.evaluate(network(), loader()), "evaluate takes a posterior"),
+        (lambda m: fb.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), warmup=2.0, **QUIET), "between 0 and 1"),
         (lambda m: fb.fit(m, loader(), epochs=0, **QUIET), "epochs"),
         (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "the options of a run are"),

@@ -29,6 +29,10 @@ def evaluate(
         novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
             input has a larger predictive entropy than a known one, and the average precision of finding it so.
     """
+    if not isinstance(posterior, Posterior):
+        raise FlowBNNError(
+            f"evaluate takes a posterior from fit or fit_point, not a {type(posterior).__name__}"
+        )
     options = {"samples": samples, "shared": shared, "seed": seed, "progress": progress}
     if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
         loader = [loader]  # one pair of inputs and targets

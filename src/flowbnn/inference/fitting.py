@@ -58,6 +58,7 @@ def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | st
         outputs = call(model, inputs)
     chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
     chosen.check(outputs, targets)
+    chosen.start(outputs, targets.to(outputs.device))
     return chosen, inputs
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, rows, split_batch, take
 from flowbnn.inference.sampling import device_of, dtype_of, evaluating, max_rows
+from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.training import History, check_architecture, load_tensors, save_tensors, track
 
@@ -34,6 +35,11 @@ class Posterior:
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
+
+    def __repr__(self) -> str:
+        noisy = len(noise_layers(self.model))
+        layers = f", {noisy} layers with noise" if noisy else ""
+        return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {self.history.epochs} epochs)"
 
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None

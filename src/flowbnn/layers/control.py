@@ -110,6 +110,7 @@ def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _choose(model: nn.Module, part: Part) -> list[nn.Parameter]:
     if part not in ("weights", "noise"):
         raise FlowBNNError(f"what can be frozen is 'weights' or 'noise', not {part!r}")
+    _layers(model)
     return noise_parameters(model) if part == "noise" else weight_parameters(model)
 
 
@@ -132,6 +133,9 @@ def parameter_groups(
 
     Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
     """
+    for name, rate in (("weight_lr", weight_lr), ("noise_lr", noise_lr), ("weight_decay", weight_decay)):
+        if not 0.0 <= rate < float("inf"):
+            raise FlowBNNError(f"{name} is a number of at least 0, not {rate}")
     groups = [
         {
             "name": "weights",

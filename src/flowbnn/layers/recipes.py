@@ -93,7 +93,9 @@ class Recipe:
         )
 
     def __str__(self) -> str:
-        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        common = {f.name for f in fields(Recipe)}
+        changed = [f for f in fields(self) if f.name not in common or getattr(self, f.name) != f.default]
+        changed.sort(key=lambda f: f.name in common)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,9 +200,20 @@ class FlowNoise(Recipe):
     factory: Callable[[int], Transform] | None = None
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        if self.factory is None:
-            raise FlowBNNError("FlowNoise needs a factory, such as FlowNoise(lambda dim: Planar(dim))")
-        return [self.factory(dim)]
+        if self.factory is None or isinstance(self.factory, Transform):
+            raise FlowBNNError(
+                "FlowNoise needs a function of the dimension, such as FlowNoise(lambda dim: Planar(dim))"
+            )
+        transform = self.factory(dim)
+        if not isinstance(transform, Transform):
+            raise FlowBNNError(
+                f"FlowNoise's function gave a {type(transform).__name__}; it must give a flowbnn transform "
+                "(from_torch wraps those of torch.distributions)"
+            )
+        return [transform]
+
+    def __str__(self) -> str:
+        return f"FlowNoise({getattr(self.factory, '__name__', type(self.factory).__name__)})"
 
     def to_dict(self) -> dict[str, Any]:
         return {"recipe": "FlowNoise"}
@@ -221,8 +234,8 @@ class Dropout(Recipe):
 
 
 def _length(value: int) -> int:
-    if value < 0:
-        raise FlowBNNError(f"a flow has a length of at least 0, not {value}")
+    if not isinstance(value, int) or value < 0:
+        raise FlowBNNError(f"a flow has a whole length of at least 0, not {value}")
     return value
 
 

@@ -40,6 +40,7 @@ def run_study(
     jobs: int = 1,
     workers: Workers | None = None,
     command: str | None = None,
+    smoke: bool = False,
 ) -> dict[str, Any]:
     """Run a study and write ``out/<study>/results.json``.
 
@@ -59,6 +60,7 @@ def run_study(
         jobs: processes; above 1 the caller must be a script that multiprocessing can import.
         workers: open ones, instead of ``jobs``.
         command: what to type to do this again.
+        smoke: the settings are too small to mean anything: say so instead of an answer.
 
     Returns:
         What was written.
@@ -87,6 +89,8 @@ def run_study(
                 display.done(job, waiting[number : number + 1])
     parts = Parts(chosen, {(job.variant, job.seed): _content(job) for job in todo})
     findings = study.findings(settings, parts)
+    if smoke:
+        findings.answer = "This is a smoke run with tiny settings: its numbers mean nothing."
     if reused:
         findings.notes.append(
             f"{reused} of {len(todo)} trainings were finished by an earlier run and taken over (--resume)."

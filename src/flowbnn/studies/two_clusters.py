@@ -152,7 +152,9 @@ class TwoClusters(Study):
             parts.seeds,
             {("exact", seed): {"values": parts.content["plain", seed]["exact"]} for seed in parts.seeds},
         )
-        rows.append(exact.row(Variant("exact", "Exact posterior (the best possible)"), CLASSIFICATION))
+        rows.append(
+            exact.row(Variant("exact", "Bayes-optimal classifier (true probabilities)"), CLASSIFICATION)
+        )
         best = best_possible(settings.spread)
         notes = [
             f"The blobs' standard deviation is {settings.spread:g}, so that the best possible accuracy is "
