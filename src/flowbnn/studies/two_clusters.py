@@ -158,7 +158,7 @@ class TwoClusters(Study):
         best = best_possible(settings.spread)
         notes = [
             f"The blobs' standard deviation is {settings.spread:g}, so that the best possible accuracy is "
-            f"{best.accuracy:.4f} and the best possible NLL {best.nll:.4f} (by quadrature over the exact posterior). The last "
+            f"{best.accuracy:.4f} and the best possible NLL {best.nll:.4f} (by quadrature over the true class probabilities). The last "
             "row scores that posterior on the same test points: its ECE is what chance alone gives.",
             "The document does not state its blobs, widths, rates or epochs. Ours were chosen on points of other seeds than "
             "those of the table; the plain MLP's 12 epochs are the fewest whose accuracy, over 20 such seeds, clears "

@@ -31,7 +31,7 @@ def answer(parts: Parts, exact: Parts) -> str:
     text = (
         f"{head}: with flow noise the ECE on unseen points is {ece('flow')} against {ece('plain')} for the plain MLP (mean of "
         f"{len(parts.seeds)} seeds), {published} 0.009, and the accuracy {parts.mean('flow', 'accuracy'):.4f} against "
-        f"{parts.mean('plain', 'accuracy'):.4f}; the exact posterior scores {exact.mean('exact', 'ece'):.4f} and "
+        f"{parts.mean('plain', 'accuracy'):.4f}; the Bayes-optimal classifier scores {exact.mean('exact', 'ece'):.4f} and "
         f"{exact.mean('exact', 'accuracy'):.4f} on the same points."
     )
     if against_longer.clear and against_longer.mean > 0:
