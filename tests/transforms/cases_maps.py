@@ -75,7 +75,6 @@ CASES: list[Case] = [
         lambda dim: AdditiveCoupling(dim, hidden=(16, 16)),
         quadrature=(2,),
         no_quadrature=COUPLED,
-        spread=0.3,
         wakes_later=HIDDEN,
     ),
     Case(
@@ -84,7 +83,6 @@ CASES: list[Case] = [
         lambda dim: AffineCoupling(dim, mask="alternating", hidden=(16, 16)),
         quadrature=(2,),
         no_quadrature=COUPLED,
-        spread=0.3,
         wakes_later=HIDDEN,
     ),
     Case(
@@ -96,7 +94,6 @@ CASES: list[Case] = [
         dim=5,
         quadrature=(2,),
         no_quadrature=COUPLED,
-        spread=0.3,
         wakes_later=HIDDEN,
     ),
     Case(
@@ -106,7 +103,7 @@ CASES: list[Case] = [
         dim=5,
         quadrature=(2,),
         no_quadrature=COUPLED,
-        spread=0.3,
+        spread=0.3,  # at 0.5 its float32 round trip passes 1e-5 for some seeds: a stated limit, not a bound that was moved
         wakes_later=HIDDEN,
     ),
 ]

@@ -75,7 +75,10 @@ def test_planar_inverts_for_any_product(product: float) -> None:
     again, log_det_back = planar.inverse(x)
     # float64 rounds the longest u_hat, 5e3, by 1e-12, which the strongest squeeze, 1e-3, makes 1e-9
     torch.testing.assert_close(again, z, rtol=0, atol=1e-8)
-    torch.testing.assert_close(log_det_back, -log_det, rtol=0, atol=1e-6)
+    # d log_det / da is at most 1 / sqrt(squeeze) = 32, so an error of 1e-8 in each of three dimensions makes 6e-7 for |w| = 1
+    torch.testing.assert_close(
+        log_det_back, -log_det, rtol=0, atol=6e-7 * max(1.0, float(planar.w.detach().norm()))
+    )
 
 
 def test_planar_squeezes_no_further_than_its_margin() -> None:

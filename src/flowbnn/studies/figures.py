@@ -1,6 +1,6 @@
 """Figures as plain data, in the forms that the report draws."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics import marginal
 from flowbnn.layers import InputNoise, noise_layers
+from flowbnn.studies.base import Parts, Variant
 from flowbnn.studies.statistics import summary
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "histogram",
     "pooled_bins",
     "pooled_histogram",
+    "reliability_figure",
     "short",
 ]
 
@@ -167,3 +169,16 @@ def count_modes_of(many: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     several = sum(number > 1 for number in modes)
     verb = "has" if several < 2 else "have"
     return f"Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} {verb} more than one mode."
+
+
+def reliability_figure(title: str, caption: str, variants: Iterable[Variant], parts: Parts) -> dict[str, Any]:
+    """Accuracy against confidence for every variant, the bins of all seeds together."""
+    models = [
+        {
+            "label": variant.label,
+            "ece": parts.mean(variant.key, "ece"),
+            "bins": pooled_bins([part["bins"] for part in parts.of(variant.key)]),
+        }
+        for variant in variants
+    ]
+    return figure("reliability", title, caption, {"models": models})

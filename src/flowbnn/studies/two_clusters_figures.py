@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowbnn.studies.base import Parts, Variant
-from flowbnn.studies.figures import count_modes_of, curve, figure, pooled_bins, pooled_histogram
+from flowbnn.studies.figures import count_modes_of, curve, figure, pooled_histogram, reliability_figure
 from flowbnn.studies.statistics import paired
 
 __all__ = ["PUBLISHED", "answer", "figures"]
@@ -83,20 +83,11 @@ def figures(variants: Sequence[Variant], parts: Parts) -> list[dict[str, Any]]:
             "confidence; on the diagonal a confidence means what it says.",
             {"models": fields},
         ),
-        figure(
-            "reliability",
+        reliability_figure(
             "Accuracy against confidence",
             "Bins of all seeds together; the ECE is the mean over seeds.",
-            {
-                "models": [
-                    {
-                        "label": variant.label,
-                        "ece": parts.mean(variant.key, "ece"),
-                        "bins": pooled_bins([part["bins"] for part in parts.of(variant.key)]),
-                    }
-                    for variant in variants
-                ]
-            },
+            variants,
+            parts,
         ),
         figure(
             "histogram",
