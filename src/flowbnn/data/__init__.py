@@ -1,7 +1,28 @@
-"""Data sets, each made from a seed, and a loader for what lies in memory."""
+"""Data sets, made from a seed or read from published files, and loaders for what lies in memory."""
 
+from flowbnn.data.augment import CropAndFlip
 from flowbnn.data.clusters import best_possible, clusters, true_probability
+from flowbnn.data.corruptions import CORRUPTIONS, corrupt, novel_noise
 from flowbnn.data.digits import Digits, load_digits
-from flowbnn.data.loader import TensorLoader
+from flowbnn.data.images import ImageSet
+from flowbnn.data.load import data_folder, load_images
+from flowbnn.data.loader import TensorLoader, device_loader
+from flowbnn.data.normalize import Normalize
 
-__all__ = ["Digits", "TensorLoader", "best_possible", "clusters", "load_digits", "true_probability"]
+__all__ = [
+    "CORRUPTIONS",
+    "CropAndFlip",
+    "Digits",
+    "ImageSet",
+    "Normalize",
+    "TensorLoader",
+    "best_possible",
+    "clusters",
+    "corrupt",
+    "data_folder",
+    "device_loader",
+    "load_digits",
+    "load_images",
+    "novel_noise",
+    "true_probability",
+]

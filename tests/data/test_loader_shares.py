@@ -1,0 +1,170 @@
+"""Loaders of image sets: augmented, prepared, and shared by workers."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowbnn.data import CropAndFlip, ImageSet, TensorLoader, device_loader
+from flowbnn.errors import FlowBNNError
+from flowbnn.inference.batches import count_data
+from flowbnn.training.randomness import loader_generators
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def noisy(images: Tensor, generator: torch.Generator | None) -> Tensor:
+    """An augmentation that hides its draws."""
+    return images.float() + torch.rand(images.shape, generator=generator)
+
+
+def image_set(number: int = 22) -> ImageSet:
+    images = torch.randint(0, 256, (number, 3, 8, 8), dtype=torch.uint8)
+    return ImageSet(
+        images, torch.arange(number), tuple(map(str, range(number))), "made", "train", (0.5,) * 3, (0.2,) * 3
+    )
+
+
+@pytest.mark.parametrize("augment", [None, noisy, CropAndFlip(padding=2, cutout=3)])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_shares_of_all_workers_are_the_batches_of_one(augment, shuffle, world):
+    data = image_set(23)
+
+    def loader() -> TensorLoader:
+        return device_loader(data, 8, shuffle=shuffle, augment=augment, generator=seeded())
+
+    whole = list(loader())
+    shares = [list(loader().sharded(rank, world)) for rank in range(world)]
+    assert [len(share) for share in shares] == [3] * world
+    for step, (images, labels) in enumerate(whole):
+        parts = [share[step] for share in shares]
+        assert torch.equal(torch.cat([part[0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+        sizes = [len(part[1]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+
+
+def test_passes_stay_alike_on_all_workers():
+    loaders = [
+        device_loader(image_set(20), 8, shuffle=True, augment=noisy, generator=seeded()).sharded(rank, 2)
+        for rank in range(2)
+    ]
+    for _ in range(2):
+        labels = [torch.cat([labels for _, labels in loader]) for loader in loaders]
+        assert sorted(torch.cat(labels).tolist()) == list(range(20))
+    assert torch.equal(loaders[0].generator.get_state(), loaders[1].generator.get_state())
+
+
+def test_a_shared_loader_keeps_the_numbers_of_the_whole():
+    loader = TensorLoader(torch.arange(10), batch_size=4, shuffle=True, generator=seeded())
+    shared = loader.sharded(1, 2)
+    assert (shared.num_data, count_data(shared), len(shared), shared.batch_size) == (10, 10, 3, 4)
+    assert loader_generators(shared) == [loader.generator]
+    assert (loader.rank, loader.world) == (0, 1)
+
+
+def test_what_cannot_be_shared_is_refused():
+    tensors = torch.arange(9)
+    for make, words in (
+        (
+            lambda: TensorLoader(tensors, batch_size=4).sharded(0, 2),
+            "the last batch of 1 cannot be shared by 2",
+        ),
+        (lambda: TensorLoader(tensors, batch_size=2).sharded(0, 3), "cannot be shared by 3 workers"),
+        (lambda: TensorLoader(tensors, batch_size=20).sharded(0, 10), "a batch of 9 cannot be shared by 10"),
+        (lambda: TensorLoader(tensors, batch_size=3).sharded(2, 2), "from 0 to 1"),
+        (lambda: TensorLoader(tensors, batch_size=3, shuffle=True).sharded(0, 2), "need generator="),
+        (lambda: TensorLoader(tensors, batch_size=3, augment=noisy).sharded(0, 2), "need generator="),
+    ):
+        with pytest.raises(FlowBNNError) as caught:
+            make()
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+    dropped = TensorLoader(tensors, batch_size=4, drop_last=True).sharded(1, 2)
+    assert [rows.tolist() for (rows,) in dropped] == [[2, 3], [6, 7]]
+
+
+def test_drop_last_leaves_out_the_rest():
+    loader = TensorLoader(torch.arange(10), batch_size=4, shuffle=True, generator=seeded(), drop_last=True)
+    seen = [{row for (rows,) in loader for row in rows.tolist()} for _ in range(20)]
+    assert all(len(rows) == 8 for rows in seen)
+    assert set().union(*seen) == set(range(10))  # another rest at every pass
+    assert (len(loader), loader.num_data, count_data(loader)) == (2, 8, 8)
+    with pytest.raises(FlowBNNError, match="leaves nothing of 3 examples"):
+        TensorLoader(torch.arange(3), batch_size=4, drop_last=True)
+
+
+def test_augmentation_comes_before_preparation_and_spares_the_labels():
+    seen = []
+
+    def watch(images: Tensor, generator: torch.Generator | None) -> Tensor:
+        seen.append(images.dtype)
+        return images + 1
+
+    images = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
+    loader = TensorLoader(
+        images, torch.zeros(4), batch_size=4, augment=watch, prepare=lambda batch: batch.double() * 10
+    )
+    ((batch, labels),) = loader
+    assert seen == [torch.uint8]
+    assert batch.dtype == torch.float64
+    assert batch.unique().tolist() == [10.0]
+    assert labels.unique().tolist() == [0.0]
+
+
+def test_a_device_loader_normalizes_by_its_own_set_or_another():
+    data, other = image_set(), image_set()
+    images = torch.cat([batch for batch, _ in device_loader(data, 5, "cpu")])
+    assert torch.equal(images, data.normalized())
+    images = torch.cat(
+        [batch for batch, _ in device_loader(data, 5, prepare=other.normalizer(torch.float64))]
+    )
+    assert torch.equal(images, other.normalizer(torch.float64)(data.images))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_channels_last_reaches_the_batches(shuffle):
+    data = image_set()
+    options = {"shuffle": shuffle, "augment": CropAndFlip(padding=2)}
+    last = list(device_loader(data, 8, channels_last=True, generator=seeded(), **options))
+    plain = list(device_loader(data, 8, generator=seeded(), **options))
+    assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch, _ in last)
+    assert all(batch.is_contiguous() for batch, _ in plain)
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(last, plain, strict=True))
+
+
+def test_the_global_generator_serves_where_none_is_given():
+    def order() -> list[int]:
+        torch.manual_seed(4)
+        return torch.cat(
+            [rows for (rows,) in TensorLoader(torch.arange(30), batch_size=7, shuffle=True)]
+        ).tolist()
+
+    torch.manual_seed(4)
+    assert order() == torch.randperm(30, generator=seeded(4)).tolist()
+    assert order() == order()
+
+
+def test_tensors_of_several_devices_are_refused():
+    with pytest.raises(FlowBNNError, match="on one device, not cpu, meta"):
+        TensorLoader(torch.zeros(3), torch.zeros(3, device="meta"), batch_size=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_batches_are_made_without_waiting():
+    data = image_set(64)
+    for generator in (None, torch.Generator("cuda").manual_seed(0), seeded()):
+        loader = device_loader(data, 16, "cuda", shuffle=True, augment=CropAndFlip(), generator=generator)
+        list(loader)
+        if generator is None or generator.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            batches = list(loader)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(batch.is_cuda and labels.is_cuda for batch, labels in batches)
+        assert sorted(torch.cat([labels for _, labels in batches]).tolist()) == list(range(64))

@@ -1,0 +1,147 @@
+"""Tiny image sets in the published formats, and the :class:`Source` that describes each."""
+
+import gzip
+import hashlib
+import io
+import pickle
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from flowbnn.data.sources import Download, Piece, Source
+
+GREY, COLOUR = (1, 5, 4), (3, 4, 4)
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def batch(count: int, shape: tuple[int, ...], seed: int) -> Batch:
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (count, *shape), np.uint8), random.integers(0, 3, count, np.uint8)
+
+
+def piece(files: tuple[str, ...], content: Batch) -> Piece:
+    return Piece(files, len(content[1]), *(hashlib.sha256(array.tobytes()).hexdigest() for array in content))
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def binary(content: Batch) -> bytes:
+    pixels, labels = content
+    return np.concatenate([labels[:, None], pixels.reshape(len(pixels), -1)], 1).tobytes()
+
+
+def pickled(content: Batch, protocol: int) -> bytes:
+    pixels, labels = content
+    rows = np.ascontiguousarray(pixels.reshape(len(pixels), -1))
+    return pickle.dumps({"batch_label": "a", "labels": labels.tolist(), "data": rows}, protocol=protocol)
+
+
+def pickled_by_python2(content: Batch) -> bytes:
+    """The opcodes that the published files have: Python 2's own strings, and numpy's old names."""
+    pixels, labels = content
+    raw = pixels.tobytes()
+    short = lambda text: b"U" + bytes((len(text),)) + text  # noqa: E731
+    state = (
+        b"K\x01" + b"M" + struct.pack("<H", len(pixels)) + b"M" + struct.pack("<H", pixels[0].size) + b"\x86"
+    )
+    kind = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|") + b"NNN"
+    kind += b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R"
+    array += b"(" + state + kind + b"\x89T" + struct.pack("<I", len(raw)) + raw + b"tb"
+    numbers = b"".join(b"K" + bytes((label,)) for label in labels.tolist())
+    return b"\x80\x02}(" + short(b"data") + array + short(b"labels") + b"](" + numbers + b"e" + b"u."
+
+
+def grey_source(seed: int = 0, mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batch]]:
+    content = {"train": batch(12, GREY, seed), "test": batch(7, GREY, seed + 1)}
+    names = {
+        split: (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
+        for split, stem in (("train", "train"), ("test", "t10k"))
+    }
+    downloads = []
+    for split, files in names.items():
+        for name, array in zip(files, (content[split][0][:, 0], content[split][1]), strict=True):
+            raw = gzip.compress(idx(array), mtime=0)
+            downloads.append(download(f"{name}.gz", raw, mirrors))
+    source = Source(
+        name="grey",
+        title="Grey",
+        layout="idx",
+        folder="Grey/raw",
+        shape=GREY,
+        classes=("a", "b", "c"),
+        mean=(0.5,),
+        deviation=(0.25,),
+        splits={split: (piece(names[split], content[split]),) for split in names},
+        downloads=tuple(downloads),
+    )
+    return source, content
+
+
+def write_grey(source: Source, content: dict[str, Batch], root: Path, packed: bool = False) -> None:
+    folder = root / source.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, (pixels, labels) in content.items():
+        for name, array in zip(source.splits[split][0].files, (pixels[:, 0], labels), strict=True):
+            raw = idx(array)
+            path = folder / (f"{name}.gz" if packed else name)
+            path.write_bytes(gzip.compress(raw, mtime=0) if packed else raw)
+
+
+def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batch], bytes]:
+    content = {name: batch(6, COLOUR, seed) for seed, name in enumerate(("one", "two", "three"))}
+    archive = tar({f"colour-bin/{name}.bin": binary(part) for name, part in content.items()})
+    pieces = {name: piece((name,), part) for name, part in content.items()}
+    source = Source(
+        name="colour",
+        title="Colour",
+        layout="cifar",
+        folder="colour",
+        shape=COLOUR,
+        classes=("a", "b", "c"),
+        mean=(0.5, 0.4, 0.3),
+        deviation=(0.2, 0.25, 0.3),
+        splits={"train": (pieces["one"], pieces["two"]), "test": (pieces["three"],)},
+        downloads=(download("colour.tar.gz", archive, mirrors),),
+    )
+    return source, content, archive
+
+
+def write_colour(content: dict[str, Batch], root: Path, protocol: int | None = None) -> None:
+    """The binary files; pickled ones where a protocol is named (-1: as Python 2 wrote them)."""
+    folder = root / ("colour-bin" if protocol is None else "colour-py")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in content.items():
+        if protocol is None:
+            (folder / f"{name}.bin").write_bytes(binary(part))
+        else:
+            raw = pickled_by_python2(part) if protocol == -1 else pickled(part, protocol)
+            (folder / name).write_bytes(raw)
+
+
+def download(name: str, raw: bytes, mirrors: tuple[str, ...]) -> Download:
+    return Download(
+        name, len(raw), hashlib.md5(raw).hexdigest(), tuple(f"{mirror}{name}" for mirror in mirrors)
+    )
+
+
+def tar(files: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
+    packed = io.BytesIO()
+    # no time of day in it: the same files give the same bytes
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream,
+        tarfile.open(fileobj=stream, mode="w") as archive,
+    ):
+        for name, target in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
+        for name, raw in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
+    return packed.getvalue()
