@@ -6,11 +6,17 @@ import torch
 import flowbnn as fb
 from flowbnn import models
 from flowbnn.errors import FlowBNNError
-from flowbnn.models import MLP, LeNet, SmallConv
+from flowbnn.models import MLP, VGG16, LeNet, SmallConv
 
 CASES = {
     "MLP": (MLP(2, (8,), 3), (4, 2), 3, ["fc1", "fc2"]),
     "LeNet": (LeNet(), (2, 1, 28, 28), 10, ["conv1", "conv2", "fc1", "fc2", "fc3"]),
+    "VGG16": (
+        VGG16(width=0.125, hidden=16).eval(),
+        (2, 3, 32, 32),
+        10,
+        [f"conv{i}" for i in range(1, 14)] + ["fc1", "fc2", "fc3"],
+    ),
     "SmallConv": (SmallConv(classes=9, width=4), (5, 1, 8, 8), 9, ["conv1", "conv2", "fc1", "fc2"]),
 }
 
@@ -43,3 +49,13 @@ def test_an_mlp_is_what_its_formula_says():
 def test_a_width_of_nought_is_refused():
     with pytest.raises(FlowBNNError, match="at least 1"):
         MLP(2, (0,), 2)
+
+
+def test_vgg16_has_the_thirteen_convolutions_and_fifteen_million_weights_of_the_original():
+    network = VGG16()
+    weights = sum(p.numel() for name, p in network.named_parameters() if name.startswith("conv"))
+    assert weights == 9 * (
+        3 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 2 * 256 * 256 + 256 * 512 + 5 * 512 * 512
+    )
+    with pytest.raises(FlowBNNError, match="width"):
+        VGG16(width=0)

@@ -3,6 +3,7 @@
 from case import Case
 
 from flowbnn.transforms.affine import Affine
+from flowbnn.transforms.chain import PlanarLU
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.planar import Planar
 from flowbnn.transforms.radial import Radial
@@ -17,6 +18,10 @@ CASES: list[Case] = [
     Case("inverse", Inverse, lambda dim: Inverse(Affine(dim))),
     Case("inverse-planar", Inverse, lambda dim: Inverse(Planar(dim))),
     Case("planar", Planar, Planar),
+    Case("planar-lu", PlanarLU, lambda dim: PlanarLU(dim, [("planar", 2), ("lu", 2), ("planar", 1)])),
+    Case("planar-lu-planar", PlanarLU, lambda dim: PlanarLU(dim, [("planar", 3)])),
+    Case("planar-lu-linear", PlanarLU, lambda dim: PlanarLU(dim, [("lu", 1)])),
+    Case("planar-lu-empty", PlanarLU, lambda dim: PlanarLU(dim, [("planar", 0)])),
     Case("radial", Radial, Radial),
     Case(
         "sylvester-orthogonal",

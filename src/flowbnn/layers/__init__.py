@@ -14,7 +14,7 @@ from flowbnn.layers.dropout import DropoutNoise
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
 from flowbnn.layers.noise import Mode, Noise, Site
-from flowbnn.layers.packing import NoiseGroup, divergences
+from flowbnn.layers.packing import Divergences, NoiseGroup, ahead, divergences
 from flowbnn.layers.recipes import (
     Dropout,
     FlowNoise,
@@ -28,8 +28,11 @@ from flowbnn.layers.recipes import (
     Recipe,
     recipe_from_dict,
 )
+from flowbnn.layers.scaling import absorbs, weight_scale
+from flowbnn.layers.sharing import Share
 
 __all__ = [
+    "Divergences",
     "Dropout",
     "DropoutNoise",
     "FlowNoise",
@@ -46,7 +49,10 @@ __all__ = [
     "NormalRadial",
     "NormalSylvester",
     "Recipe",
+    "Share",
     "Site",
+    "absorbs",
+    "ahead",
     "divergences",
     "freeze",
     "hold_noise",
@@ -59,5 +65,6 @@ __all__ = [
     "register_layer",
     "unfreeze",
     "weight_parameters",
+    "weight_scale",
     "wrappable",
 ]

@@ -83,7 +83,7 @@ def noise(
     ...     torch.equal(bayesian(x), plain(x))
     True
     """
-    names = ("mode", "samples", "seed", "generator", "part", "repeat", "ready", "_held")
+    names = ("mode", "samples", "seed", "generator", "share", "part", "repeat", "ready", "_held")
     before: list[dict[str, Any]] = []
     for layer in _layers(model).values():
         before.append({name: getattr(layer, name) for name in names})

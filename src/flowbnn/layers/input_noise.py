@@ -1,16 +1,21 @@
 """Noise from a flow: the stochastic part of document 000."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flowbnn.distributions import Base, DiagonalNormal, Divergence, Flow, NormalBase, divergence
+from flowbnn.distributions.draws import reparameterized
 from flowbnn.layers.layout import Layout
 from flowbnn.layers.noise import Noise, Site
-from flowbnn.transforms import Affine, Compose, Transform
+from flowbnn.numerics import sum_rightmost
+from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform, fused
 
 __all__ = ["InputNoise"]
+
+MANY = 4096  # rows from which large matrix products win over kernels made for few
 
 
 class InputNoise(Noise):
@@ -44,10 +49,17 @@ class InputNoise(Noise):
         super().__init__(layout, site)
         self.base, self.transform, self.prior = base, transform, prior
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
-        # a normal base, one elementwise affine map and a normal prior: what can be done for many layers at once
+        # a normal base, an elementwise affine map and a normal prior: what can be done for many layers at once
         parts = list(transform) if isinstance(transform, Compose) else [transform]
-        gaussian = isinstance(base, NormalBase) and isinstance(prior, NormalBase) and len(parts) == 1
-        self.gaussian: Any = (base, parts[0], prior) if gaussian and isinstance(parts[0], Affine) else None
+        normal = isinstance(base, NormalBase) and isinstance(prior, NormalBase)
+        self.start: Any = (base, parts[0], prior) if normal and isinstance(parts[0], Affine) else None
+        self.rest: list[Transform] = parts[1:]
+        self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether the posterior is a learnable Gaussian and nothing more."""
+        return self.start is not None and not self.rest
 
     @property
     def count(self) -> int:
@@ -60,20 +72,46 @@ class InputNoise(Noise):
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
+        with self._in_full_precision():
+            return self._end(self._begin(shape, generator))
+
+    def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
+        if self.share is None or self.reads_batch:
+            return super().draw_rows(rows, at)
+        with self._in_full_precision():
+            # only the start is drawn for the whole batch; the flow sees the rows that are here
+            return self._end(self.share.of(rows, lambda number: self._begin((number, *at), self.generator)))
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
+        return any(not getattr(part, "started", False) for part in self.normalising)
+
+    def _in_full_precision(self) -> AbstractContextManager[Any]:
         device = next(
             self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
         ).device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self._draw(shape, generator)
-        return self._draw(shape, generator)
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
-    def _draw(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        if self.gaussian is not None:  # no log-det, and the two affine maps in one: half the launches
-            base, affine, _ = self.gaussian
-            mean, deviation, _ = affine.push_normal(base.loc, base.scale)
-            return DiagonalNormal(mean, deviation).rsample(shape, generator)
-        return self.posterior().rsample(shape, generator)
+    def _begin(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        if self.start is None:
+            return reparameterized(self.base.distribution(), shape, generator)
+        base, affine, _ = self.start  # the two affine maps in one: half the launches
+        mean, deviation, _ = affine.push_normal(base.loc, base.scale)
+        return DiagonalNormal(mean, deviation).rsample(shape, generator)
+
+    def _end(self, z: Tensor) -> Tensor:
+        return self.transform(z)[0] if self.start is None else self.push(z, log_det=False)[0]
+
+    def push(self, z: Tensor, log_det: bool = True) -> tuple[Tensor, Tensor | None]:
+        """What follows the learnable Gaussian."""
+        total: Tensor | None = None
+        for part in self.rest:
+            z, found = _chain(part, z, log_det) if isinstance(part, PlanarLU) else part(z)
+            if log_det and found is not None:
+                found = sum_rightmost(found, 1 - part.event_dim)
+                total = found if total is None else total + found
+        return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
 
     def mean(self) -> Tensor:
         base = self.base.distribution()
@@ -95,3 +133,11 @@ class InputNoise(Noise):
 
     def extra_repr(self) -> str:
         return f"{self.label}, dim={self.layout.dim}, site={self.site}"
+
+
+def _chain(part: PlanarLU, z: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
+    """A chain of planar and LU maps, in kernels of its own where the device has them."""
+    if not fused.available(z) or z.numel() > MANY * z.shape[-1]:
+        return part.push(z, log_det)
+    ends, found = fused.push_many([part], [z.reshape(-1, z.shape[-1])], log_det)
+    return ends[0].view(z.shape), None if found is None else found[0].view(z.shape[:-1])

@@ -7,7 +7,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Layout", "layout_of", "register_layer", "wrappable"]
+__all__ = ["Layout", "layout_of", "register_layer", "untouched", "wrappable"]
 
 
 class Layout(NamedTuple):
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     fan_out: int = 0
 
 
-def _untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the layer computes what its torch class does: a subclass may do anything around it."""
     names = ("forward", "_conv_forward")
     return all(
@@ -45,14 +45,14 @@ def _untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _linear(module: nn.Linear) -> Layout:
-    single = module.in_features == 1 and _untouched(module, nn.Linear)
+    single = module.in_features == 1 and untouched(module, nn.Linear)
     return Layout(module.in_features, fan_out=module.out_features if single else 0)
 
 
 def _convolution(kind: type[nn.Module], spatial: int) -> Callable[[nn.Module], Layout]:
     def layout(module: nn.Module) -> Layout:
         channels, groups, out = (getattr(module, name) for name in ("in_channels", "groups", "out_channels"))
-        fan_out = out // groups if channels == groups and _untouched(module, kind) else 0
+        fan_out = out // groups if channels == groups and untouched(module, kind) else 0
         return Layout(channels, feature_axis=-1 - spatial, unbatched_ndim=1 + spatial, fan_out=fan_out)
 
     return layout

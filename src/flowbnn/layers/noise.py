@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.layers.layout import Layout
+from flowbnn.layers.sharing import Share
 
 __all__ = ["Mode", "Noise", "Site"]
 
@@ -45,6 +46,7 @@ class Noise(nn.Module):
         self.samples = 1
         self.repeat = 1  # > 1: this layer is where the sample axis enters the batch
         self.generator: torch.Generator | None = None
+        self.share: Share | None = None  # the batch is spread over several processes: the rows that are here
         self.seed = 0  # of the shared draws
         self.part = (0, 1)  # which of the shared draws are in this batch: [start, stop)
         self.group: Any = None  # the network's NoiseGroup, which draws for many layers at once
@@ -55,6 +57,12 @@ class Noise(nn.Module):
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors of shape ``shape + (dim,)``."""
         raise NotImplementedError(f"{type(self).__name__} must define draw(shape, generator)")
+
+    def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
+        """Draws for the rows of this batch, at positions ``at``; in a shared batch, these rows of the draws for all of it."""
+        if self.share is None:
+            return self.draw((rows, *at), self.generator)
+        return self.share.of(rows, lambda number: self.draw((number, *at), self.generator))
 
     @property
     def passes_through(self) -> bool:
@@ -77,7 +85,7 @@ class Noise(nn.Module):
         if mode not in ("sample", "shared", "mean", "off"):
             raise FlowBNNError(f"the noise is 'sample', 'shared', 'mean' or 'off', not {mode!r}")
         self.mode, self.samples, self.seed, self.generator = mode, samples, seed, generator
-        self.part = (0, samples)
+        self.part, self.share = (0, samples), None
         self.repeat, self.ready, self._held = 1, None, {}
 
     def _fresh(self) -> dict[Any, Tensor]:
@@ -115,6 +123,10 @@ class Noise(nn.Module):
                 held[key] = torch.stack([self.draw(at, generator) for generator in generators])
             return held[key]
 
+    def shared_vectors(self, device: torch.device) -> Tensor:
+        """The fixed draws of mode ``shared`` in this batch, ``[draws, dim]``, as they are at one position of a feature map."""
+        return self._shared_draws((), device)
+
     def _spread(self, x: Tensor, position: tuple[int, ...], batch_axis: int | None, rows: int) -> Tensor:
         """The noise laid out to multiply ``x``; ``position`` holds the sizes of the axes that are neither batch nor feature."""
         at = position if self.site == "position" else (1,) * len(position)
@@ -135,7 +147,7 @@ class Noise(nn.Module):
                 return vectors.view(shape).to(x.dtype)
             vectors = vectors.view(rows, *at, self.layout.dim)
         else:
-            vectors = self.draw((rows, *at), self.generator)
+            vectors = self.draw_rows(rows, at)
         vectors = vectors[0] if batch_axis is None else vectors.movedim(0, batch_axis)
         return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
 
@@ -258,7 +270,7 @@ class Noise(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a pass, and without a recipe that is code: neither can go to another process."""
-        state = {**self.__dict__, "ready": None, "generator": None}
+        state = {**self.__dict__, "ready": None, "generator": None, "share": None}
         if self.recipe is not None and "factory" in vars(self.recipe):
             state["recipe"] = None
         return state

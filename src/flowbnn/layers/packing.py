@@ -5,21 +5,21 @@ of all layers are laid end to end: their KL is computed at once (:func:`divergen
 the whole network begins (:class:`NoiseGroup`).
 """
 
-import math
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.distributions import DiagonalNormal, Divergence
+from flowbnn.distributions import Divergence
+from flowbnn.distributions.draws import standard_normal
+from flowbnn.layers.gaussians import Frame, draw, frame_of, gather, summarize
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
-from flowbnn.numerics import soft_clamp
+from flowbnn.layers.sharing import Share
+from flowbnn.transforms import PlanarLU, fused
 
-__all__ = ["NoiseGroup", "divergences"]
-
-_NORMAL_ENTROPY = 0.5 * (1.0 + math.log(2.0 * math.pi))  # of a standard normal, in nats
+__all__ = ["Divergences", "NoiseGroup", "ahead", "divergences"]
 
 
 class NoiseGroup:
@@ -34,12 +34,16 @@ class NoiseGroup:
     def __init__(self, members: list[Noise]) -> None:
         self.members = members
         self.inside = self.gradients = False
+        self.prepared: list[tuple[Noise, Tensor]] = []  # draws made for the pass that comes next
         for member in members:
             member.group = self
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the root."""
         self._forget()
+        for noise, drawn in self.prepared:
+            noise.ready = drawn
+        self.prepared = []
         self.inside, self.gradients = True, torch.is_grad_enabled()
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -65,105 +69,200 @@ class NoiseGroup:
             return noise.ready
         together = [member for member in self.members if _packable(member)] if _packable(noise) else []
         if len(together) > 1 and _alike(together):
-            for member, draw in zip(together, _packed_draws(together, rows), strict=True):
+            for member, draw in zip(together, _packed_draws(together, rows, noise.share), strict=True):
                 member.ready = draw
         else:
-            noise.ready = noise.draw((rows,), noise.generator)
+            noise.ready = noise.draw_rows(rows, ())
         assert noise.ready is not None
         return noise.ready
 
 
 def _packable(noise: Noise) -> bool:
-    able = isinstance(noise, InputNoise) and noise.gaussian is not None
-    return able and noise.mode == "sample" and noise.site == "channel" and noise.ready is None
+    if not isinstance(noise, InputNoise) or noise.start is None or noise.reads_batch:
+        return False
+    return noise.mode == "sample" and noise.site == "channel" and noise.ready is None
 
 
 def _alike(layers: list[Any]) -> bool:
     """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
-    bound, generator, shift = layers[0].gaussian[1].bound, layers[0].generator, layers[0].gaussian[1].shift
+    bound, generator, shift = layers[0].start[1].bound, layers[0].generator, layers[0].start[1].shift
     for noise in layers[1:]:
-        affine = noise.gaussian[1]
+        affine = noise.start[1]
         same = affine.bound == bound and noise.generator is generator
         if not same or affine.shift.dtype != shift.dtype or affine.shift.device != shift.device:
             return False
     return True
 
 
-class _Packed:
-    """The parameters of several learnable Gaussians, end to end."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        base, affine, self.prior = zip(*(noise.gaussian for noise in layers), strict=True)
-        self.sizes = tuple(noise.layout.dim for noise in layers)
-        self.shift = torch.cat([a.shift for a in affine])
-        self.log_scale = soft_clamp(torch.cat([a.raw_log_scale for a in affine]), affine[0].bound)
-        self.factor = self.log_scale.exp()
-        self.loc, self.scale = torch.cat([b.loc for b in base]), torch.cat([b.scale for b in base])
-        constants = _constants if torch.compiler.is_compiling() else _cached_constants
-        self.segments, self.center, self.counts, self.constant = constants(
-            self.sizes,
-            tuple(a.center for a in affine),
-            tuple(noise.count for noise in layers),
-            self.shift.device,
-            self.shift.dtype,
-        )
-
-    @property
-    def mean(self) -> Tensor:
-        return torch.addcmul(self.shift + self.center, self.loc - self.center, self.factor)
+def _gathered(layers: list[Any]) -> tuple[Frame, Tensor, Tensor, Tensor]:
+    affines = [noise.start[1] for noise in layers]
+    frame = frame_of(layers)
+    return frame, *gather(frame, [a.shift for a in affines], [a.raw_log_scale for a in affines])
 
 
-def _packed_draws(layers: list[Any], rows: int) -> tuple[Tensor, ...]:
-    packed = _Packed(layers)  # elementwise operations only: autocast leaves them in float32
-    normal = DiagonalNormal(packed.mean, packed.scale * packed.factor)
-    return normal.rsample((rows,), layers[0].generator).split(packed.sizes, -1)
+def _packed_draws(layers: list[Any], rows: int, share: Share | None = None) -> list[Tensor]:
+    order, layers = _flows_last(layers)
+    frame, mean, deviation, _ = _gathered(
+        layers
+    )  # elementwise operations only: autocast leaves them in float32
+
+    def normal(number: int) -> Tensor:
+        return _normal(layers, number, len(mean), mean)
+
+    # several processes draw for the whole batch; the flows see the rows that are here
+    starts = draw(mean, deviation, normal(rows) if share is None else share.of(rows, normal))
+    flows = [noise for noise in layers if noise.rest]
+    cut = len(mean) - sum(noise.layout.dim for noise in flows)
+    draws = list(starts[:, :cut].split(frame.sizes[: len(layers) - len(flows)], -1)) if cut else []
+    if flows:
+        with _in_full_precision(layers):
+            draws += _pushed(flows, starts[:, cut:] if cut else starts, log_det=False)[0]
+    return [draws[order.index(place)] for place in range(len(layers))]
 
 
-def divergences(layers: dict[str, Noise]) -> dict[str, Divergence]:
+def _flows_last(layers: list[Any]) -> tuple[list[int], list[Any]]:
+    """The Gaussians first, so that the flows lie together: their places, and the layers in that order."""
+    order = sorted(range(len(layers)), key=lambda i: len(layers[i].rest) > 0)
+    return order, [layers[i] for i in order]
+
+
+def _pushed(flows: list[Any], starts: Tensor, log_det: bool = True) -> tuple[list[Tensor], Tensor | None]:
+    """The flows of several layers at once where the device has kernels for that, else one by one."""
+    sizes = [noise.layout.dim for noise in flows]
+    chains = [
+        noise.rest[0] for noise in flows if len(noise.rest) == 1 and isinstance(noise.rest[0], PlanarLU)
+    ]
+    if len(chains) == len(flows) and fused.available(starts):
+        ends, log_dets = fused.push_packed(chains, starts, log_det)
+        return list(ends.split(sizes, -1)), log_dets
+    pushed = [noise.push(start, log_det) for noise, start in zip(flows, starts.split(sizes, -1), strict=True)]
+    return [x for x, _ in pushed], torch.stack([found for _, found in pushed]) if log_det else None
+
+
+def _in_full_precision(layers: list[Any]) -> AbstractContextManager[Any]:
+    """Flows lose their footing in bfloat16."""
+    device = layers[0].start[1].shift.device.type
+    if torch.is_autocast_enabled(device) and any(noise.rest for noise in layers):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+class Divergences(dict[str, Divergence]):
+    """KL and entropy by layer; ``total`` has their sums, or None where no layer has a density."""
+
+    def __init__(self, parts: dict[str, Divergence], total: Divergence | None) -> None:
+        super().__init__(parts)
+        self.total = total
+
+
+def divergences(layers: dict[str, Noise]) -> Divergences:
     """KL and entropy of every layer that has them."""
-    gaussian = {
+    able = _together(layers)
+    if len(able) < 2:
+        return _joined(layers, {}, None)
+    packed = list(able.values())
+    with _in_full_precision(packed):
+        order, ordered = _flows_last(packed)
+        flows = [noise for noise in ordered if noise.rest]
+        gathered = _gathered(ordered)
+        _, mean, deviation, _ = gathered
+        normal: Tensor | None = None
+        ends: list[Tensor] = []
+        log_dets: Tensor | None = None
+        if flows:
+            width = sum(noise.layout.dim for noise in flows)
+            normal = _normal(flows, flows[0].kl_samples, width, mean)
+            ends, log_dets = _pushed(flows, draw(mean, deviation, normal, len(mean) - width))
+        parts, total = _summary(order, gathered, len(flows), normal, ends, log_dets)
+    return _joined(layers, dict(zip(able, parts, strict=True)), total)
+
+
+def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
+    """Draw the noise for the network's next pass, of ``rows`` rows, and fresh draws for the KL, all in one go.
+
+    What a step needs of the noise then takes half the operations. The draws of the KL are others than those of the pass, as in
+    :func:`divergences`, whose result this is. None where the layers cannot be laid end to end; then nothing has been drawn.
+    """
+    able = {name: noise for name, noise in _together(layers).items() if _packable(noise)}
+    if len(able) < 2 or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    packed = list(able.values())
+    order, ordered = _flows_last(packed)
+    flows = [noise for noise in ordered if noise.rest]
+    fresh = flows[0].kl_samples if flows else 0
+    with _in_full_precision(packed):
+        gathered = _gathered(ordered)
+        frame, mean, deviation, _ = gathered
+        cut = len(mean) - sum(noise.layout.dim for noise in flows)
+        share = packed[0].share
+        if share is None:
+            normal = _normal(packed, rows + fresh, len(mean), mean)
+        else:
+            mine = share.of(rows, lambda number: _normal(packed, number, len(mean), mean))
+            normal = torch.cat([mine, _normal(packed, fresh, len(mean), mean)]) if fresh else mine
+        starts = draw(mean, deviation, normal)
+        draws = list(starts[:rows, :cut].split(frame.sizes[: len(ordered) - len(flows)], -1)) if cut else []
+        ends: list[Tensor] = []
+        log_dets: Tensor | None = None
+        if flows:
+            pushed, found = _pushed(flows, starts[:, cut:] if cut else starts)
+            halves = [x.split([rows, fresh]) for x in pushed]
+            draws, ends = [*draws, *(half[0] for half in halves)], [half[1] for half in halves]
+            log_dets = None if found is None else found[:, rows:]
+        of_kl = normal[rows:, cut:] if flows else None
+        parts, total = _summary(order, gathered, len(flows), of_kl, ends, log_dets)
+    group = packed[0].group
+    group.prepared = list(zip(ordered, draws, strict=True))
+    return _joined(layers, dict(zip(able, parts, strict=True)), total)
+
+
+def _normal(layers: list[Any], rows: int, width: int, like: Tensor) -> Tensor:
+    return standard_normal(torch.Size((rows, width)), like.dtype, like.device, layers[0].generator)
+
+
+def _together(layers: dict[str, Noise]) -> dict[str, Any]:
+    """The layers whose noise begins as a learnable Gaussian and can be laid end to end; none where they differ."""
+    able = {
         name: noise
         for name, noise in layers.items()
-        if isinstance(noise, InputNoise) and noise.gaussian is not None
+        if isinstance(noise, InputNoise) and noise.start is not None
     }
-    found: dict[str, Divergence | None] = {}
-    if len(gaussian) > 1 and _alike(list(gaussian.values())):
-        found.update(zip(gaussian, _packed_divergences(list(gaussian.values())), strict=True))
+    if len({noise.kl_samples for noise in able.values() if noise.rest}) > 1:
+        able = {name: noise for name, noise in able.items() if not noise.rest}
+    return able if len(able) > 1 and _alike(list(able.values())) else {}
+
+
+def _joined(layers: dict[str, Noise], found: dict[str, Divergence], total: Divergence | None) -> Divergences:
+    """What was found together and, one by one, the other layers'."""
+    parts: dict[str, Divergence] = {}
+    alone: list[Divergence] = [] if total is None else [total]
     for name, noise in layers.items():
-        if name not in found:
-            found[name] = noise.divergence()
-    return {name: part for name in layers if (part := found[name]) is not None}
+        part = found[name] if name in found else noise.divergence()
+        if part is not None:
+            parts[name] = part
+            if name not in found:
+                alone.append(part)
+    if len(alone) > 1:
+        total = Divergence(
+            torch.stack([part.kl for part in alone]).sum(),
+            torch.stack([part.entropy for part in alone]).sum(),
+        )
+    elif len(alone) == 1:
+        total = alone[0]
+    return Divergences(parts, total)
 
 
-def _packed_divergences(layers: list[Any]) -> list[Divergence]:
-    packed = _Packed(layers)
-    width = torch.cat([prior.scale for prior in packed.prior])
-    error = (packed.mean - torch.cat([prior.loc for prior in packed.prior])) / width
-    square = (packed.factor * (packed.scale / width)).square() + error.square()
-    both = torch.stack([0.5 * square - packed.log_scale, packed.log_scale])
-    log_scale = packed.scale.log()
-    fixed = torch.stack([width.log() - log_scale - 0.5, log_scale])
-    sums = both.new_zeros(2, len(layers)).index_add(1, packed.segments, both + fixed)
-    kls, entropies = sums[0] * packed.counts, (sums[1] + packed.constant) * packed.counts
-    return [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
-
-
-def _constants(
-    sizes: tuple[int, ...],
-    centers: tuple[float, ...],
-    counts: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each layer lies, its centre, its count and its entropy's constant; made once, a copy to the device each."""
-    segments = torch.repeat_interleave(torch.tensor(sizes))
-    center = torch.tensor(centers, dtype=dtype)[segments]
-    constant = torch.tensor([size * _NORMAL_ENTROPY for size in sizes], dtype=dtype)
-    weights = torch.tensor(counts, dtype=dtype)
-    return segments.to(device), center.to(device), weights.to(device), constant.to(device)
-
-
-@lru_cache(maxsize=64)
-def _cached_constants(*key: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.inference_mode(False):  # or a first call under inference mode would spoil them for training
-        return _constants(*key)
+def _summary(
+    order: list[int],
+    gathered: tuple[Frame, Tensor, Tensor, Tensor],
+    flows: int,
+    normal: Tensor | None,
+    ends: list[Tensor],
+    log_dets: Tensor | None,
+) -> tuple[list[Divergence], Divergence]:
+    """Closed form for the Gaussians; for the flows the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws."""
+    frame, mean, deviation, log_scale = gathered
+    kls, entropies = summarize(frame, flows, mean, deviation, log_scale, normal, log_dets, ends)
+    pairs = dict(zip(order, zip(kls.unbind(), entropies.unbind(), strict=True), strict=True))
+    each = [Divergence(*pairs[place]) for place in range(len(order))]
+    return each, Divergence(kls.sum(), entropies.sum())

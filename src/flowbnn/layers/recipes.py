@@ -18,8 +18,7 @@ from flowbnn.transforms import (
     Compose,
     GlowStep,
     HouseholderSylvester,
-    LULinear,
-    Planar,
+    PlanarLU,
     Radial,
     Reverse,
     Transform,
@@ -118,7 +117,7 @@ class NormalPlanar(Recipe):
     length: int = 2
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [Planar(dim) for _ in range(_length(self.length))]
+        return [PlanarLU(dim, [("planar", _length(self.length))])]
 
 
 @dataclass(frozen=True)
@@ -154,9 +153,8 @@ class NormalInvConv(Recipe):
     convolutions: int = 3
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        before = [Planar(dim) for _ in range(_length(self.planar))]
-        mixing = [LULinear(dim) for _ in range(_length(self.convolutions))]
-        return [*before, *mixing, *(Planar(dim) for _ in range(self.planar))]
+        planar, mixing = _length(self.planar), _length(self.convolutions)
+        return [PlanarLU(dim, [("planar", planar), ("lu", mixing), ("planar", planar)])]
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class NormalGlow(Recipe):
 class FlowNoise(Recipe):
     """Any flow: ``factory(dim)`` gives a transform, ours or one through ``from_torch``.
 
-    >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Planar(dim))).build(Layout(8))
+    >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Radial(dim))).build(Layout(8))
     >>> noise.draw((2,)).shape
     torch.Size([2, 8])
     """

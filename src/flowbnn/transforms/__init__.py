@@ -4,6 +4,7 @@ from flowbnn.transforms.actnorm import ActNorm
 from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.batch_norm import BatchNorm
+from flowbnn.transforms.chain import PlanarLU
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
@@ -31,6 +32,7 @@ __all__ = [
     "OrthogonalSylvester",
     "Permutation",
     "Planar",
+    "PlanarLU",
     "Radial",
     "Reverse",
     "Shuffle",

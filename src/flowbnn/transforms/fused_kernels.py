@@ -1,0 +1,241 @@
+r"""Triton kernels of the planar maps for :mod:`flowbnn.transforms.fused`: one launch works on many flows.
+
+A kernel gets a tuple with one entry for each flow (addresses, sizes, strides) and takes that of the flow its program works on. Sizes
+that differ between flows are masked; what is compiled in is the largest, as a power of two. Formulas are those of
+:mod:`flowbnn.transforms.by_hand`; every sum runs in a fixed order, so that two runs agree to the last bit.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from types import SimpleNamespace
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # what imports every file (documentation, doctests) need not have Triton
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=None)
+
+__all__ = ["planar_backward", "planar_forward", "planar_weights"]
+
+
+@triton.jit
+def pick(many, index, COUNT: tl.constexpr):
+    """The address at ``index``."""
+    one = many[0]
+    for i in tl.static_range(1, COUNT):
+        if index == i:
+            one = many[i]
+    return one
+
+
+@triton.jit
+def number(many, index, COUNT: tl.constexpr):
+    """The number at ``index``."""
+    one = many[0]
+    for i in tl.static_range(1, COUNT):
+        one = tl.where(index == i, many[i], one)
+    return one
+
+
+@triton.jit
+def tanh(a):
+    """To two units in the last place: a polynomial (Cephes) near zero, where a quotient of exponentials loses its digits."""
+    size, square = tl.abs(a), a * a
+    near = -5.70498872745e-3 * square + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * a + a
+    decay = tl.exp(-2.0 * size)
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(size < 0.625, near, tl.where(a < 0.0, -far, far))
+
+
+@triton.jit
+def slope(a):
+    r""":math:`\tanh'(a)`, exact in the tails."""
+    decay = tl.exp(-2.0 * tl.abs(a))
+    return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+
+
+@triton.jit
+def constraint(w, u, margin):
+    r""":math:`\hat u`, :math:`1 + w^\top \hat u`, the shares of :math:`w` in :math:`\hat u` and what the derivative needs."""
+    square, product = tl.sum(w * w, 0), tl.sum(w * u, 0)
+    decay = tl.exp(-tl.abs(product))
+    whole = 1.0 + decay
+    # log(1 + decay) with the digits that the sum lost
+    log = tl.where(whole == 1.0, decay, tl.log(whole) * (decay / tl.where(whole == 1.0, 1.0, whole - 1.0)))
+    soft = tl.maximum(product, 0.0) + log
+    squeeze = tl.maximum(soft, margin)
+    correction = squeeze - 1.0 - product
+    divisor = tl.where(correction < 0.0, tl.maximum(square, 1e-3), square)
+    share, step = square / divisor, correction / divisor
+    u_hat = u + step * w
+    rest = (1.0 - share) * product
+    lost = share * (squeeze - 1.0) + rest - tl.sum(w * u_hat, 0)
+    restored = lost / tl.maximum(square, 1e-37)
+    total = share * squeeze + (1.0 - share) + rest
+    free = (correction >= 0.0) | (square >= 1e-3)
+    sigmoid = tl.where(product >= 0.0, 1.0, decay) / whole
+    passed = tl.where(soft >= margin, sigmoid, 0.0)
+    return u_hat + restored * w, total, step, restored, correction, divisor, share, free, passed
+
+
+@triton.jit
+def constraint_backward(of_step, of_total, step, correction, divisor, share, free, passed):
+    r"""Gradients to :math:`w^\top u` and :math:`w^\top w`."""
+    of_correction = of_step / divisor
+    of_share = of_total * correction
+    of_divisor = (of_step * step + of_share * share) / divisor
+    of_square = of_share / divisor - tl.where(free, of_divisor, 0.0)
+    of_product = of_total * (1.0 - share) - of_correction + (of_total * share + of_correction) * passed
+    return of_product, of_square
+
+
+@triton.jit
+def planar_forward(
+    zs, z_strides, xs, x_strides, ws, us, bs, bends, totals, dims, sizes, fresh, margins, rows_in_all,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOG_DET: tl.constexpr,
+):  # fmt: skip
+    """A run of planar maps of every flow; ``fresh`` tells who begins its log-det."""
+    flow = tl.program_id(1)
+    w_at, u_at, b_at = pick(ws, flow, COUNT), pick(us, flow, COUNT), pick(bs, flow, COUNT)
+    bends_at, dim, margin = pick(bends, flow, COUNT), number(dims, flow, COUNT), number(margins, flow, COUNT)
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    here, there = rows < rows_in_all, columns < dim
+    both = here[:, None] & there[None, :]
+    at = rows[:, None].to(tl.int64)
+    z_at = pick(zs, flow, COUNT) + at * number(z_strides, flow, COUNT) + columns[None, :]
+    z = tl.load(z_at, mask=both, other=0.0)
+    total = tl.zeros([ROWS], tl.float32)
+    for k in range(number(sizes, flow, COUNT)):
+        w = tl.load(w_at + k * dim + columns, mask=there, other=0.0)
+        u = tl.load(u_at + k * dim + columns, mask=there, other=0.0)
+        u_hat, squeeze, _, _, _, _, _, _, _ = constraint(w, u, margin)
+        a = tl.sum(z * w[None, :], 1) + tl.load(b_at + k)
+        tl.store(bends_at + k * rows_in_all + rows, a, mask=here)
+        bent = tanh(a)
+        if LOG_DET:
+            total += tl.log(bent * bent + slope(a) * squeeze)
+        z += bent[:, None] * u_hat[None, :]
+    tl.store(pick(xs, flow, COUNT) + at * number(x_strides, flow, COUNT) + columns[None, :], z, mask=both)
+    if LOG_DET:
+        total_at = pick(totals, flow, COUNT) + rows
+        total += tl.load(total_at, mask=tl.where(here, number(fresh, flow, COUNT), 1) == 0, other=0.0)
+        tl.store(total_at, total, mask=here)
+
+
+@triton.jit
+def planar_backward(
+    gs, g_strides, of_zs, of_z_strides, ws, us, bends, scalars, totals, dims, sizes, margins, rows_in_all, total_stride,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOG_DET: tl.constexpr,
+):  # fmt: skip
+    r"""Gradient of a run to its input. ``scalars`` ``[3, size, rows]`` gets, for each map and row, those to :math:`a` and to
+    :math:`1 + w^\top \hat u`, and the product of :math:`w` with the gradient to the map's output."""
+    flow = tl.program_id(1)
+    w_at, u_at, bends_at = pick(ws, flow, COUNT), pick(us, flow, COUNT), pick(bends, flow, COUNT)
+    dim, size, margin = number(dims, flow, COUNT), number(sizes, flow, COUNT), number(margins, flow, COUNT)
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    here, there = rows < rows_in_all, columns < dim
+    both = here[:, None] & there[None, :]
+    at = rows[:, None].to(tl.int64)
+    g_at = pick(gs, flow, COUNT) + at * number(g_strides, flow, COUNT) + columns[None, :]
+    g = tl.load(g_at, mask=both, other=0.0)
+    of_total = tl.zeros([ROWS], tl.float32)
+    if LOG_DET:
+        of_total = tl.load(pick(totals, flow, COUNT) + rows * total_stride, mask=here, other=0.0)
+    scalars_at = pick(scalars, flow, COUNT) + rows
+    for i in range(size):
+        k = size - 1 - i
+        w = tl.load(w_at + k * dim + columns, mask=there, other=0.0)
+        u = tl.load(u_at + k * dim + columns, mask=there, other=0.0)
+        u_hat, squeeze, _, _, _, _, _, _, _ = constraint(w, u, margin)
+        a = tl.load(bends_at + k * rows_in_all + rows, mask=here, other=0.0)
+        bent, steep = tanh(a), slope(a)
+        of_a = tl.sum(g * u_hat[None, :], 1) * steep
+        if LOG_DET:
+            ratio = of_total * steep / (bent * bent + steep * squeeze)
+            of_a += ratio * bent * (2.0 - 2.0 * squeeze)
+            tl.store(scalars_at + (size + k) * rows_in_all, ratio, mask=here)
+        tl.store(scalars_at + k * rows_in_all, of_a, mask=here)
+        tl.store(scalars_at + (2 * size + k) * rows_in_all, tl.sum(g * w[None, :], 1), mask=here)
+        g += of_a[:, None] * w[None, :]
+    of_z_at = pick(of_zs, flow, COUNT) + at * number(of_z_strides, flow, COUNT) + columns[None, :]
+    tl.store(of_z_at, g, mask=both)
+
+
+@triton.jit
+def _across(bends_at, of_a_at, rows_in_all, ROWS: tl.constexpr):
+    r""":math:`\sum_n \tanh(a_{jn})` times the gradient to :math:`a_{kn}`."""
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, rows_in_all, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        bent = tanh(tl.load(bends_at + rows, mask=rows < rows_in_all, other=0.0))
+        total += bent * tl.load(of_a_at + rows, mask=rows < rows_in_all, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def planar_weights(
+    gs, g_strides, zs, z_strides, ws, us, bends, scalars, of_ws, of_us, of_bs, dims, sizes, margins, rows_in_all,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOG_DET: tl.constexpr,
+):  # fmt: skip
+    """Gradients to ``w``, ``u``, ``b`` of every run, one program for each block of columns of each map."""
+    run, k = tl.program_id(2), tl.program_id(1)
+    dim, size, margin = number(dims, run, COUNT), number(sizes, run, COUNT), number(margins, run, COUNT)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if (k < size) & (tl.program_id(0) * COLUMNS < dim):
+        w_at, u_at = pick(ws, run, COUNT), pick(us, run, COUNT)
+        bends_at, scalars_at = pick(bends, run, COUNT), pick(scalars, run, COUNT)
+        g_at, z_at = pick(gs, run, COUNT) + columns[None, :], pick(zs, run, COUNT) + columns[None, :]
+        g_stride, z_stride = number(g_strides, run, COUNT), number(z_strides, run, COUNT)
+        inside = columns < dim
+        by_g, by_z = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        of_b, of_step, of_total = (
+            tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS], tl.float32),
+        )
+        for start in range(0, rows_in_all, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            here, at = rows < rows_in_all, rows[:, None].to(tl.int64)
+            both = here[:, None] & inside[None, :]
+            bent = tanh(tl.load(bends_at + k * rows_in_all + rows, mask=here, other=0.0))
+            of_a = tl.load(scalars_at + k * rows_in_all + rows, mask=here, other=0.0)
+            of_b += of_a
+            of_step += bent * tl.load(scalars_at + (2 * size + k) * rows_in_all + rows, mask=here, other=0.0)
+            if LOG_DET:
+                of_total += tl.load(scalars_at + (size + k) * rows_in_all + rows, mask=here, other=0.0)
+            by_g += bent[:, None] * tl.load(g_at + at * g_stride, mask=both, other=0.0)
+            by_z += of_a[:, None] * tl.load(z_at + at * z_stride, mask=both, other=0.0)
+        of_u_hat, of_w = tl.sum(by_g, 0), tl.sum(by_z, 0)
+        every = tl.arange(0, WIDTH)
+        for later in range(k + 1, size):
+            coefficient = _across(
+                bends_at + k * rows_in_all, scalars_at + later * rows_in_all, rows_in_all, ROWS
+            )
+            of_u_hat += coefficient * tl.load(w_at + later * dim + columns, mask=inside, other=0.0)
+        for before in range(k):
+            coefficient = _across(
+                bends_at + before * rows_in_all, scalars_at + k * rows_in_all, rows_in_all, ROWS
+            )
+            w = tl.load(w_at + before * dim + every, mask=every < dim, other=0.0)
+            u = tl.load(u_at + before * dim + every, mask=every < dim, other=0.0)
+            _, _, step, restored, _, _, _, _, _ = constraint(w, u, margin)
+            w = tl.load(w_at + before * dim + columns, mask=inside, other=0.0)
+            u = tl.load(u_at + before * dim + columns, mask=inside, other=0.0)
+            of_w += coefficient * (u + step * w + restored * w)
+        w = tl.load(w_at + k * dim + every, mask=every < dim, other=0.0)
+        u = tl.load(u_at + k * dim + every, mask=every < dim, other=0.0)
+        _, _, step, _, correction, divisor, share, free, passed = constraint(w, u, margin)
+        along, of_square = constraint_backward(
+            tl.sum(of_step, 0), tl.sum(of_total, 0), step, correction, divisor, share, free, passed
+        )
+        w = tl.load(w_at + k * dim + columns, mask=inside, other=0.0)
+        u = tl.load(u_at + k * dim + columns, mask=inside, other=0.0)
+        of_w += step * of_u_hat + along * u + 2.0 * of_square * w
+        tl.store(pick(of_ws, run, COUNT) + k * dim + columns, of_w, mask=inside)
+        tl.store(pick(of_us, run, COUNT) + k * dim + columns, of_u_hat + along * w, mask=inside)
+        if tl.program_id(0) == 0:
+            tl.store(pick(of_bs, run, COUNT) + k, tl.sum(of_b, 0))
