@@ -37,6 +37,16 @@ def test_the_readmes_ten_lines_run():
     assert names["prediction"].probabilities.shape == (10, 10)
 
 
+def test_the_lines_of_the_page_on_prediction_run():
+    (code,) = blocks("docs/prediction.md")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(code, names)
+    assert names["full"].probabilities.shape == (64, 10)
+    assert 8 <= names["quick"].samples_spent.double().mean() <= 128
+
+
 def test_the_skeletons_of_contributing_run():
     names: dict = {}
     for code in blocks("CONTRIBUTING.md"):

@@ -9,7 +9,7 @@ torch.Size([5, 3])
 
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.inference import NoisePosterior, PointPosterior, evaluate, fit, fit_point
+from flowbnn.inference import Adaptive, NoisePosterior, PointPosterior, evaluate, fit, fit_point
 from flowbnn.layers import (
     Dropout,
     FlowNoise,
@@ -32,6 +32,7 @@ from flowbnn.training import EarlyStop
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "Bernoulli",
     "Categorical",
     "Dropout",

@@ -10,7 +10,17 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.layers import Layout, Noise, NoiseGroup, Recipe, layout_of, noise_layers, wrappable
+from flowbnn.layers import (
+    Layout,
+    Noise,
+    NoiseGroup,
+    Recipe,
+    absorbs,
+    layout_of,
+    noise_layers,
+    weight_scale,
+    wrappable,
+)
 
 __all__ = ["Conversion", "Rule", "describe", "to_deterministic", "to_stochastic"]
 
@@ -290,24 +300,11 @@ def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> Non
         raise FlowBNNError(
             f"the weight of {name!r} is tied to another layer's, which would be scaled too; use absorb=False"
         )
-    parametrized = "weight" not in module._parameters
-    if isinstance(module, nn.Linear) and not parametrized:
-        weight.data.mul_(mean.to(weight.dtype))
-    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and not parametrized:
-        groups = (
-            mean.to(weight.dtype)
-            .view(module.groups, -1)
-            .repeat_interleave(module.out_channels // module.groups, 0)
-        )
-        weight.data.mul_(groups.view(*weight.shape[:2], *(1,) * (weight.ndim - 2)))
-    elif (
-        isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d) and not parametrized
-    ):
-        weight.data.mul_(mean.to(weight.dtype).view(-1, *(1,) * (weight.ndim - 1)))
-    else:
+    if not absorbs(module):
         raise FlowBNNError(
             f"the mean of the noise cannot be absorbed into {name!r}, a {type(module).__name__}; use absorb=False"
         )
+    weight.data.mul_(weight_scale(module, mean.to(weight.dtype)))
 
 
 def describe(model: nn.Module) -> Table:

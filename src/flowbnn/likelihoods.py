@@ -19,8 +19,8 @@ class Likelihood(nn.Module):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define log_prob(outputs, targets)")
 
-    def predictive(self, outputs: Tensor) -> Any:
-        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`."""
+    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; ``spent`` of the S are each input's own."""
         raise NotImplementedError(f"{type(self).__name__} must define predictive(outputs)")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -52,8 +52,8 @@ class Categorical(Likelihood):
     def canonical(self, targets: Tensor) -> Tensor:
         return targets.long()
 
-    def predictive(self, outputs: Tensor) -> CategoricalPredictive:
-        return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs)
+    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs, spent)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.ndim != 2:
@@ -90,8 +90,8 @@ class Bernoulli(Likelihood):
     def canonical(self, targets: Tensor) -> Tensor:
         return targets.flatten().long()
 
-    def predictive(self, outputs: Tensor) -> CategoricalPredictive:
-        return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1))
+    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
+        return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1), spent)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.numel() != outputs.shape[0]:
@@ -155,8 +155,8 @@ class Gaussian(Likelihood):
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
 
-    def predictive(self, outputs: Tensor) -> GaussianPredictive:
-        return GaussianPredictive(*self.moments(outputs))
+    def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
+        return GaussianPredictive(*self.moments(outputs), spent)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.ndim != 2:

@@ -1,7 +1,5 @@
 """Lightning Fabric and plain torch take the same steps; importing changes nothing."""
 
-import json
-import os
 import subprocess
 import sys
 import warnings
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import TrainingOptions, first_nonfinite_layer, load_tensors, train, unwrap
+from flowbnn.training import TrainingOptions, first_nonfinite_layer, train, unwrap
 from flowbnn.training import engine as engines
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
@@ -108,47 +106,3 @@ def test_unwrap_refuses_what_is_no_module():
     with pytest.raises(FlowBNNError, match="expected a torch module"):
         unwrap("network")
     assert first_nonfinite_layer(nn.Linear(1, 1), lambda: None) is None
-
-
-TWO_PROCESSES = """
-import json, sys, torch
-from pathlib import Path
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from flowbnn.training import TrainingOptions, train, unwrap
-
-def step(model, batch, clock):
-    loss = (model(batch[0]) - batch[1]).square().mean()
-    return loss, {"kl": unwrap(model).weight.square().sum(), "rows": torch.tensor(float(len(batch[0])))}
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    network = nn.Linear(2, 1)
-    inputs = torch.randn(16, 2)
-    loader = DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=4, shuffle=True)
-    options = TrainingOptions(epochs=int(sys.argv[2]), accelerator="cpu", devices=2, checkpoint=sys.argv[1],
-                              resume=True, seed=0, strategy="ddp")
-    history = train(network, step, torch.optim.SGD(network.parameters(), lr=0.1), loader, options)
-    rank = torch.distributed.get_rank()
-    draw = torch.rand(1).item()
-    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps([history.records, network.weight.tolist(), draw]))
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_processes_train_one_model(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path / "run"), "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == done.stderr == ""
-    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first[:2] == second[:2]
-    assert first[2] != second[2]
-    assert len(first[0]) == 4
-    document = load_tensors(tmp_path / "run" / "last.safetensors")[1]
-    assert document["position"]["step"] == 4 * 2
-    assert document["history"]["records"] == first[0]

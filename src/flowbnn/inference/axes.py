@@ -8,7 +8,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.inference.batches import rows, take
-from flowbnn.inference.sampling import observe
+from flowbnn.inference.plans import observe
 from flowbnn.layers import noise_layers
 
 __all__ = ["align_batch_axes"]

@@ -1,6 +1,6 @@
 """What a loader gives: inputs and targets, in the forms PyTorch users have them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,22 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["call", "count_data", "move", "repeat", "rows", "split_batch", "take", "tensors_of"]
+__all__ = [
+    "call",
+    "count_data",
+    "join",
+    "mirrored",
+    "move",
+    "pad",
+    "pick",
+    "repeat",
+    "repeat_each",
+    "rows",
+    "shapes",
+    "split_batch",
+    "take",
+    "tensors_of",
+]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -49,9 +64,53 @@ def take(inputs: Any, start: int, stop: int) -> Any:
     return _map(inputs, lambda tensor: tensor[start:stop])
 
 
+def pick(inputs: Any, index: Tensor) -> Any:
+    """The rows of these numbers."""
+    return _map(inputs, lambda tensor: tensor[index.to(tensor.device)])
+
+
+def mirrored(inputs: Any) -> Any:
+    """Other rows of the same kind: each one's values in reverse order."""
+    return _map(inputs, lambda tensor: tensor.flip(list(range(1, tensor.ndim))))
+
+
+def pad(inputs: Any, count: int) -> Any:
+    """As many rows as asked for, the last one repeated."""
+    return _map(
+        inputs,
+        lambda tensor: torch.cat([tensor, tensor[-1:].expand(count - len(tensor), *tensor.shape[1:])]),
+    )
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Batches of one shape as one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {name: join([part[name] for part in parts]) for name in first}
+    return tuple(join(column) for column in zip(*parts, strict=True))
+
+
+def shapes(inputs: Any) -> Any:
+    """What two batches must have in common to be joined: the names or places of their tensors, and each one's row."""
+    if isinstance(inputs, Tensor):
+        return (inputs.shape[1:], inputs.dtype, inputs.device)
+    if isinstance(inputs, Mapping):
+        return tuple((name, shapes(value)) for name, value in inputs.items())
+    return tuple(shapes(value) for value in inputs) if isinstance(inputs, list | tuple) else type(inputs)
+
+
 def repeat(inputs: Any, times: int) -> Any:
     """``times`` copies of the batch, one block after the other."""
     return _map(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
+
+
+def repeat_each(inputs: Any, times: int) -> Any:
+    """``times`` copies of every row, one row after the other: rows of one example stay together."""
+    return _map(inputs, lambda tensor: tensor.repeat_interleave(times, 0))
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.inference.adaptive import Adaptive
+from flowbnn.inference.passes import Compile
 from flowbnn.inference.posterior import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc
 
@@ -20,6 +22,9 @@ def evaluate(
     samples: int | None = None,
     shared: bool = True,
     seed: int = 0,
+    adaptive: Adaptive | float | None = None,
+    precision: str | None = None,
+    compile: Compile = "auto",
     progress: bool = True,
 ) -> dict[str, float]:
     """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL and coverage.
@@ -28,20 +33,32 @@ def evaluate(
         loader: batches of ``(inputs, targets)``, or one such pair.
         novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
             input has a larger predictive entropy than a known one, and the average precision of finding it so.
+        samples, shared, seed, adaptive, precision, compile, progress: as in :meth:`Posterior.predict`; adaptive sampling adds
+            ``samples_spent``, the mean over the inputs of ``loader``.
     """
     if not isinstance(posterior, Posterior):
         raise FlowBNNError(
             f"evaluate takes a posterior from fit or fit_point, not a {type(posterior).__name__}"
         )
-    options = {"samples": samples, "shared": shared, "seed": seed, "progress": progress}
+    options: dict[str, Any] = {
+        "samples": samples,
+        "shared": shared,
+        "seed": seed,
+        "adaptive": adaptive,
+        "precision": precision,
+        "compile": compile,
+        "progress": progress,
+    }
     if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
         loader = [loader]  # one pair of inputs and targets
-    predictive, targets = posterior.predict_with_targets(loader, **options)  # type: ignore[arg-type]
+    predictive, targets = posterior.predict_with_targets(loader, **options)
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
+    if adaptive is not None:
+        report["samples_spent"] = float(predictive.samples_spent.double().mean())
     if novel is not None:
-        strange = posterior.predict(novel, **options)  # type: ignore[arg-type]
+        strange = posterior.predict(novel, **options)
         known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
         if known_score is None or novel_score is None:
             known_score, novel_score = predictive.epistemic.sum(-1), strange.epistemic.sum(-1)

@@ -50,8 +50,10 @@ def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str) -> tuple[Likelihood, Any]:
-    """The likelihood, checked on the first batch, and that batch's inputs."""
+def prepare(
+    model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str
+) -> tuple[Likelihood, Any, Callable[[Any], None]]:
+    """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches."""
     inputs, targets = first_batch(loader)
     inputs = move(inputs, device_of(model), dtype_of(model))
     with evaluating(model):
@@ -59,7 +61,13 @@ def prepare(model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | st
     chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
     chosen.check(outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
-    return chosen, inputs
+    like = outputs[:1].detach()
+
+    def check(batch: Any) -> None:
+        _, truth = split_batch(batch)
+        chosen.check(like.expand(len(truth), *like.shape[1:]), truth)
+
+    return chosen, inputs, check
 
 
 def optimizer_for(

@@ -12,14 +12,15 @@ from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.diagnostics import posterior_health
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.axes import align_batch_axes
-from flowbnn.inference.batches import count_data, repeat, split_batch
+from flowbnn.inference.batches import count_data, repeat_each, rows, split_batch
 from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
+from flowbnn.inference.plans import observe
 from flowbnn.inference.posterior import Posterior
-from flowbnn.inference.sampling import observe, sample_outputs
+from flowbnn.inference.sampling import Sampler
 from flowbnn.layers import hold_noise, noise, noise_layers, parameter_groups, recipe_from_dict
 from flowbnn.likelihoods import Likelihood
 from flowbnn.objectives import ELBO, warm_up
-from flowbnn.training import Clock
+from flowbnn.training import Clock, capturable, is_main_process
 
 __all__ = ["NoisePosterior", "fit"]
 
@@ -33,7 +34,11 @@ class NoisePosterior(Posterior):
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
     ) -> Tensor:
-        return sample_outputs(self.model, inputs, samples, shared=shared, seed=seed, max_batch=max_batch)
+        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
+            return draw(inputs)
+
+    def drawing(self, samples: int, **options: Any) -> Sampler:
+        return Sampler(self.model, samples, **options)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
@@ -98,6 +103,7 @@ def fit(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
     validation: Iterable[Any] | None = None,
+    validation_samples: int = 8,
     **options: Any,
 ) -> NoisePosterior:
     r"""Fit the noise (and the weights) of a stochastic network by the ELBO.
@@ -115,7 +121,8 @@ def fit(
         num_data: :math:`N`; taken from the loader where it has a length.
         optimizer: a class or function from parameter groups to an optimizer; Adam unless given.
         schedule: from ``(optimizer, total steps)`` to a learning-rate schedule, stepped at every batch.
-        validation: a loader; its negative log-likelihood is recorded each epoch as ``validation_nll``.
+        validation: a loader; its negative log-likelihood is recorded each epoch as ``validation_nll``, with
+            ``validation_samples`` draws.
         options: of the run, as in :class:`~flowbnn.training.TrainingOptions`: ``checkpoint``, ``resume``, ``early_stop``,
             ``seed``, ``precision``, ``devices``, ``progress``, ``tensorboard`` and the rest.
 
@@ -131,7 +138,7 @@ def fit(
     if not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise")
-    chosen, inputs = prepare(model, loader, likelihood)
+    chosen, inputs, check = prepare(model, loader, likelihood)
     align_batch_axes(model, inputs)
     idle = set(noise_layers(model)) - set(observe(model, inputs))
     for name in sorted(idle):
@@ -147,21 +154,25 @@ def fit(
         groups.append({"name": "likelihood", "params": extra, "lr": noise_lr, "weight_decay": 0.0})
     engine = optimizer_for(groups, optimizer)
 
+    @capturable(check)
     def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         some, targets = split_batch(batch)
         if samples > 1:
-            some, targets = repeat(some, samples), repeat(targets, samples)
+            some, targets = repeat_each(some, samples), repeat_each(targets, samples)
+        known = objective.ahead(model, rows(some))
         outputs = wrapped(some)
         # a check waits for the device: on one, only the first epoch is checked
-        if clock.epoch == 0 or targets.device.type == "cpu":
+        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
             chosen.check(outputs, targets)
-        terms = objective(model, outputs, targets, warm_up(clock.progress, warmup))
+        terms = objective(model, outputs, targets, warm_up(clock.progress, warmup), known)
         return terms.loss, terms.logs()
 
     posterior = NoisePosterior(model, chosen)
     with noise(model, "sample"):
-        posterior.history = run(posterior, step, engine, loader, settings, schedule, validation, samples=8)
-    for health in posterior_health(model):
+        posterior.history = run(
+            posterior, step, engine, loader, settings, schedule, validation, samples=validation_samples
+        )
+    for health in posterior_health(model) if is_main_process() else ():
         if health.state != "healthy":
             warnings.warn(health.message, FlowBNNWarning)
     return posterior

@@ -12,7 +12,7 @@ from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
 from flowbnn.inference.posterior import PointPosterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood
-from flowbnn.training import Clock
+from flowbnn.training import Clock, capturable
 
 __all__ = ["fit_point"]
 
@@ -40,7 +40,7 @@ def fit_point(
             "this network has noise; fit_point trains plain networks, fit trains stochastic ones"
         )
     settings = run_options(epochs, options, "training the network")
-    chosen, _ = prepare(model, loader, likelihood)
+    chosen, _, check = prepare(model, loader, likelihood)
     groups = [
         {
             "params": [p for p in model.parameters() if p.requires_grad],
@@ -51,10 +51,11 @@ def fit_point(
     ]
     engine = optimizer_for([group for group in groups if group["params"]], optimizer)
 
+    @capturable(check)
     def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = split_batch(batch)
         outputs = wrapped(inputs)
-        if clock.epoch == 0 or targets.device.type == "cpu":
+        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
             chosen.check(outputs, targets)
         log_likelihood = chosen.log_prob(outputs, targets).mean()
         return -log_likelihood, {"log_likelihood": log_likelihood.detach()}

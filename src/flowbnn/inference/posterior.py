@@ -4,6 +4,9 @@ A posterior gives samples of outputs, ``[S, B, ...]``; everything else (the pred
 of those samples by the same code for every method. To write one, subclass :class:`Posterior` and define ``outputs``.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,13 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import call, move, rows, split_batch, take
-from flowbnn.inference.sampling import device_of, dtype_of, evaluating, max_rows
+from flowbnn.inference.adaptive import Adaptive, adaptive_outputs, as_adaptive
+from flowbnn.inference.batches import rows, split_batch
+from flowbnn.inference.collecting import Store, expected_rows, in_groups
+from flowbnn.inference.gathering import Gathering, Sharded, gathering
+from flowbnn.inference.passes import Compile, evaluating
+from flowbnn.inference.running import Passes, PointPasses
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
-from flowbnn.training import History, check_architecture, load_tensors, save_tensors, track
+from flowbnn.training import (
+    History,
+    check_architecture,
+    is_main_process,
+    load_tensors,
+    save_tensors,
+    track,
+)
 
 __all__ = ["PointPosterior", "Posterior"]
+
+TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
 
 
 class Posterior:
@@ -47,6 +63,31 @@ class Posterior:
         """Raw outputs ``[samples, batch, ...]`` for one batch of inputs."""
         raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, ...)")
 
+    def drawing(
+        self,
+        samples: int,
+        *,
+        shared: bool = True,
+        seed: int | None = None,
+        max_batch: int | None = None,
+        precision: str | None = None,
+        compile: Compile = "auto",
+    ) -> AbstractContextManager[Any]:
+        """What a prediction draws from: ``draw(inputs, low, high, out)`` gives outputs of the samples from ``low`` to ``high``.
+
+        A posterior that defines ``outputs`` alone has all its samples made at every call, batch by batch.
+        """
+        if precision is not None or compile is True:
+            raise FlowBNNError(
+                f"a {type(self).__name__} predicts in its own way; leave precision and compile as they are"
+            )
+
+        def draw(inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None) -> Tensor:
+            found = self.outputs(inputs, samples, shared=shared, seed=seed, max_batch=max_batch)
+            return found[low : samples if high is None else high]
+
+        return nullcontext(draw)
+
     def predict(
         self,
         inputs: Any,
@@ -55,6 +96,10 @@ class Posterior:
         shared: bool = True,
         seed: int | None = None,
         max_batch: int | None = None,
+        adaptive: Adaptive | float | None = None,
+        precision: str | None = None,
+        compile: Compile = "auto",
+        sharded: Sharded = "auto",
         progress: bool = True,
     ) -> Any:
         """The predictive distribution for a tensor of inputs, or for everything a loader gives.
@@ -67,13 +112,30 @@ class Posterior:
                 else is in its batch. False draws anew for every example, as document 000 does.
             seed: of the draws; the same seed gives the same numbers.
             max_batch: rows in one pass; None measures what the device holds.
+            adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
+                certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and
+                ``samples_spent`` of the result tells what each had.
+            precision: ``"bf16"`` lets layers compute in bfloat16 (autocast), while noise and flows stay in float32.
+            compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute
+                once per network, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
+            sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each
+                predicts a share of it and all get the whole, in the loader's order. False lets this process predict all of it.
             progress: show a bar over a loader, on a terminal.
 
         Returns:
             A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
         """
         return self.predict_with_targets(
-            inputs, samples, shared=shared, seed=seed, max_batch=max_batch, progress=progress
+            inputs,
+            samples,
+            shared=shared,
+            seed=seed,
+            max_batch=max_batch,
+            adaptive=adaptive,
+            precision=precision,
+            compile=compile,
+            sharded=sharded,
+            progress=progress,
         )[0]
 
     def predict_with_targets(
@@ -84,35 +146,102 @@ class Posterior:
         shared: bool = True,
         seed: int | None = None,
         max_batch: int | None = None,
+        adaptive: Adaptive | float | None = None,
+        precision: str | None = None,
+        compile: Compile = "auto",
+        sharded: Sharded = "auto",
         progress: bool = True,
     ) -> tuple[Any, Tensor | None]:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
+        if _is_batch(inputs):
+            sharded = False  # one batch is this process's own affair
+        with gathering(inputs, sharded, shared) as together:
+            return self._predict(
+                inputs, samples, together, shared, seed, max_batch, adaptive, precision, compile, progress
+            )
+
+    def _predict(
+        self,
+        inputs: Any,
+        samples: int | None,
+        together: Gathering | None,
+        shared: bool,
+        seed: int | None,
+        max_batch: int | None,
+        adaptive: Adaptive | float | None,
+        precision: str | None,
+        compile: Compile,
+        progress: bool,
+    ) -> tuple[Any, Tensor | None]:
         samples = self.default_samples if samples is None else samples
         if not isinstance(samples, int) or samples < 1:
             raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        rule = as_adaptive(adaptive)
+        if rule is not None and not shared:
+            raise FlowBNNError("adaptive sampling needs the same draws for all inputs; leave shared=True")
         seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-        options = {"shared": shared, "seed": seed, "max_batch": max_batch}
+
+        def drawing(index: int = 0) -> AbstractContextManager[Any]:
+            own = seed if shared else seed + index  # every batch its own draws
+            return self.drawing(
+                samples, shared=shared, seed=own, max_batch=max_batch, precision=precision, compile=compile
+            )
+
         if _is_batch(inputs):
             _check_finite(inputs)
-            with evaluating(self.likelihood):
-                return self.likelihood.predictive(self.outputs(inputs, samples, **options)), None  # type: ignore[arg-type]
+            with drawing() as draw:
+                outputs, spent = self._draw_all(draw, inputs, samples, rule)
+            return self._predictive(outputs, spent), None
         if not hasattr(inputs, "__iter__"):
             raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
-        outputs, targets = [], []
-        for index, batch in enumerate(track(inputs, "predicting", progress)):
-            some, truth = split_batch(batch)
-            _check_finite(some)
-            if not shared:
-                options["seed"] = seed + index  # every batch its own draws
-            outputs.append(self.outputs(some, samples, **options).cpu())  # type: ignore[arg-type]
-            if truth is not None:
-                targets.append(truth.cpu())
-        if not outputs:
-            raise FlowBNNError("the loader is empty: there is nothing to predict")
+        inputs = inputs if together is None else together
+        batches = map(_checked, track(inputs, "predicting", progress and is_main_process()))
+        store = Store(expected_rows(inputs))
+        counts: list[Tensor] = []
+        targets: list[Tensor] = []
+
+        def add(draw: Any, some: Any, truth: list[Tensor]) -> None:
+            place = store.room(rows(some))
+            outputs, spent = self._draw_all(draw, some, samples, rule, place)
+            store.add(outputs, place)
+            targets.extend(part.cpu() for part in truth)
+            if spent is not None:
+                counts.append(spent)
+
+        if shared:
+            with drawing() as draw:
+                for some, truth in in_groups(batches, _enough(draw, store.expected, rule)):
+                    add(draw, some, truth)
+        else:
+            for index, (some, truth) in enumerate(in_groups(batches, rows)):
+                with drawing(index if together is None else together.numbers[index]) as draw:
+                    add(draw, some, truth)
+        spent = torch.cat(counts) if counts else None
+        truths = torch.cat(targets) if targets else None
+        if together is None:
+            outputs = store.outputs
+        else:
+            mine = None if store.tensor is None else store.outputs
+            outputs, truths, spent = together.gather(mine, truths, spent)
+        return self._predictive(outputs, spent), None if truths is None else self.likelihood.canonical(truths)
+
+    def _draw_all(
+        self, draw: Any, inputs: Any, samples: int, rule: Adaptive | None, place: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs ``[samples, batch, ...]``, written to ``place`` where that is given, and what each input had of them."""
+        if rule is None:
+            return draw(inputs, 0, samples, place), None
+        return adaptive_outputs(draw, inputs, samples, rule, self._predictive)
+
+    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        home = next((parameter.device for parameter in self.likelihood.parameters()), outputs.device)
+        likelihood = (
+            self.likelihood if home == outputs.device else deepcopy(self.likelihood).to(outputs.device)
+        )
         with evaluating(self.likelihood):
-            home = next(iter(self.likelihood.parameters()), torch.empty(0)).device
-            predictive = self.likelihood.predictive(torch.cat(outputs, 1).to(home))
-        return predictive, self.likelihood.canonical(torch.cat(targets)) if targets else None
+            if spent is None:
+                return likelihood.predictive(outputs)
+            return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
 
     def document(self) -> dict[str, Any]:
         """What is saved beside the tensors."""
@@ -172,19 +301,38 @@ class PointPosterior(Posterior):
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
     ) -> Tensor:
-        inputs = move(inputs, device_of(self.model), dtype_of(self.model))
-        total = rows(inputs)
-        if total == 0:
-            raise FlowBNNError("there is nothing to predict: the batch holds no rows")
-        limit = max_batch or max_rows(self.model, inputs)
-        with evaluating(self.model):
-            parts = [call(self.model, take(inputs, i, i + limit)) for i in range(0, total, limit)]
-        return torch.cat(parts).unsqueeze(0).expand(samples, *(-1,) * parts[0].ndim)
+        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
+            return draw(inputs)
+
+    def drawing(
+        self,
+        samples: int,
+        *,
+        shared: bool = True,
+        seed: int | None = None,
+        max_batch: int | None = None,
+        precision: str | None = None,
+        compile: Compile = "auto",
+    ) -> AbstractContextManager[Any]:
+        return PointPasses(self.model, samples, max_batch, precision, compile)
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
         """Read a saved posterior into ``network``."""
         return cls.restore(network, *cls.read(path), path)
+
+
+def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int]:
+    """How many rows to put through together: full passes, and several of them where the settled ones leave gaps."""
+    if not isinstance(draw, Passes):
+        return rows
+    draw.total = total
+    return lambda inputs: draw.full_pass(inputs) if rule is None else max(draw.full_pass(inputs), TOGETHER)
+
+
+def _checked(batch: Any) -> Any:
+    _check_finite(split_batch(batch)[0])
+    return batch
 
 
 def _is_batch(inputs: Any) -> bool:

@@ -10,27 +10,31 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
 
-__all__ = ["Predictive", "check_samples", "check_shape", "quantile_levels", "spread"]
+__all__ = ["Predictive", "check_samples", "check_shape", "quantile_levels", "spent_samples"]
 
 
 class Predictive:
     """What every predictive can do: be cut, joined and moved along its inputs, and name its uncertainties.
 
     A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
-    defines ``samples``, ``nll``, ``quantiles``, ``decide`` and ``evaluate``.
+    defines ``samples``, ``sampling_error``, ``nll``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go through
+    :meth:`_mean` and sums of probabilities through :meth:`_log_mean_exp`, which know that inputs may have had different numbers
+    of samples (adaptive sampling): the first :attr:`samples_spent` of the S are then an input's own, and the others are NaN.
     """
 
     uncertainties: tuple[str, ...] = ()
     _tensors: tuple[Tensor, ...]
+    _spent: Tensor | None = None  # [1, B], where inputs differ in it
 
     @classmethod
-    def _of(cls, *tensors: Tensor) -> Self:
+    def _of(cls, *tensors: Tensor, spent: Tensor | None = None) -> Self:
         made = cls.__new__(cls)
-        made._tensors = tensors
+        made._tensors, made._spent = tensors, spent
         return made
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return self._of(*(function(tensor) for tensor in self._tensors))
+        spent = None if self._spent is None else function(self._spent)
+        return self._of(*(function(tensor) for tensor in self._tensors), spent=spent)
 
     @property
     def samples(self) -> Tensor:
@@ -39,8 +43,48 @@ class Predictive:
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """S, or the most that any input had."""
         return self._tensors[0].shape[0]
+
+    @property
+    def samples_spent(self) -> Tensor:
+        """How many samples each input had, ``[B]``."""
+        if self._spent is not None:
+            return self._spent[0]
+        return torch.full((len(self),), self.num_samples, device=self._tensors[0].device)
+
+    @cached_property
+    def _absent(self) -> Tensor | None:
+        """Where an input did not have a sample, ``[S, B]``; None if each had all."""
+        if self._spent is None:
+            return None
+        return torch.arange(self.num_samples, device=self._spent.device).unsqueeze(1) >= self._spent
+
+    def _present(self, values: Tensor, otherwise: float) -> Tensor:
+        """Values ``[S, B, ...]`` with ``otherwise`` in place of the samples an input did not have."""
+        if self._absent is None:
+            return values
+        return values.masked_fill(
+            self._absent.view(*self._absent.shape, *(1,) * (values.ndim - 2)), otherwise
+        )
+
+    def _counts(self, values: Tensor) -> Tensor:
+        """Samples of each input, to divide sums over samples of ``values`` ``[S, B, ...]``."""
+        return self.samples_spent.to(values.dtype).view(-1, *(1,) * (values.ndim - 2))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Mean over the samples that each input had."""
+        if self._spent is None:
+            return values.mean(0)
+        return self._present(values, 0.0).sum(0) / self._counts(values)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Variance over samples, divided by their number; unlike ``Tensor.var`` it takes one sample or no inputs without a warning."""
+        return self._mean((values - self._mean(values)).square())
+
+    def _log_mean_exp(self, values: Tensor) -> Tensor:
+        """Log of the mean of exponentials over samples."""
+        return self._present(values, -math.inf).logsumexp(0) - self._counts(values).log()
 
     def __len__(self) -> int:
         return self._tensors[0].shape[1]
@@ -67,13 +111,16 @@ class Predictive:
             raise FlowBNNError(
                 f"predictives to join must be of one kind, with the same samples and outputs, not (S, K) {sorted(shapes)}"
             )
-        return parts[0]._of(
-            *(torch.cat(tensors, 1) for tensors in zip(*(p._tensors for p in parts), strict=True))
-        )
+        ragged = any(part._spent is not None for part in parts)
+        spent = torch.cat([part.samples_spent for part in parts]).unsqueeze(0) if ragged else None
+        tensors = zip(*(part._tensors for part in parts), strict=True)
+        return parts[0]._of(*(torch.cat(column, 1) for column in tensors), spent=spent)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert, with the arguments of :meth:`torch.Tensor.to`."""
-        return self._each(lambda tensor: tensor.to(*args, **kwargs))
+        tensors = [tensor.to(*args, **kwargs) for tensor in self._tensors]
+        spent = None if self._spent is None else self._spent.to(tensors[0].device)
+        return self._of(*tensors, spent=spent)
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -87,9 +134,14 @@ class Predictive:
 
         Infinite with one sample, which says nothing about its spread.
         """
-        if self.num_samples == 1:
-            return torch.full_like(self.samples[0], math.inf)
-        return (spread(self.samples) / (self.num_samples - 1)).sqrt()
+        variance = self._spread(self.samples)
+        error = (variance / (self._counts(self.samples) - 1.0).clamp(min=1.0)).sqrt()
+        return error.masked_fill(self._counts(self.samples) == 1.0, math.inf)
+
+    @property
+    def sampling_error(self) -> Tensor:
+        """How far more samples would move an input's prediction, ``[B]``: what adaptive sampling watches."""
+        raise NotImplementedError(f"{type(self).__name__} must define sampling_error")
 
     def uncertainty(self, by: str) -> Tensor:
         """The uncertainty called ``by``, one of :attr:`uncertainties`, as :meth:`decide` compares it."""
@@ -97,15 +149,16 @@ class Predictive:
             raise FlowBNNError(f"unknown uncertainty '{by}'{nearest(by, self.uncertainties)}")
         return getattr(self, by)
 
+    def _told(self, samples: int) -> str:
+        """The number of samples in words, for the representation."""
+        if self._spent is None or not len(self):
+            return str(samples)
+        return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
+
     def _above(self, threshold: float, by: str) -> Tensor:
         if math.isnan(threshold):
             raise FlowBNNError("abstain_above is NaN; give a number, or infinity to answer always")
         return self.uncertainty(by) > threshold
-
-
-def spread(samples: Tensor) -> Tensor:
-    """Variance over samples, divided by S; unlike ``Tensor.var`` it takes one sample or no inputs without a warning."""
-    return (samples - samples.mean(0)).square().mean(0)
 
 
 def check_samples(bad: Tensor) -> None:
@@ -124,6 +177,22 @@ def check_shape(values: Tensor, name: str, wanted: str) -> None:
         )
     if not values.shape[0]:
         raise FlowBNNError(f"{name} {list(values.shape)} hold no samples; draw at least one")
+
+
+def spent_samples(spent: Tensor | None, values: Tensor) -> Tensor | None:
+    """The samples spent on each input, ``[1, B]``; None when each had all of ``values`` ``[S, B, ...]``."""
+    if spent is None:
+        return None
+    samples, inputs = values.shape[:2]
+    if spent.shape != (inputs,) or spent.is_floating_point() or spent.is_complex():
+        raise FlowBNNError(
+            f"spent must be a vector of {inputs} whole numbers, not {spent.dtype} {list(spent.shape)}"
+        )
+    if inputs and (int(spent.min()) < 1 or int(spent.max()) > samples):
+        raise FlowBNNError(
+            f"an input has 1 to {samples} samples here, but spent runs from {int(spent.min())} to {int(spent.max())}"
+        )
+    return spent.to(values.device, torch.int64).unsqueeze(0)
 
 
 def quantile_levels(q: float | Sequence[float], closed: bool) -> list[float]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import accuracy, brier_score, calibration_error
 from flowbnn.metrics.checks import as_float, average, check_class_targets, check_mass, check_probabilities
-from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spread
+from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
 
 __all__ = ["ABSTAIN", "CategoricalPredictive"]
 
@@ -25,6 +25,7 @@ class CategoricalPredictive(Predictive):
 
     Args:
         logits: ``[S, B, C]``, unnormalised; minus infinity rules a class out.
+        spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
 
     >>> logits = torch.tensor([[[2.0, 0.0], [3.0, 0.0]], [[2.0, 0.0], [-3.0, 0.0]]])  # 2 samples, 2 inputs, 2 classes
     >>> prediction = CategoricalPredictive(logits)
@@ -38,15 +39,16 @@ class CategoricalPredictive(Predictive):
 
     uncertainties = ("entropy", "risk", "epistemic", "total_variance", "aleatoric")
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, logits: Tensor, spent: Tensor | None = None) -> None:
         logits = as_float(logits, "logits")
         check_shape(logits, "logits", "[S, B, C]")
         if logits.shape[-1] < 2:
             raise FlowBNNError(
                 "logits have a single class; for one logit per input use CategoricalPredictive.from_bernoulli"
             )
-        self._tensors = (F.log_softmax(logits, dim=-1),)
-        check_samples(self._tensors[0].isnan())
+        self._tensors, self._spent = (logits,), spent_samples(spent, logits)
+        self._tensors = (self._present(F.log_softmax(logits, dim=-1), math.nan),)
+        check_samples(self._present(self._tensors[0], 0.0).isnan())
 
     @classmethod
     def from_probabilities(cls, probabilities: Tensor) -> Self:
@@ -61,7 +63,7 @@ class CategoricalPredictive(Predictive):
         return cls(torch.log(check_probabilities(probabilities)))
 
     @classmethod
-    def from_bernoulli(cls, logits: Tensor) -> Self:
+    def from_bernoulli(cls, logits: Tensor, spent: Tensor | None = None) -> Self:
         r"""From one logit per input, ``[S, B]`` or ``[S, B, 1]``: class 1 has probability :math:`\sigma(l)`, class 0 the rest.
 
         >>> CategoricalPredictive.from_bernoulli(torch.zeros(3, 1)).probabilities
@@ -72,22 +74,22 @@ class CategoricalPredictive(Predictive):
             logits = logits.unsqueeze(-1)
         if logits.ndim != 3 or logits.shape[-1] != 1:
             raise FlowBNNError(f"Bernoulli logits must be [S, B] or [S, B, 1], not {list(logits.shape)}")
-        return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1))
+        return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), spent)
 
     @property
     def log_samples(self) -> Tensor:
-        """Log-probabilities of each sample, ``[S, B, C]``."""
+        """Log-probabilities of each sample, ``[S, B, C]``; NaN where an input did not have it."""
         return self._tensors[0]
 
     @property
     def samples(self) -> Tensor:
-        """Probabilities of each sample, ``[S, B, C]``."""
+        """Probabilities of each sample, ``[S, B, C]``; NaN where an input did not have it."""
         return self.log_samples.exp()
 
     @cached_property
     def log_probabilities(self) -> Tensor:
         r""":math:`\log \frac1S \sum_s p_s`, ``[B, C]``, exact where the probability itself would underflow."""
-        return self.log_samples.logsumexp(0) - math.log(self.num_samples)
+        return self._log_mean_exp(self.log_samples)
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -112,7 +114,7 @@ class CategoricalPredictive(Predictive):
     @cached_property
     def variance(self) -> Tensor:
         r"""Variance of each class's probability over samples, :math:`\frac1S \sum_s (p_{sc} - \bar p_c)^2`, ``[B, C]``."""
-        return spread(self.samples)
+        return self._spread(self.samples)
 
     @property
     def total_variance(self) -> Tensor:
@@ -127,7 +129,7 @@ class CategoricalPredictive(Predictive):
     @cached_property
     def expected_entropy(self) -> Tensor:
         r"""Mean entropy of the samples, :math:`\frac1S \sum_s H[p_s]`: what stays if the network were known, ``[B]``."""
-        return _entropy(self.log_samples).mean(0)
+        return self._mean(_entropy(self.log_samples))
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -141,7 +143,7 @@ class CategoricalPredictive(Predictive):
         p, q, ratio = self.samples, self.probabilities, self.log_samples - self.log_probabilities
         near = p * (ratio + torch.expm1(-ratio.clamp(min=-1.0)))
         far = torch.where(p > 0, p * ratio, 0.0) - p + q
-        return torch.where(ratio > -1.0, near, far).clamp(min=0.0).sum(-1).mean(0)
+        return self._mean(torch.where(ratio > -1.0, near, far).clamp(min=0.0).sum(-1))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -152,6 +154,27 @@ class CategoricalPredictive(Predictive):
     def epistemic(self) -> Tensor:
         """:attr:`mutual_information`: the uncertainty of the network, ``[B]``."""
         return self.mutual_information
+
+    @property
+    def sampling_error(self) -> Tensor:
+        """The largest :attr:`standard_error` among the classes' probabilities, ``[B]``."""
+        return self.standard_error.amax(-1)
+
+    @cached_property
+    def decision_strength(self) -> Tensor:
+        r"""How many standard errors the most probable class is ahead of the rival that comes closest to it, ``[B]``:
+
+        .. math:: \min_{c \ne \hat y} \; \bar d_c \sqrt n / \hat\sigma(d_c), \qquad d_{sc} = p_{s \hat y} - p_{sc} .
+
+        The differences are taken within samples (paired), so that what moves both classes alike does not count. Infinite where all
+        samples agree to the last digit, nought with one sample.
+        """
+        samples, top = self.samples, self.labels.unsqueeze(-1)
+        lead = samples.gather(-1, top.expand(self.num_samples, -1, -1)) - samples
+        mean = self._mean(lead)
+        error = (self._spread(lead) / (self._counts(lead) - 1.0).clamp(min=1.0)).sqrt()
+        ahead = torch.where(mean > 0, mean / error, 0.0).scatter(-1, top, math.inf).amin(-1)
+        return ahead.masked_fill(self.samples_spent == 1, 0.0)
 
     def uncertainty(self, by: str) -> Tensor:
         r"""An uncertainty by name, ``[B]``, as :meth:`decide` compares it.
@@ -177,9 +200,15 @@ class CategoricalPredictive(Predictive):
         tensor([0.2000, 0.4000])
         """
         levels = quantile_levels(q, closed=True)
-        ordered = self.samples.sort(0).values  # torch.quantile refuses more than 16 million numbers
-        places = [level * (self.num_samples - 1) for level in levels]
-        return torch.stack([torch.lerp(ordered[int(x)], ordered[math.ceil(x)], x - int(x)) for x in places])
+        # torch.quantile refuses more than 16 million numbers; samples that an input did not have come last
+        ordered = self.samples.sort(0).values
+        steps = (self.samples_spent - 1).to(ordered.dtype).view(1, -1, 1).expand(1, *ordered.shape[1:])
+        found = []
+        for level in levels:
+            place = level * steps
+            low, high = (ordered.gather(0, end.long()) for end in (place.floor(), place.ceil()))
+            found.append(torch.lerp(low, high, place - place.floor()))
+        return torch.cat(found)
 
     def credible_set(self, mass: float = 0.9) -> Tensor:
         """The fewest classes that together have at least this predictive probability, as booleans ``[B, C]``.
@@ -217,7 +246,9 @@ class CategoricalPredictive(Predictive):
         if inputs:
             means = [average(x) for x in (self.confidence, self.entropy, self.aleatoric, self.epistemic)]
             text = "; confidence {:.3f}, entropy {:.3f} = aleatoric {:.3f} + epistemic {:.3f}".format(*means)
-        return f"CategoricalPredictive(samples={samples}, inputs={inputs}, classes={classes}{text})"
+        return (
+            f"CategoricalPredictive(samples={self._told(samples)}, inputs={inputs}, classes={classes}{text})"
+        )
 
 
 def _entropy(log_probabilities: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import as_float, average, check_mass, check_real_targets
 from flowbnn.numerics import monotone_root
-from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spread
+from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
 
 __all__ = ["Decision", "GaussianPredictive", "Interval"]
 
@@ -37,6 +37,7 @@ class GaussianPredictive(Predictive):
     Args:
         mean: ``[S, B, D]``.
         variance: of the noise, above nought; a number, or a tensor that broadcasts to the mean's shape.
+        spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
 
     >>> prediction = GaussianPredictive(torch.tensor([[[1.0]], [[3.0]]]), 0.25)  # 2 samples, 1 input, 1 output
     >>> prediction
@@ -47,7 +48,7 @@ class GaussianPredictive(Predictive):
 
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
 
-    def __init__(self, mean: Tensor, variance: Tensor | float) -> None:
+    def __init__(self, mean: Tensor, variance: Tensor | float, spent: Tensor | None = None) -> None:
         mean = as_float(mean, "mean")
         check_shape(mean, "mean", "[S, B, D]")
         variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
@@ -57,16 +58,19 @@ class GaussianPredictive(Predictive):
             raise FlowBNNError(
                 f"variance {list(variance.shape)} does not fit the mean {list(mean.shape)}"
             ) from None
-        self._tensors = (mean, variance)
-        check_samples(~(torch.isfinite(mean) & torch.isfinite(variance)))
-        if (variance <= 0).any():
+        self._tensors, self._spent = (mean, variance), spent_samples(spent, mean)
+        check_samples(
+            ~(torch.isfinite(self._present(mean, 0.0)) & torch.isfinite(self._present(variance, 1.0)))
+        )
+        self._tensors = (self._present(mean, math.nan), self._present(variance, math.nan))
+        if (self._present(variance, 1.0) <= 0).any():
             raise FlowBNNError(
                 "variance must be above 0 everywhere; is it a log-variance or a standard deviation?"
             )
 
     @property
     def samples(self) -> Tensor:
-        """Means of each sample, ``[S, B, D]``."""
+        """Means of each sample, ``[S, B, D]``; NaN where an input did not have it."""
         return self._tensors[0]
 
     @property
@@ -77,17 +81,17 @@ class GaussianPredictive(Predictive):
     @cached_property
     def mean(self) -> Tensor:
         """Predictive mean, ``[B, D]``."""
-        return self.samples.mean(0)
+        return self._mean(self.samples)
 
     @cached_property
     def aleatoric(self) -> Tensor:
         r"""Mean noise variance :math:`\frac1S \sum_s \sigma_s^2`, ``[B, D]``: more data would not lower it."""
-        return self.sample_variances.mean(0)
+        return self._mean(self.sample_variances)
 
     @cached_property
     def epistemic(self) -> Tensor:
         r"""Variance of the means :math:`\frac1S \sum_s (\mu_s - \bar\mu)^2`, ``[B, D]``: how far the samples disagree."""
-        return spread(self.samples)
+        return self._spread(self.samples)
 
     @property
     def variance(self) -> Tensor:
@@ -99,11 +103,15 @@ class GaussianPredictive(Predictive):
         """Predictive standard deviation, ``[B, D]``."""
         return self.variance.sqrt()
 
+    @property
+    def sampling_error(self) -> Tensor:
+        """The largest :attr:`standard_error` of the mean, in predictive standard deviations, ``[B]``."""
+        return (self.standard_error / self.std).amax(-1)
+
     def cdf(self, values: Tensor) -> Tensor:
         r"""Predictive chance to fall below each value, :math:`\frac1S \sum_s \Phi((y - \mu_s) / \sigma_s)`, ``[B, D]``."""
-        return torch.special.ndtr((self._targets(values) - self.samples) / self.sample_variances.sqrt()).mean(
-            0
-        )
+        scaled = (self._targets(values) - self.samples) / self.sample_variances.sqrt()
+        return self._mean(torch.special.ndtr(scaled))
 
     def nll(self, targets: Tensor) -> Tensor:
         r"""Negative log-density of each input's targets in the mixture, ``[B]``; outputs are independent within a sample:
@@ -112,7 +120,7 @@ class GaussianPredictive(Predictive):
         """
         square = (self._targets(targets) - self.samples).square() / self.sample_variances
         log_density = -0.5 * (square + self.sample_variances.log() + math.log(2 * math.pi)).sum(-1)
-        return math.log(self.num_samples) - log_density.logsumexp(0)
+        return -self._log_mean_exp(log_density)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles of the predictive mixture, ``[Q, B, D]``, by root finding on its :meth:`cdf`; no gradient flows back.
@@ -131,10 +139,11 @@ class GaussianPredictive(Predictive):
         def gap(value: Tensor) -> tuple[Tensor, Tensor]:
             scaled = (value - means) / stds
             density = torch.exp(-0.5 * scaled.square()) / (stds * math.sqrt(2 * math.pi))
-            return torch.special.ndtr(scaled).mean(0) - level, density.mean(0)
+            return self._mean(torch.special.ndtr(scaled)) - level, self._mean(density)
 
         each = means + stds * torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
-        return sign * monotone_root(gap, each.amin(0), each.amax(0))
+        ends = self._present(each, math.inf).amin(0), self._present(each, -math.inf).amax(0)
+        return sign * monotone_root(gap, *ends)
 
     def interval(self, mass: float = 0.9) -> Interval:
         """The central interval of this predictive mass, equal tails left out on both sides; ends are ``[B, D]``."""
@@ -174,4 +183,4 @@ class GaussianPredictive(Predictive):
         if inputs:
             means = [average(x) for x in (self.variance, self.aleatoric, self.epistemic)]
             text = "; variance {:.3g} = aleatoric {:.3g} + epistemic {:.3g}".format(*means)
-        return f"GaussianPredictive(samples={samples}, inputs={inputs}, outputs={outputs}{text})"
+        return f"GaussianPredictive(samples={self._told(samples)}, inputs={inputs}, outputs={outputs}{text})"

@@ -1,10 +1,14 @@
 """Training: one loop over any step function, with checkpoints that survive a kill."""
 
+from flowbnn.training.capture import capturable
 from flowbnn.training.engine import unwrap
+from flowbnn.training.fabric import connect
 from flowbnn.training.guard import check_finite_batch, first_nonfinite_layer
 from flowbnn.training.history import History
+from flowbnn.training.launching import launched
 from flowbnn.training.loop import Step, train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
+from flowbnn.training.processes import alone, is_main_process, processes
 from flowbnn.training.progress import track
 from flowbnn.training.storage import check_writable, load_tensors, save_tensors
 from flowbnn.training.weights import check_architecture, check_finite_weights, load_weights
@@ -15,13 +19,19 @@ __all__ = [
     "History",
     "Step",
     "TrainingOptions",
+    "alone",
+    "capturable",
     "check_architecture",
     "check_finite_batch",
     "check_finite_weights",
     "check_writable",
+    "connect",
     "first_nonfinite_layer",
+    "is_main_process",
+    "launched",
     "load_tensors",
     "load_weights",
+    "processes",
     "save_tensors",
     "track",
     "train",

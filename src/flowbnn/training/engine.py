@@ -4,10 +4,8 @@ Importing Lightning takes seconds and adds warning filters and log handlers, so 
 it. A single CPU process in 32 bits needs nothing of it; both engines take the same steps, to the bit.
 """
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.training.fabric import open_fabric, quiet_lightning
 from flowbnn.training.options import TrainingOptions
 
 __all__ = ["Engine", "FabricEngine", "make_engine", "move_batch", "unwrap"]
@@ -67,17 +65,40 @@ class Engine:
     device: torch.device = torch.device("cpu")
     scales_loss: bool = False
 
+    @contextmanager
+    def sharing(self, model: nn.Module) -> Iterator[None]:
+        """Around all steps of a run: layers that look at the whole batch are told that it is spread over processes."""
+        yield
+
     def setup(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The model and optimizer to use in the loop."""
         return model.to(self.device), optimizer
 
-    def prepare_loader(self, loader: Any, first_epoch: int) -> Any:
-        """The loader of this process, whose next pass is epoch ``first_epoch``."""
+    def prepare_loader(self, loader: Any) -> Any:
+        """The loader of this process."""
         return loader
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of the loss."""
         loss.backward()
+
+    def exchange(
+        self, parameters: list[nn.Parameter], numbers: Mapping[str, Tensor | float]
+    ) -> Mapping[str, Tensor | float]:
+        """Average the gradients over all rows of all processes; returns the same average of the numbers."""
+        return numbers
+
+    def rows(self, here: int) -> int:
+        """Rows of the whole batch, of which ``here`` are in this process."""
+        return here
+
+    def agree(self, value: Any) -> Any:
+        """The value that the first process has."""
+        return value
+
+    def lost(self, error: BaseException) -> str | None:
+        """Which other process has gone, where that is what an error means."""
+        return None
 
     def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor]:
         """The gradients that are there; at least one must be."""
@@ -123,28 +144,10 @@ class Engine:
 
 
 class FabricEngine(Engine):
-    """Lightning Fabric: accelerators, several devices and nodes, mixed precision."""
+    """Lightning Fabric: accelerators, mixed precision; :class:`~flowbnn.training.crew.CrewEngine` adds several devices."""
 
-    def __init__(self, options: TrainingOptions) -> None:
-        asked = {
-            "accelerator": options.accelerator,
-            "devices": options.devices,
-            "num_nodes": options.num_nodes,
-            "strategy": options.strategy,
-            "precision": options.precision,
-        }
-        with quiet_lightning():
-            from lightning.fabric import Fabric
-
-            try:
-                self.fabric = Fabric(**asked)  # type: ignore[arg-type]
-                self.fabric.launch()
-            except FlowBNNError:
-                raise
-            except Exception as error:
-                asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-                reason = " ".join(str(error).split())[:300]
-                raise FlowBNNError(f"Lightning Fabric refuses {asked_for}: {reason}") from None
+    def __init__(self, options: TrainingOptions, fabric: Any = None) -> None:
+        self.fabric = open_fabric(options) if fabric is None else fabric
         self.rank = self.fabric.global_rank
         self.processes = self.fabric.world_size
         self.device = self.fabric.device
@@ -154,19 +157,6 @@ class FabricEngine(Engine):
         with quiet_lightning():
             return self.fabric.setup(model, optimizer)
 
-    def prepare_loader(self, loader: Any, first_epoch: int) -> Any:
-        if self.processes == 1:
-            return loader
-        if not isinstance(loader, DataLoader):
-            raise FlowBNNError(
-                f"several devices need a torch DataLoader, which is split among them; got a {type(loader).__name__}"
-            )
-        with quiet_lightning():
-            prepared = self.fabric.setup_dataloaders(loader, move_to_device=False)
-        # Fabric counts its own passes to seed the shuffle; a resumed run must not start again from pass 0
-        prepared._num_iter_calls = first_epoch  # type: ignore[union-attr]
-        return prepared
-
     def backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss)
 
@@ -175,20 +165,6 @@ class FabricEngine(Engine):
             super().clip(model, optimizer, largest, norm)
         else:
             self.fabric.clip_gradients(model, optimizer, max_norm=largest, error_if_nonfinite=False)
-
-    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
-        if self.processes == 1:
-            return dict(values)
-        # one tensor in sorted order: the processes must agree on what they exchange
-        names = sorted(values)
-        kind = torch.float32 if self.device.type == "mps" else torch.float64
-        packed = torch.tensor([values[name] for name in names], dtype=kind, device=self.device)
-        means = self.fabric.all_reduce(packed, reduce_op="mean")
-        assert isinstance(means, Tensor)
-        return dict(zip(names, means.tolist(), strict=True))
-
-    def barrier(self) -> None:
-        self.fabric.barrier()
 
     def scaler_state(self) -> dict[str, Any]:
         return self.fabric.strategy.precision.state_dict()
@@ -209,26 +185,11 @@ def make_engine(options: TrainingOptions) -> Engine:
         and options.precision in ("32-true", "32")
         and not launched
     )
-    return Engine() if plain else FabricEngine(options)
+    if plain:
+        return Engine()
+    fabric = open_fabric(options)
+    if fabric.world_size == 1:
+        return FabricEngine(options, fabric)
+    from flowbnn.training.crew import CrewEngine
 
-
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Keep Lightning's advice, and the warning filters that its import adds, out of the user's process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning(\.|_utilities|$)")
-        warnings.filterwarnings(
-            "ignore", category=DeprecationWarning, module=r"(pkg_resources|torchmetrics|torch)"
-        )
-        import lightning.fabric  # noqa: F401
-
-        # its import sets the level, so this comes after it
-        loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]
-        levels = [logger.level for logger in loggers]
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    return CrewEngine(options, fabric)

@@ -34,9 +34,9 @@ def train(
 ) -> History:
     """Train ``model`` in place and return the record of the run.
 
-    A run that is killed and resumed ends, on one CPU process, in the same weights to the bit: the checkpoint holds
+    A run that is killed and resumed ends, on CPU processes, in the same weights to the bit: the checkpoint holds
     the model, the optimizer, the schedule, early stopping, the position within the epoch and every random state.
-    (Not kept: what a data set draws inside ``persistent_workers``, and the draws of processes other than the first.)
+    (Not kept: what a data set draws inside ``persistent_workers``.) It may be resumed on another number of devices.
 
     Args:
         model: any module. It is put into training mode for the run and stays on the device it was trained on.

@@ -10,6 +10,7 @@ from flowbnn.errors import FlowBNNError, nearest
 
 __all__ = ["Clock", "EarlyStop", "TrainingOptions"]
 
+ACCELERATIONS = ("auto", "off", "graph", "compile")
 STRATEGIES = (
     "auto",
     "ddp",
@@ -36,6 +37,11 @@ class Clock:
     step: int
     steps_per_epoch: int | None
     epochs: int
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step is recorded for replay, where nothing may be decided on the host."""
+        return False
 
     @property
     def progress(self) -> float:
@@ -105,9 +111,17 @@ class TrainingOptions:
         early_stop: an :class:`EarlyStop`, or None.
         clip_gradient: largest total norm of the gradient.
         schedule_every: whether the learning-rate schedule is stepped per ``"step"`` or per ``"epoch"``.
-        accelerator, devices, num_nodes, strategy, precision: as in Lightning Fabric. The strategies are ``"auto"``,
-            ``"ddp"`` and ``"ddp_find_unused_parameters_true"``.
-        seed: seeds torch, numpy and ``random`` when the run begins (plus the rank, with several processes).
+        accelerator, precision: as in Lightning Fabric.
+        devices, num_nodes: processes on each machine, one for each device, and machines; torchrun's numbers go before these.
+            The loader's batches are the *global* ones, of which each process takes its share: batch size, learning rate and
+            result are those of one process.
+        strategy: ``"auto"`` or ``"ddp"``, which are the same here; Lightning's names for variants of it are taken too.
+        acceleration: how steps on one CUDA device are taken. ``"graph"`` records a step once, forward, backward and update, as a
+            CUDA graph and replays it; ``"compile"`` compiles it with ``torch.compile`` first, which takes a minute and pays for
+            long runs. In half precision both also lay convolutions out channels-last. ``"auto"`` is ``"graph"`` where that is
+            safe (one device, a fused optimizer, float32 or bf16, a method of flowbnn's own), else ``"off"``; asked for by name,
+            what cannot be had is warned of.
+        seed: seeds torch, numpy and ``random`` when the run begins, alike in all processes.
         progress: a live bar on a terminal; nothing is printed where there is none.
         tensorboard: folder for TensorBoard logs, one point per epoch.
         description: the word at the left of the bar.
@@ -128,6 +142,7 @@ class TrainingOptions:
     num_nodes: int = 1
     strategy: str = "auto"
     precision: str = "32-true"
+    acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: int | None = None
     progress: bool = True
     tensorboard: str | Path | None = None
@@ -147,6 +162,10 @@ class TrainingOptions:
             raise FlowBNNError(f"schedule_every must be 'step' or 'epoch', got {self.schedule_every!r}")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise FlowBNNError(f"seed must lie in 0 .. 2**32 - 1, got {self.seed}")
+        if self.acceleration not in ACCELERATIONS:
+            raise FlowBNNError(
+                f"acceleration {self.acceleration!r} is not known{nearest(str(self.acceleration), ACCELERATIONS)}"
+            )
         if self.strategy not in STRATEGIES:
             raise FlowBNNError(
                 f"strategy {self.strategy!r} is not supported{nearest(self.strategy, STRATEGIES)}"

@@ -40,6 +40,11 @@ def loader_generators(loader: Any) -> list[torch.Generator]:
 class Randomness:
     """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
 
+    Args:
+        generators: of the loader, and those that the step draws from.
+        device: the one device of a process that is one of several; its state is then the first (and only) one of ``cuda``, so
+            that all processes, each on a device of its own, can share one state. None keeps those of all devices.
+
     >>> source = torch.Generator().manual_seed(0)
     >>> randomness = Randomness([source])
     >>> before = randomness.state()
@@ -49,8 +54,11 @@ class Randomness:
     True
     """
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self, generators: Iterable[torch.Generator] = (), device: torch.device | None = None
+    ) -> None:
         self.generators: list[torch.Generator] = list(generators)
+        self.device = device
 
     def state(self) -> dict[str, Any]:
         """Everything, as nested tensors and plain values."""
@@ -58,10 +66,14 @@ class Randomness:
 
     def torch_state(self) -> dict[str, Any]:
         """torch's part of the state: two microseconds, so that it can be kept at every step."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if self.device is not None:
+            cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        else:
+            known = torch.cuda.is_available() and torch.cuda.is_initialized()
+            cuda = torch.cuda.get_rng_state_all() if known else []
         return {
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+            "cuda": cuda,
             "generators": [generator.get_state() for generator in self.generators],
         }
 
@@ -69,7 +81,10 @@ class Randomness:
         """Put back what :meth:`state` or :meth:`torch_state` gave."""
         self.check(state["generators"])
         torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
+        if self.device is not None:
+            if state["cuda"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda"][0], self.device)
+        elif state["cuda"] and torch.cuda.is_available():
             for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(value, device)
         for generator, value in zip(self.generators, state["generators"], strict=True):

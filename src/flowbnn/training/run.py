@@ -17,6 +17,7 @@ from flowbnn.training.engine import make_engine
 from flowbnn.training.guard import first_nonfinite_tensor
 from flowbnn.training.history import Averages, History
 from flowbnn.training.interrupt import Interrupts
+from flowbnn.training.launching import Children
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.progress import Display, open_tensorboard
 from flowbnn.training.randomness import Randomness, host_state, loader_generators, seed_all
@@ -59,25 +60,25 @@ class Run:
             check_writable(self.path)
         self.engine = make_engine(options)
         self.main = self.engine.rank == 0
+        if self.engine.processes > 1 and self.path is not None:
+            Children.advice = f"; its last checkpoint is '{self.path}', resume=True (flowbnn run: --resume) goes on from there"
         model, optimizer = self.engine.setup(trained.model, trained.optimizer)
-        self.randomness = Randomness([*generators, *loader_generators(loader)])
+        own = self.engine.device if self.engine.processes > 1 else None
+        self.randomness = Randomness([*generators, *loader_generators(loader)], own)
         self.stepper = Stepper(step, model, optimizer, trained, self.engine, options, self.randomness)
         self.position = Position()
         self.saved_step: int | None = None
         self.random_start: dict[str, Any] | None = None
         self.random_now: dict[str, Any] | None = None
         parts: dict[str, Any] | None = None
-        if options.resume and self.path is not None and self.path.exists():
+        if options.resume and self.path is not None and self.engine.agree(self.path.exists()):
             self.position, parts = read_run(self.path, trained)
-        self.loader = self.engine.prepare_loader(loader, self.position.epoch)
+        self.loader = self.engine.prepare_loader(loader)
         self.steps_per_epoch = loader_length(self.loader)
         if parts is not None and self.path is not None:
             self.resume(self.path, parts)
         elif options.seed is not None:
-            seed_all(options.seed + self.engine.rank)
-        elif self.engine.rank > 0:
-            # every process starts from torch's one default seed: without this all would draw the same noise
-            seed_all((torch.initial_seed() + self.engine.rank) % 2**32)
+            seed_all(options.seed)
         rule = options.early_stop
         self.position.batches_per_epoch = self.steps_per_epoch
         self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
@@ -113,19 +114,24 @@ class Run:
             with ExitStack() as stack:
                 if writer is not None:
                     stack.callback(writer.close)
-                interrupts = stack.enter_context(Interrupts())
+                interrupts = stack.enter_context(Interrupts(terminate=self.engine.processes > 1))
                 display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
+                stack.enter_context(self.engine.sharing(self.trained.model))
                 self.stepper.model.train()
-                while not self.finished:
-                    self.run_epoch(interrupts, display)
-                    self.end_epoch(interrupts, display, writer)
+                try:
+                    while not self.finished:
+                        self.run_epoch(interrupts, display)
+                        self.end_epoch(interrupts, display, writer)
+                    self.engine.barrier()
+                except Exception as error:
+                    self.end_without_others(error, interrupts)
+                    raise
         except KeyboardInterrupt:
             self.save_interrupted()
             raise
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.engine.barrier()
         if self.position.best_weights is not None:
             self.trained.load_weights(self.position.best_weights)
         return self.position.history
@@ -148,6 +154,7 @@ class Run:
                 if every is not None and position.step % every == 0:
                     self.save()
             if display.due():
+                self.stepper.flush(position)
                 display.update(position.epoch, position.step, position.averages.means())
         if position.batches == 0:
             again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
@@ -155,14 +162,17 @@ class Run:
 
     def begin_epoch(self) -> Iterator[Any]:
         """The epoch's batches, without those that are done."""
-        position, resumed = self.position, self.random_now is not None
+        position = self.position
         if self.random_start is not None:
             self.randomness.restore(self.random_start)
         elif self.random_now is not None:
             self.randomness.restore(self.random_now)
+        if self.engine.processes > 1:
+            # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
+            self.randomness.restore(self.engine.agree(self.randomness.state()))
         self.random_start = self.random_start or self.randomness.state()
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if self.engine.processes == 1 and set_epoch is not None:
+        if set_epoch is not None:
             set_epoch(position.epoch)
         batches = iter(self.loader)
         for done in range(position.batches):
@@ -173,9 +183,6 @@ class Run:
                 )
         if position.batches and self.random_now is not None:
             self.randomness.restore(self.random_now)
-        if resumed and self.engine.rank > 0:
-            # the file holds the draws of rank 0; the other processes must not repeat them
-            seed_all((torch.initial_seed() + 7919 * self.engine.rank + position.step) % 2**32)
         self.random_now = None
         return batches
 
@@ -270,17 +277,31 @@ class Run:
         write_run(self.path, self.trained, position, random, self.engine.scaler_state(), self.extra)
         position.saved_in, self.saved_step = self.path, position.step
 
-    def save_interrupted(self) -> None:
-        """Save on Ctrl-C, unless it tore an update apart, and say where the state is."""
-        if self.path is None or not self.main:
+    def end_without_others(self, error: Exception, interrupts: Interrupts) -> None:
+        """If another process has died, keep the last whole step and say what happened; else do nothing."""
+        told, interrupts.ending = interrupts.ending, True  # from here on, being told to end changes nothing
+        who = self.engine.lost(error)
+        if who is None:
+            interrupts.ending = told
             return
+        if interrupts.waiting:
+            raise KeyboardInterrupt
+        raise FlowBNNError(f"{who} {self.position.words}, which ends the run; {self.saved_words()}") from None
+
+    def saved_words(self) -> str:
+        """Keep the last whole step, unless an update was torn apart, and say where the state is."""
         try:
             if not self.stepper.updating:
                 self.save()
-            saved = self.position.saved_in
-            told = (
-                f"its state is in '{saved}', resume=True goes on from there" if saved else "nothing was saved"
-            )
         except FlowBNNError as error:
-            told = str(error)
-        print(f"flowbnn: interrupted in epoch {self.position.epoch + 1}; {told}", file=sys.stderr)
+            return str(error)
+        saved = self.position.saved_in if self.main else self.path
+        if saved is None or not saved.exists():
+            return "nothing was saved"
+        return f"its state is in '{saved}', resume=True (flowbnn run: --resume) goes on from there"
+
+    def save_interrupted(self) -> None:
+        """Save on Ctrl-C and say where the state is."""
+        if self.path is not None and self.main:
+            where = f"interrupted in epoch {self.position.epoch + 1}"
+            print(f"flowbnn: {where}; {self.saved_words()}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """One optimizer step, with the questions that are asked before the weights may change."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.training.capture import NotRecordable, Recorder
 from flowbnn.training.checkpoint import Position, Trained
 from flowbnn.training.engine import Engine, move_batch, unwrap
 from flowbnn.training.guard import (
@@ -49,10 +51,28 @@ class Stepper:
         later = engine.device.type == "cuda" and together and not engine.scales_loss
         self.gradient_gate = GradientGate(trained.optimizer, engine.device) if later else None
         self.updating = False
+        self.recorder = self._make_recorder()
+
+    def _make_recorder(self) -> Recorder | None:
+        wish = self.options.acceleration
+        if wish == "off" or (wish == "auto" and self.engine.device.type != "cuda"):
+            return None
+        optimizer = self.trained.optimizer
+        reason = Recorder.serves(self.step, optimizer, self.options, self.engine)
+        if reason is None:
+            return Recorder(self.step, self.trained.model, optimizer, self.options, self.engine.device)
+        if wish != "auto":
+            warnings.warn(
+                f"acceleration={wish!r} is not possible here ({reason}); steps are taken one by one",
+                FlowBNNWarning,
+            )
+        return None
 
     def take(self, batch: Any, position: Position, steps_per_epoch: int | None) -> None:
         """One step from ``position``, which is advanced."""
-        self.settle(position)
+        self.listen(position)
+        if self.recorder is not None and self.take_recorded(batch, position, steps_per_epoch):
+            return
         if self.engine.device.type == "cpu":
             check_finite_batch(batch, position.epoch, position.batches)
         batch = move_batch(batch, self.engine.device)
@@ -65,6 +85,7 @@ class Stepper:
         self.engine.backward(loss)
         if not self.gate.hear():
             self.blame_loss(batch, clock, position, logs, before)
+        numbers = self.engine.exchange(self.trained.parameters, {"loss": loss, **logs})
         clips = self.options.clip_gradient is not None and self.gradient_gate is not None
         norm = self.engine.gradient_norm(self.trained.parameters) if self.check_now or clips else None
         if self.check_now and norm is not None and not math.isfinite(norm.item()):
@@ -78,8 +99,34 @@ class Stepper:
             self.step_schedule()
         position.step += 1
         position.batches += 1
-        position.averages.add({"loss": loss, **logs}, batch_size(batch))
+        position.averages.add(numbers, self.engine.rows(batch_size(batch)))
         self.updating = False
+
+    def take_recorded(self, batch: Any, position: Position, steps_per_epoch: int | None) -> bool:
+        """The same by the recording; False where the batch does not fit it, or nothing can be recorded here."""
+        assert self.recorder is not None
+        batch = move_batch(batch, self.engine.device)
+        clock = Clock(position.epoch, position.step, steps_per_epoch, self.options.epochs)
+        try:
+            taken = self.recorder.take(batch, clock)
+        except NotRecordable as error:
+            self.recorder = None
+            warnings.warn(f"{error}; steps are taken one by one", FlowBNNWarning)
+            return False
+        if taken:
+            self.updating = True
+            if self.trained.schedule is not None and self.options.schedule_every == "step":
+                self.step_schedule()
+            position.step += 1
+            position.batches += 1
+            self.updating = False
+        return taken
+
+    def flush(self, position: Position) -> None:
+        """Bring the averages up to date, which a recording keeps on the device."""
+        if self.recorder is not None:
+            means, weight = self.recorder.means()
+            position.averages.add(means, weight)
 
     def asking_for_finite_gradients(self) -> AbstractContextManager[None]:
         """Around the update on a CUDA device."""
@@ -88,7 +135,14 @@ class Stepper:
         return self.gradient_gate.ask(self.engine.gradients(self.trained.parameters))
 
     def settle(self, position: Position) -> None:
+        """Wait for the device; refuse to go on from a step whose loss or gradient was not finite."""
+        self.listen(position, wait=True)
+        self.flush(position)
+
+    def listen(self, position: Position, wait: bool = False) -> None:
         """Refuse to go on from a step whose gradient was not finite, where that is known only afterwards."""
+        if self.recorder is not None and self.recorder.bad(wait):
+            self.blame_recorded(position)
         if self.gradient_gate is not None and not self.gradient_gate.hear():
             spoilt = "" if self.gradient_gate.skips else "; the weights have been updated with it"
             self.blame_gradient(f"in epoch {position.epoch + 1}, step {position.step}", position, spoilt)
@@ -100,8 +154,34 @@ class Stepper:
         if name is not None:
             raise FlowBNNError(
                 f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or "
-                f"bound what that layer computes{spoilt}{position.last_good}"
+                f"bound what that layer computes{self.advice}{spoilt}{position.last_good}"
             )
+
+    def blame_recorded(self, position: Position) -> None:
+        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
+        assert self.recorder is not None
+        words = (
+            f"between steps {max(1, position.step - len(self.recorder.witnesses) + 1)} and {position.step}"
+        )
+        for batch, clock, random in self.recorder.witnesses:
+            torch.cuda.set_rng_state(random, self.engine.device)
+            before = self.randomness.torch_state()
+            self.optimizer.zero_grad()
+            loss, logs = _checked(self.step(self.model, batch, clock))
+            if not math.isfinite(loss.item()):
+                self.blame_loss(batch, clock, position, logs, before)
+            self.engine.backward(loss)
+            self.blame_gradient(words, position, "")
+        raise FlowBNNError(
+            f"the loss or a gradient was not finite {words}, but not when these steps were taken again one by one"
+            f"{self.advice}{position.last_good}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do about numbers that are none."""
+        half = "16" in self.options.precision
+        return "; in half precision numbers overflow: try precision='32-true'" if half else ""
 
     def step_schedule(self, *value: float) -> None:
         """One step of the learning-rate schedule."""
@@ -130,7 +210,9 @@ class Stepper:
                 self.step(self.model, batch, clock)
 
         cause = explain_nonfinite_loss(unwrap(self.model), again, logs, self.trained.names_below)
-        raise FlowBNNError(f"the loss is not finite {position.words}: {cause}{position.last_good}")
+        raise FlowBNNError(
+            f"the loss is not finite {position.words}: {cause}{self.advice}{position.last_good}"
+        )
 
 
 def _checked(result: Any) -> tuple[Tensor, Mapping[str, Tensor | float]]:

@@ -1,0 +1,185 @@
+"""Trains several small networks, alone or in several processes, and stores where each process ended.
+
+Run as a script by test_devices.py, under torchrun: ``shared_run.py FOLDER``.
+"""
+
+import contextlib
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.inference import PointPosterior
+from flowbnn.training import EarlyStop, TrainingOptions, save_tensors, train, unwrap
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dying_run import fit as mortal_fit
+
+FLOWS = {
+    "0": fb.NormalPlanar(2, site="position"),
+    "3": fb.Dropout(0.3),
+    "6": fb.NormalInvConv(),
+    "*": fb.NormalAffine(),
+}
+
+
+def images(rows, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 1, 8, 8, generator=source), torch.randint(3, (rows,), generator=source)
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(4, 4, 3, bias=False), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def shuffled(rows=29, batch=8, workers=0):
+    return DataLoader(TensorDataset(*images(rows)), batch_size=batch, shuffle=True, num_workers=workers)
+
+
+def flow_noise(**options):
+    """Uneven shares (29 examples in batches of 8 end with one of 5), every kind of noise, validation and early stopping."""
+    model = fb.to_stochastic(convolutions(), FLOWS)
+    rule = EarlyStop(patience=9)
+    more = {"validation": shuffled(11, 4), "early_stop": rule, "warmup": 0.5, "gamma": 0.01}
+    return fb.fit(model, shuffled(), weight_lr=1e-3, noise_lr=1e-2, **more, **options)
+
+
+def two_samples_of_a_mixture(**options):
+    """Several draws per example, a mixture base, a learned noise of the likelihood; a last batch of one example."""
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    rules = {"0": fb.NormalAffine(components=3), "*": fb.NormalGlow(1)}
+    inputs = torch.randn(17, 3, generator=torch.Generator().manual_seed(2))
+    loader = TensorLoader(inputs, inputs.sum(1, keepdim=True), batch_size=8, shuffle=True)
+    return fb.fit(fb.to_stochastic(network, rules), loader, samples=2, clip_gradient=0.5, **options)
+
+
+def device_batches(**options):
+    """A loader that gives each process its own rows, and a plain network."""
+    loader = TensorLoader(
+        *images(22), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    return fb.fit_point(convolutions(), loader, weight_decay=0.01, **options)
+
+
+def statistics(**options):
+    """BatchNorm, whose statistics are each process's own on a CPU."""
+    torch.manual_seed(4)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    return fb.fit_point(network, shuffled(24), **options)
+
+
+def data_workers(**options):
+    """A worker process that fetches the data, batches given as a list for validation."""
+    model = fb.to_stochastic(convolutions(), {"*": fb.NormalAffine(site="position")})
+    return fb.fit(model, shuffled(16, workers=1), validation=[images(5, 7), images(3, 8)], **options)
+
+
+def own_step(epochs, **options):
+    """A step of the user's own: a parameter that only the optimizer knows, one that takes part now and then, one that never does."""
+    torch.manual_seed(5)
+    network = nn.ModuleDict({name: nn.Linear(64, 3) for name in ("used", "rare", "idle")})
+    scale = nn.Parameter(torch.zeros(()))
+
+    def step(model, batch, clock):
+        inputs, targets = batch
+        layers = unwrap(model)
+        outputs = layers["used"](inputs.flatten(1)) * scale.exp()
+        if bool((targets == 2).any()):
+            outputs = outputs + layers["rare"](inputs.flatten(1)) * (targets == 2)[:, None]
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss, {"rows": float(len(targets))}
+
+    optimizer = torch.optim.SGD([*network.parameters(), scale], lr=0.1, momentum=0.9)
+    history = train(network, step, optimizer, shuffled(13, 5), TrainingOptions(epochs, **options))
+    assert network["idle"].weight.grad is None
+    network.register_buffer("scale", scale.detach())
+    return PointPosterior(network, fb.Categorical(), history)
+
+
+def interrupted(folder, **options):
+    """Cut in the middle of an epoch and resumed: as if it had not been."""
+    del options["epochs"], options["seed"], options["progress"], options["accelerator"]
+    with contextlib.suppress(KeyboardInterrupt):
+        mortal_fit(folder / "cut", "interrupted", **options)
+    resumed = mortal_fit(folder / "cut", resume=True, **options)
+    peaceful = mortal_fit(folder / "peaceful", **options)
+    left, right = (posterior.model.state_dict() for posterior in (resumed, peaceful))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert resumed.history.records == peaceful.history.records
+    return resumed
+
+
+CASES = (flow_noise, two_samples_of_a_mixture, device_batches, statistics, data_workers, own_step)
+
+
+def predictions(posterior, folder, rank):
+    """Batches of 4, 4, 4, 4 and 1, in order and in shuffled order, with draws shared and not, and an empty seed."""
+    held_out = images(17, 5)
+    loaders = {
+        "ordered": DataLoader(TensorDataset(*held_out), batch_size=4),
+        "shuffled": DataLoader(TensorDataset(*held_out), batch_size=4, shuffle=True),
+        "list": [tuple(part[i : i + 4] for part in held_out) for i in range(0, 17, 4)],
+        "single": [held_out],
+        "bare": [held_out[0][:9], held_out[0][9:]],
+    }
+    tensors = {}
+    for name, loader in loaders.items():
+        for shared in (True, False):
+            torch.manual_seed(6 + rank)  # the first process's draws are everybody's
+            found, targets = posterior.predict_with_targets(loader, 6, shared=shared, progress=False)
+            tensors[f"{name} {shared}"] = found.probabilities
+            if targets is not None:
+                tensors[f"{name} {shared} targets"] = targets
+    spent = posterior.predict(loaders["ordered"], 40, adaptive=0.05, progress=False)
+    tensors |= {"adaptive": spent.probabilities, "spent": spent.samples_spent}
+    spoilt = [held_out, (torch.full_like(held_out[0], torch.nan), held_out[1])]
+    try:
+        posterior.predict(spoilt[rank : rank + 1] * 2, 2, progress=False, shared=False)
+    except FlowBNNError as error:
+        tensors[str(error)] = torch.zeros(1)
+    own = posterior.predict(held_out[0][: 3 + rank], 2, seed=1)  # a tensor is each process's own affair
+    tensors["own"] = own.probabilities[:3]
+    save_tensors(folder / f"predictions-{rank}.safetensors", tensors, {})
+
+
+def train_all(folder):
+    rank = 0
+    for case in (*CASES, partial(interrupted, folder)):
+        name = getattr(case, "__name__", "interrupted")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FlowBNNWarning)
+            posterior = case(seed=3, epochs=3, progress=False, accelerator="cpu")
+        if torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        history = posterior.history.to_dict() | {"seconds": 0.0}
+        told = [str(warning.message) for warning in caught if "BatchNorm" in str(warning.message)]
+        document = {"history": history, "after": torch.rand(2).tolist(), "told": told}
+        tensors = dict(posterior.model.state_dict()) | {
+            f"likelihood.{name}": value for name, value in posterior.likelihood.state_dict().items()
+        }
+        save_tensors(folder / f"{name}-{rank}.safetensors", tensors, document)
+        if case is flow_noise:
+            predictions(posterior, folder, rank)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    train_all(place)
+    try:  # at last, the second process fails and the first one hears of it
+        mortal_fit(place / "failing", "raises")
+    except ArithmeticError:
+        os._exit(0)
+    except FlowBNNError as error:
+        (place / "message.txt").write_text(str(error))

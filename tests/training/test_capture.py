@@ -1,0 +1,175 @@
+"""Steps that are recorded and replayed: what is refused, what compiles, and on a CUDA device that nothing else changes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.models import LeNet
+from flowbnn.objectives import ELBO
+from flowbnn.training import TrainingOptions, capturable
+from flowbnn.training.capture import Recorder, _Autocast, _Progress
+from flowbnn.training.options import Clock
+
+KINDS = {
+    "dropout": {"*": fb.Dropout(0.1)},
+    "gaussian": {"*": fb.NormalAffine()},
+    "gaussian-position": {"*": fb.NormalAffine(site="position")},
+    "flow": {"conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(), "*": fb.NormalAffine()},
+    "flow-position": {"conv2": fb.NormalInvConv(site="position"), "*": fb.NormalAffine(site="position")},
+    "mixture": {"*": fb.NormalAffine(components=3)},
+}
+
+
+def data(rows=40):
+    source = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 1, 28, 28, generator=source), torch.randint(10, (rows,), generator=source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_training_step_with_noise_is_one_graph_without_a_break(kind, half):
+    torch._dynamo.reset()
+    model = fb.to_stochastic(LeNet(), KINDS[kind])
+    objective = ELBO(fb.Categorical(), 100)
+    network = _Autocast(model, torch.bfloat16 if half else None, torch.device("cpu"))
+
+    def step(images, labels, shown):
+        clock = _Progress(Clock(0, 0, 1, 1), shown)
+        return objective(model, network(images), labels, fb.objectives.warm_up(clock.progress, 0.5)).loss
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of bf16 on a processor
+        torch.manual_seed(1)
+        found = compiled(*data(8), torch.tensor(0.25))
+        found.backward()
+    assert torch.isfinite(found)
+    parameters = dict(model.named_parameters())
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in parameters.values())
+
+
+def test_an_unknown_acceleration_is_refused():
+    with pytest.raises(FlowBNNError, match="acceleration 'graf' is not known.*graph"):
+        TrainingOptions(acceleration="graf")
+
+
+def test_where_steps_cannot_be_recorded_the_default_is_silent_and_a_wish_is_answered():
+    loader = TensorLoader(*data(), batch_size=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fb.fit_point(LeNet(), loader, epochs=1, progress=False, accelerator="cpu")
+    with pytest.warns(FlowBNNWarning, match="acceleration='graph' is not possible here .there is no CUDA"):
+        fb.fit_point(LeNet(), loader, epochs=1, progress=False, accelerator="cpu", acceleration="graph")
+
+
+def test_the_reasons_for_not_recording_are_told():
+    class Elsewhere:
+        device, processes = torch.device("cuda"), 1
+
+    def step(model, batch, clock):
+        return model(batch).sum(), {}
+
+    parameters = [nn.Parameter(torch.zeros(1))]
+    fused, plain = torch.optim.Adam(parameters, fused=True), torch.optim.Adam(parameters)
+    options = TrainingOptions()
+    assert "not marked capturable" in Recorder.serves(step, fused, options, Elsewhere)
+    marked = capturable()(step)
+    assert Recorder.serves(marked, fused, options, Elsewhere) is None
+    assert "fused=True" in Recorder.serves(marked, plain, options, Elsewhere)
+    assert "16-mixed" in Recorder.serves(marked, fused, TrainingOptions(precision="16-mixed"), Elsewhere)
+    Elsewhere.processes = 2
+    assert "several processes" in Recorder.serves(marked, fused, options, Elsewhere)
+
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def gpu(function):
+    for mark in on_gpu:
+        function = mark(function)
+    return function
+
+
+quiet = pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # so short a fit learns little
+
+
+def fitted(acceleration, rules=None, rows=40, **options):
+    torch.manual_seed(3)
+    network = LeNet().cuda()
+    images, labels = (tensor.cuda() for tensor in data(rows))
+    loader = TensorLoader(images, labels, batch_size=16)
+    given = {"epochs": 6, "progress": False, "acceleration": acceleration, "seed": 5, **options}
+    if rules is None:
+        return fb.fit_point(network, loader, schedule=falling, **given)
+    return fb.fit(fb.to_stochastic(network, rules), loader, schedule=falling, **given)
+
+
+def falling(optimizer, steps):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+
+
+@gpu
+def test_replayed_steps_end_where_steps_taken_one_by_one_end():
+    """Also with a last batch of another size (8 of 40), which is taken by itself, and a rate that falls at every step."""
+    plain, recorded = fitted("off"), fitted("graph")
+    for (name, a), b in zip(plain.model.named_parameters(), recorded.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-5), name
+    assert plain.history["loss"] == pytest.approx(recorded.history["loss"], abs=1e-4)
+    assert recorded.history["learning_rate"] == plain.history["learning_rate"]
+
+
+@gpu
+@quiet
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("acceleration", ["graph", "compile"])
+def test_noise_is_drawn_anew_at_every_replay_and_the_warm_up_goes_on(acceleration, precision):
+    posterior = fitted(
+        acceleration, KINDS["flow"], rows=64, epochs=12, warmup=0.5, noise_lr=1e-2, precision=precision
+    )
+    losses = posterior.history["loss"]
+    assert len(set(losses)) == len(losses)
+    assert losses[-1] < losses[0]
+    assert posterior.history["kl"][-1] > 0
+    assert all(torch.isfinite(p).all() for p in posterior.model.parameters())
+
+
+@gpu
+def test_a_loss_that_is_not_finite_is_traced_to_its_layer_and_the_weights_stay_good(tmp_path):
+    images, labels = (tensor.cuda() for tensor in data(640))
+    images[400:] *= 1e37  # finite, but not what a convolution makes of it
+    network = LeNet().cuda()
+    loader = TensorLoader(images, labels, batch_size=16)
+    with pytest.raises(FlowBNNError, match="not finite") as caught:
+        fb.fit_point(network, loader, epochs=2, progress=False, acceleration="graph", checkpoint=tmp_path)
+    assert "conv" in str(caught.value)
+    assert all(bool(torch.isfinite(p).all()) for p in network.parameters())
+
+
+@gpu
+def test_a_wrong_label_is_refused_before_it_reaches_the_device():
+    images, labels = (tensor.cuda() for tensor in data())
+    labels[30] = 10
+    with pytest.raises(FlowBNNError, match="labels run from 0 to 10"):
+        fb.fit_point(
+            LeNet().cuda(),
+            TensorLoader(images, labels, batch_size=8),
+            epochs=1,
+            progress=False,
+            acceleration="graph",
+        )
+
+
+@gpu
+@quiet
+def test_a_recorded_run_that_is_resumed_goes_on(tmp_path):
+    fitted("graph", KINDS["gaussian"], epochs=3, checkpoint=tmp_path)
+    posterior = fitted("graph", KINDS["gaussian"], epochs=6, checkpoint=tmp_path, resume=True)
+    assert posterior.history.epochs == 6

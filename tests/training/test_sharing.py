@@ -1,0 +1,258 @@
+"""A batch shared out: the same noise, the same masks and the same examples as in one process. Refusals in one line."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers import Share, divergences, noise_layers
+from flowbnn.training import TrainingOptions, train
+from flowbnn.training.launching import _command, settled_devices
+from flowbnn.training.sharing import (
+    SharedLoader,
+    share_of,
+    shared_dropout,
+    synchronised_statistics,
+    take_rows,
+)
+
+RECIPES = {
+    "affine": fb.NormalAffine(),
+    "mixture": fb.NormalAffine(components=3),
+    "planar": fb.NormalPlanar(2),
+    "planar, position": fb.NormalPlanar(2, site="position"),
+    "affine, position": fb.NormalAffine(site="position"),
+    "mixture, position": fb.NormalInvConv(components=2, site="position"),
+    "dropout": fb.Dropout(0.4),
+    "glow": fb.NormalGlow(1),
+    "actnorm": fb.FlowNoise(lambda dim: fb.transforms.ActNorm(dim)),
+    "batch norm": fb.FlowNoise(lambda dim: fb.transforms.BatchNorm(dim)),
+}
+
+
+def outputs(model, images, share=None):
+    torch.manual_seed(3)
+    for layer in noise_layers(model).values():
+        layer.share = share
+    found = model(images)
+    kl = sum(part.kl for part in divergences(noise_layers(model)).values())
+    return found, kl, torch.rand(1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_noise_does_not_depend_on_how_many_share_the_batch(name):
+    """Three processes with 2, 2 and 3 of 7 examples: outputs, KL and the generator's state are those of one."""
+    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 4))
+    torch.manual_seed(0)
+    model = fb.to_stochastic(network, {"*": RECIPES[name]})
+    images = torch.randn(7, 1, 8, 8)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    whole, kl, after = outputs(model, images)
+    parts = []
+    for rank in range(3):
+        model.load_state_dict(start)
+        share, _ = share_of(7, rank, 3)
+        found = outputs(model, images[share.start : share.stop], share)
+        parts.append(found[0])
+        assert torch.equal(torch.as_tensor(found[1]), torch.as_tensor(kl))
+        assert torch.equal(found[2], after)
+    assert (torch.cat(parts) - whole).abs().max() < 1e-5
+    assert (parts[0] - parts[1]).abs().max() > 1e-3
+
+
+def test_rows_that_are_no_multiple_of_the_examples_are_refused():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(torch.cat([x, x[:1]]))
+
+    model = fb.to_stochastic(Odd(), {"*": fb.NormalAffine()})
+    with pytest.raises(FlowBNNError, match="sees 5 rows where this process has 4 examples"):
+        outputs(model, torch.ones(4, 3), Share(0, 4, 8))
+
+
+def test_a_prediction_forgets_the_share_and_training_finds_it_again():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.NormalAffine()})
+    layer = noise_layers(model)["0"]
+    layer.share = Share(0, 2, 4)
+    with fb.noise(model, "sample"):
+        assert model(torch.ones(5, 3)).shape == (5, 2)
+    assert layer.share == Share(0, 2, 4)
+
+
+def test_dropout_of_the_networks_own_masks_as_one_process_does():
+    network = nn.Sequential(
+        nn.Dropout(0.5), nn.Dropout2d(0.5), nn.Dropout(0.3, inplace=True), nn.AlphaDropout(0.1)
+    )
+    images = torch.rand(7, 3, 4, 4) + 1
+    network = network[:3]
+    torch.manual_seed(1)
+    whole = network(images)
+    parts = []
+    for rank in range(3):
+        share, _ = share_of(7, rank, 3)
+        torch.manual_seed(1)
+        with shared_dropout(network, lambda share=share: share):
+            parts.append(network(images[share.start : share.stop]))
+    assert torch.equal(torch.cat(parts), whole)
+    with shared_dropout(network.eval(), lambda: share):
+        assert torch.equal(network(images), images)
+    assert not any("forward" in vars(layer) for layer in network)
+
+
+def test_batch_norm_keeps_its_hooks_and_its_class():
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    seen = []
+    network[1].register_forward_hook(lambda *args: seen.append(1))
+    with synchronised_statistics(network, torch.device("cpu")) as able:
+        assert not able
+    with synchronised_statistics(network, torch.device("cuda")) as able:
+        assert able
+        assert type(network[1]) is nn.SyncBatchNorm
+        network.eval()(torch.ones(4, 2))
+    assert type(network[1]) is nn.BatchNorm1d
+    assert seen == [1]
+
+
+def loaders():
+    inputs = torch.arange(23.0)
+    data = TensorDataset(inputs, inputs.long())
+    source = torch.Generator().manual_seed(4)
+
+    class Mine(DataLoader):
+        pass
+
+    class Sampled(torch.utils.data.BatchSampler):
+        pass
+
+    sampler = torch.utils.data.RandomSampler(data, generator=source)
+    return {
+        "data loader": DataLoader(data, batch_size=5, shuffle=True, generator=source),
+        "workers": DataLoader(data, batch_size=5, shuffle=True, generator=source, num_workers=1),
+        "batch sampler": DataLoader(data, batch_sampler=Sampled(sampler, 5, False)),
+        "subclass": Mine(data, batch_size=5, shuffle=True, generator=source),
+        "tensor loader": TensorLoader(inputs, inputs.long(), batch_size=5, shuffle=True, generator=source),
+        "list": [{"x": part, "y": [part.long()]} for part in inputs.split(5)],
+        "ends with one": TensorLoader(inputs[:21], inputs[:21].long(), batch_size=5),
+    }, source
+
+
+@pytest.mark.parametrize("name", loaders()[0])
+def test_the_shares_of_a_loader_make_its_batches(name):
+    found, source = loaders()
+    loader = found[name]
+    state = source.get_state()
+    whole = list(loader)
+    parts, told = [], []
+    for rank in range(3):
+        source.set_state(state)
+        heard = []
+        mine = SharedLoader(loader, rank, 3, lambda share, weight, heard=heard: heard.append((share, weight)))
+        parts.append(list(mine))
+        told.append(heard)
+        assert len(mine) == len(loader)
+    for number, batch in enumerate(whole):
+        shares = [heard[number] for heard in told]
+        real = [
+            (part[number], share) for part, (share, weight) in zip(parts, shares, strict=True) if weight > 0
+        ]
+        values = [next(iter(part.values() if isinstance(part, dict) else part)) for part, _ in real]
+        expected = next(iter(batch.values() if isinstance(batch, dict) else batch))
+        assert torch.equal(torch.cat(values), expected)
+        assert [len(value) for value in values] == [share.stop - share.start for _, share in real]
+        assert sum(weight for _, weight in shares) == pytest.approx(3)
+        assert {share.total for share, _ in shares} == {len(expected)}
+
+
+def test_a_sampler_that_shares_out_itself_is_left_alone():
+    data = TensorDataset(torch.arange(8.0))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
+    heard = []
+    batches = list(SharedLoader(loader, 1, 2, lambda *told: heard.append(told)))
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), torch.tensor([1.0, 3.0, 5.0, 7.0]))
+    assert heard == [(Share(2, 4, 4), 1.0)] * 2
+
+
+def test_tensors_of_different_lengths_cannot_be_cut():
+    with pytest.raises(FlowBNNError, match="tensors of 4 and of 3 rows"):
+        take_rows((torch.zeros(4, 2), torch.zeros(3, 2)), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "words"),
+    [
+        (0, {"accelerator": "cuda"}, "accelerator='cuda' asks for a GPU and torch sees none here"),
+        (0, {"accelerator": "gpu", "devices": 2}, "asks for a GPU and torch sees none here"),
+        (0, {"accelerator": "mps"}, "Apple's GPU"),
+        (1, {"devices": 2}, r"devices=2 was asked for and this machine has 1 GPU \(H200\)"),
+        (2, {"devices": "4", "accelerator": "cuda"}, r"this machine has 2 GPUs \(H200\): ask for at most 2"),
+        (1, {"devices": 0}, "devices is at least 1"),
+    ],
+)
+def test_devices_that_are_not_there(monkeypatch, there, asked, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index=0: "H200")
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    settings = {"accelerator": "auto", "devices": 1, "num_nodes": 1} | asked
+    with pytest.raises(FlowBNNError, match=words) as caught:
+        settled_devices(**settings)
+    assert "\n" not in str(caught.value)
+    if "mps" in words or there == 0:
+        network = nn.Linear(1, 1)
+        with pytest.raises(FlowBNNError, match=words):
+            train(
+                network,
+                lambda model, batch, clock: (model(batch).sum(), {}),
+                torch.optim.SGD(network.parameters(), lr=0.1),
+                [torch.ones(1, 1)],
+                TrainingOptions(1, **asked),
+            )
+
+
+def test_what_torchrun_started_is_what_there_is(monkeypatch):
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert settled_devices("cpu", 1, 1) == settled_devices("cpu", "auto", 2) == (2, 2)
+    with pytest.raises(FlowBNNError, match="torchrun started 2 processes on each of 2 machines"):
+        settled_devices("cpu", 3, 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(FlowBNNError, match="4 processes are running already"):
+        settled_devices("cpu", 2, 1)
+
+
+def test_machines_that_do_not_know_of_each_other_and_scripts_that_are_none(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    from flowbnn.training.launching import start_processes
+
+    with pytest.raises(FlowBNNError, match="num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK"):
+        start_processes(1, 2)
+    monkeypatch.setattr("__main__.__spec__", None)
+    monkeypatch.setattr("sys.argv", ["-c"])
+    with pytest.raises(FlowBNNError, match="here is none"):
+        _command()
+
+
+def test_a_missing_gpu_is_one_line_on_the_command_line():
+    code = "import torch; torch.cuda.is_available = lambda: False; from flowbnn.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "digits", "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "asks for a GPU and torch sees none here" in done.stderr
