@@ -27,6 +27,11 @@ test: lint  ## linter, type checker, tests, doctests and the import-order test
 
 bench: $(STAMP)  ## speed, as ratios to the plain network
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
+	$(BIN)/python benchmarks/prediction.py --out $(OUT)
+	$(BIN)/python benchmarks/adaptive.py --out $(OUT)
+	$(BIN)/python benchmarks/flows.py --rounds 20 --out $(OUT)
+	$(BIN)/python benchmarks/memory.py --out $(OUT)
+	$(BIN)/python benchmarks/scaling.py --out $(OUT)
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info

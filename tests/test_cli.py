@@ -26,6 +26,9 @@ def test_version_and_list():
         "two-clusters",
         "flow-length",
         "digits",
+        "lenet-fashion",
+        "lenet-cifar10",
+        "vgg16-cifar10",
     ]
 
 

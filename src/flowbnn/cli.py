@@ -46,8 +46,11 @@ def _told(again: str = "") -> Iterator[None]:
         typer.echo(f"flowbnn: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
+        from flowbnn.training import is_main_process
+
         advice = f"; what is finished is kept, go on with: {again} --resume" if again else ""
-        typer.echo(f"flowbnn: interrupted{advice}", err=True)
+        if is_main_process():
+            typer.echo(f"flowbnn: interrupted{advice}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -100,31 +103,60 @@ def run(
         typer.Option("--accelerator", "--device", help="auto, cpu, cuda, mps; auto is what suits the study."),
     ] = "auto",
     precision: Annotated[
-        str, typer.Option("--precision", help="As in Lightning: 32-true, bf16-mixed, ...")
-    ] = "32-true",
+        str,
+        typer.Option(
+            "--precision", help="As in Lightning: 32-true, bf16-mixed, ...; auto is what suits the study."
+        ),
+    ] = "auto",
+    devices: Annotated[
+        int, typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together.")
+    ] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", help="Machines; see docs/devices.md.")] = 1,
+    strategy: Annotated[str, typer.Option("--strategy", help="auto or ddp, which are the same.")] = "auto",
+    acceleration: Annotated[
+        str, typer.Option("--acceleration", help="Steps on a GPU: auto, off, graph or compile.")
+    ] = "auto",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Train these variants alone, as in: --only 'best-*'; may be repeated."),
+    ] = None,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Train nothing: results of the parts that are there.")
+    ] = False,
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:
     """Run one study and write OUT/STUDY/results.json."""
     words = ["flowbnn run", study]
     options = {"--seeds": seeds, "--epochs": epochs, "--accelerator": accelerator, "--precision": precision}
-    usual = {"--accelerator": "auto", "--precision": "32-true"}
+    options |= {"--devices": devices, "--nodes": nodes, "--strategy": strategy}
+    usual = {
+        "--accelerator": "auto",
+        "--precision": "auto",
+        "--devices": 1,
+        "--nodes": 1,
+        "--strategy": "auto",
+    }
     words += [
         f"{name} {value}" for name, value in options.items() if value is not None and value != usual.get(name)
     ]
     words += [f"--set {pair}" for pair in change or []]
     command = " ".join([*words, *(["--quick"] if quick else [])])
     out = _folder(out, quick)
-    with _told(f"{command} --out {out}"):
+    with _told(" ".join([command, f"--out {out}", *(f"--only '{glob}'" for glob in only or [])])):
         from flowbnn.studies import get_study, open_workers, run_study
+        from flowbnn.training import is_main_process, launched
 
         chosen = get_study(study)
         changes = dict(_setting(pair) for pair in change or [])
         if epochs is not None:
-            changes["epochs"] = _positive("--epochs", epochs)
+            whole = "epochs" in chosen.settings.__dataclass_fields__
+            changes["epochs" if whole else "*.epochs"] = _positive("--epochs", epochs)
         settings = chosen.make_settings(quick=quick, **changes)
         number = None if seeds is None else _positive("--seeds", seeds)
-        with open_workers(_jobs(jobs, accelerator)) as workers:
+        _positive("--devices", devices), _positive("--nodes", nodes)
+        alone = devices * nodes == 1 and not launched()
+        with open_workers(_jobs(jobs, accelerator) if alone else jobs or 1) as workers:
             results = run_study(
                 chosen,
                 settings=settings,
@@ -134,12 +166,19 @@ def run(
                 progress=not no_progress,
                 accelerator=accelerator,
                 precision=precision,
+                devices=devices,
+                num_nodes=nodes,
+                strategy=strategy,
+                acceleration=acceleration,
+                only=only,
+                collect=collect,
                 workers=workers,
                 command=command,
                 smoke=quick,
             )
-        _show(results)
-        typer.echo(f"\n{out / study / 'results.json'}; a page of it: flowbnn report {out}")
+        if is_main_process():
+            _show(results)
+            typer.echo(f"\n{out / study / 'results.json'}; a page of it: flowbnn report {out}")
 
 
 @app.command()
@@ -221,12 +260,15 @@ def _positive(option: str, value: int) -> int:
 
 
 def _setting(pair: str) -> tuple[str, Any]:
-    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12."""
+    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or a bare word."""
+    import re
     from ast import literal_eval
 
     from flowbnn.errors import FlowBNNError
 
     name, _, text = pair.partition("=")
+    if re.fullmatch(r"\s*[a-z][\w*-]*\s*", text):
+        return name.strip(), text.strip()
     try:
         return name.strip(), literal_eval(text.strip())
     except (ValueError, SyntaxError):
@@ -260,7 +302,7 @@ def _show(results: dict[str, Any]) -> None:
 
 def _cell(value: dict[str, Any] | None, metric: dict[str, Any]) -> str:
     if value is None or value["mean"] is None:
-        return "-"
+        return "-" if value is None or value["published"] is None else f"[{value['published']:g}]"
     text = format(value["mean"], metric["format"])
     if value["std"] is not None:
         text += f" ± {value['std']:{metric['format']}}"

@@ -115,6 +115,7 @@ def test_it_compiles_to_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_nothing_is_waited_for():
     images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, device="cuda")
     for options in CASES:

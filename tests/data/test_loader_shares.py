@@ -155,6 +155,7 @@ def test_tensors_of_several_devices_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_batches_are_made_without_waiting():
     data = image_set(64)
     for generator in (None, torch.Generator("cuda").manual_seed(0), seeded()):

@@ -278,6 +278,75 @@ def make_flow_length() -> dict[str, Any]:
     return results
 
 
+def make_lenet() -> dict[str, Any]:
+    """Groups of metrics, cited rows, paired comparisons, bars, and curves beside those of others."""
+    labels = ("Gaussian noise", "Flow noise")
+    results = base("lenet", "LeNet on pictures", labels)
+    results["metrics"][2]["group"] = results["metrics"][3]["group"] = "Elsewhere"
+    for row, colour in zip(results["rows"], ("blue", "vermillion"), strict=True):
+        row["colour"] = colour
+    cited = {"accuracy": {"mean": None, "std": None, "per_seed": [], "published": 0.999}}
+    results["rows"].append({"key": "cited", "label": "Of others", "values": cited, "cited": "yes"})
+    results["comparisons"] = [
+        {
+            "title": "flow − Gaussian",
+            "metric": "accuracy",
+            "mean": 0.02,
+            "low": 0.01,
+            "high": 0.03,
+            "p": 0.0625,
+            "number": 5,
+        },
+        {
+            "title": "flow − Gaussian",
+            "metric": "ece",
+            "mean": -0.001,
+            "low": -0.02,
+            "high": 0.018,
+            "p": 1.0,
+            "number": 5,
+        },
+        {
+            "title": "Gaussian − plain",
+            "metric": "ece",
+            "mean": 0.5,
+            "low": None,
+            "high": None,
+            "p": None,
+            "number": 1,
+        },
+    ]
+    lines = [{"label": label, "x": [1, 2, 3], "mean": [0.1, 0.2, 0.3], "std": [0.01] * 3} for label in labels]
+    other = {
+        "label": "Document: flow",
+        "x": [1, 3],
+        "mean": [0.2, 0.4],
+        "style": "dashed",
+        "like": "Flow noise",
+    }
+    panel = {"title": "Accuracy", "lines": [*lines, other], "levels": [{"label": "baseline", "value": 0.25}]}
+    bars = {
+        "title": "Step",
+        "x_label": "over plain",
+        "level": 1.0,
+        "bars": [{"label": "Flow noise", "value": 1.31}],
+    }
+    results["figures"] = [
+        {
+            "kind": "curves",
+            "title": "Redrawn",
+            "data": {"x_label": "epoch", "columns": 4, "panels": [panel] * 4},
+        },
+        {"kind": "bars", "title": "Cost", "caption": "Ratios.", "data": {"panels": [bars]}},
+    ]
+    return results
+
+
+@pytest.fixture
+def lenet() -> dict[str, Any]:
+    return make_lenet()
+
+
 @pytest.fixture
 def two_clusters() -> dict[str, Any]:
     return make_two_clusters()

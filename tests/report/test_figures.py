@@ -31,13 +31,14 @@ def pictures(results: dict[str, Any], most: int = 99) -> list[str]:
 
 
 def test_every_kind_has_a_shape_a_drawing_and_an_example(
-    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any]
+    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any], lenet: dict[str, Any]
 ) -> None:
-    shown = {figure["kind"] for study in (two_clusters, digits, flow_length) for figure in study["figures"]}
+    studies = (two_clusters, digits, flow_length, lenet)
+    shown = {figure["kind"] for study in studies for figure in study["figures"]}
     assert set(KINDS) == set(FIGURES) == shown
 
 
-@pytest.mark.parametrize("study", ["two_clusters", "digits", "flow_length"])
+@pytest.mark.parametrize("study", ["two_clusters", "digits", "flow_length", "lenet"])
 def test_svg(study: str, request: pytest.FixtureRequest) -> None:
     for svg in pictures(request.getfixturevalue(study)):
         assert svg.startswith("<svg viewBox=")

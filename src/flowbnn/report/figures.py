@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
+from flowbnn.report.figures_bars import bars
 from flowbnn.report.figures_calibration import field, reliability
 from flowbnn.report.figures_density import density, images
 from flowbnn.report.schema import extent, numbers
@@ -18,6 +19,7 @@ __all__ = ["make_plot", "study_colours"]
 
 Data = dict[str, Any]
 DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")
+LEVELS = ("1 3", "4 2 1 2", "8 3")
 
 
 def study_colours(results: Data) -> dict[str, str]:
@@ -31,7 +33,10 @@ def study_colours(results: Data) -> dict[str, str]:
         # Curves of other things than the models keep colours of their own.
         if set(lines) & set(labels):
             labels += lines
-    return assign_colours(labels)
+    return {
+        **assign_colours(labels),
+        **{row["label"]: row["colour"] for row in results["rows"] if row.get("colour")},
+    }
 
 
 def panel_size(count: int) -> tuple[int, tuple[int, int]]:
@@ -60,6 +65,32 @@ def _y_axis(axes: Axes, label: str, log: bool) -> None:
         axes.set_title(label, loc="left", color=light("muted"), fontsize=10, pad=5)
 
 
+def _pattern(dashes: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in dashes.split())
+
+
+def _line_styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Colour and dashes of each label: lines of one colour differ in their dashes, levels are dotted."""
+    lines = [line for panel in panels for line in panel["lines"]]
+    labels = list(dict.fromkeys(line["label"] for line in lines))
+    own = {**assign_colours(labels), **{label: colours[label] for label in labels if label in colours}}
+    like = {line["label"]: line["like"] for line in lines if line.get("like") in own}
+    dashed = {line["label"] for line in lines if line.get("style") == "dashed"}
+    seen: dict[str, int] = {}
+    styles = {}
+    for label in labels:
+        colour = own[like.get(label, label)]
+        if label in dashed:
+            styles[label] = (colour, DASHES[1])
+            continue
+        seen[colour] = seen.get(colour, -1) + 1
+        # a pattern that means another's line is not given to ours
+        patterns = [pattern for pattern in DASHES if not dashed or pattern != DASHES[1]]
+        styles[label] = (colour, patterns[seen[colour] % len(patterns)])
+    levels = dict.fromkeys(level["label"] for panel in panels for level in panel.get("levels") or [])
+    return styles | {label: ("muted", LEVELS[index % len(LEVELS)]) for index, label in enumerate(levels)}
+
+
 def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]]) -> Panel:
     y_label = panel.get("y_label") or ""
     if y_label.lower() == panel["title"].lower():
@@ -70,6 +101,9 @@ def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         whole = True
+        for level in panel.get("levels") or []:
+            colour, dashes = styles[level["label"]]
+            axes.axhline(level["value"], color=light(colour), linestyle=(0, _pattern(dashes)), linewidth=1.3)
         for line, mean in zip(panel["lines"], means, strict=True):
             colour, dashes = styles[line["label"]]
             x = numbers(line["x"])
@@ -79,7 +113,7 @@ def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]
                 std = numbers(line["std"])
                 low = np.maximum(mean - std, mean * 0.05) if log else mean - std
                 axes.fill_between(x, low, mean + std, color=light(colour), alpha=0.16, linewidth=0)
-            pattern = (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
+            pattern = (0, _pattern(dashes)) if dashes else "-"
             marker = "o" if int(np.isfinite(mean).sum()) < 3 else ""
             axes.plot(x, mean, color=light(colour), linestyle=pattern, marker=marker, markersize=4)
         _y_axis(axes, y_label, log)
@@ -93,20 +127,16 @@ def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]
 
 def curves(data: Data, colours: Mapping[str, str]) -> Plot:
     """Lines of the mean over seeds, in a band of one standard deviation to either side."""
-    labels = list(dict.fromkeys(line["label"] for panel in data["panels"] for line in panel["lines"]))
-    own = {**assign_colours(labels), **{label: colours[label] for label in labels if label in colours}}
-    seen: dict[str, int] = {}
-    styles = {}
-    for label in labels:
-        seen[own[label]] = seen.get(own[label], -1) + 1
-        styles[label] = (own[label], DASHES[seen[own[label]] % len(DASHES)])
+    styles = _line_styles(data["panels"], colours)
     columns, size = panel_size(len(data["panels"]))
+    if data.get("columns") == 4:
+        columns, size = 4, (245, 205)
     x_label = data.get("x_label") or ""
     panels = []
     for panel in data["panels"]:
         shared = {**panel, "y_label": panel.get("y_label") or data.get("y_label")}
         panels.append(_curve_panel(shared, x_label, styles))
-    keys = [Key(label, *styles[label][:1], "line", styles[label][1]) for label in labels]
+    keys = [Key(label, colour, "line", dashes) for label, (colour, dashes) in styles.items()]
     return Plot([Group(panels)], keys, columns, size)
 
 
@@ -149,6 +179,7 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
 
 KINDS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
     "curves": curves,
+    "bars": bars,
     "reliability": reliability,
     "histogram": histogram,
     "density": density,

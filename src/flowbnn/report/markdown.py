@@ -7,7 +7,7 @@ from typing import Any
 from flowbnn.report.files import write_file
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import duration
-from flowbnn.report.tables import Cell, flatten, make_table
+from flowbnn.report.tables import Cell, compare_table, flatten, make_tables
 
 __all__ = ["write_markdown"]
 
@@ -22,19 +22,48 @@ def _cell(cell: Cell) -> str:
     return f"{text} ({cell.published})" if cell.published else text
 
 
+def _differences(results: dict[str, Any]) -> list[str]:
+    found = compare_table(results)
+    if found is None:
+        return []
+    heads, rows = found
+    lines = [
+        "",
+        "**Differences, seed by seed** (mean, 95 % interval, p of the exact sign-flip test; bold: nought is outside)",
+        "",
+    ]
+    lines += [f"| | {' | '.join(map(_escape, heads))} |", "|---" * (len(heads) + 1) + "|"]
+    for title, cells in rows:
+        texts = []
+        for cell in cells:
+            mean = "–" if cell is None else f"**{cell.mean}**" if cell.clear else cell.mean
+            texts.append(mean if cell is None else f"{mean} ({', '.join(filter(None, (cell.span, cell.p)))})")
+        lines.append(f"| {_escape(title)} | {' | '.join(texts)} |")
+    return lines
+
+
 def _study(results: dict[str, Any]) -> list[str]:
-    table = make_table(results, {})
-    heads = [_escape(f"{column.label} {column.arrow}".strip()) for column in table.columns]
+    tables = make_tables(results, {})
     lines = [f"## {results['title']}", "", f"*{results['question']}*", "", results["answer"], ""]
-    lines += [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    lines += [f"| {_escape(row.label)} | {' | '.join(map(_cell, row.cells))} |" for row in table.rows]
+    for group, table in tables:
+        heads = [_escape(f"{column.label} {column.arrow}".strip()) for column in table.columns]
+        lines += [f"**{group}**", ""] if group else []
+        lines += [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        lines += [f"| {_escape(row.label)} | {' | '.join(map(_cell, row.cells))} |" for row in table.rows]
+        lines += [""] if len(tables) > 1 else []
     notes = [f"Seeds {', '.join(map(str, results['seeds']))}"]
-    if table.spread:
+    if any(table.spread for _, table in tables):
         notes.append("mean ± standard deviation over seeds")
-    if table.published:
+    if any(table.published for _, table in tables):
         notes.append(f"in brackets the value printed in {results.get('source') or 'the source'}")
     lines += ["", "; ".join(notes) + ".", ""]
-    lines += [f"- **{_escape(c.label)}**: {c.definition}" for c in table.columns if c.definition]
+    lines += [
+        f"- **{_escape(c.label)}**: {c.definition}"
+        for _, table in tables
+        for c in table.columns
+        if c.definition
+    ]
+    lines += _differences(results)
     lines += ["", *(f"> {note}\n" for note in results.get("notes") or [])]
     versions = ", ".join(f"{name} {value}" for name, value in (results.get("versions") or {}).items())
     facts = [

@@ -16,7 +16,7 @@ from flowbnn.report.figures import make_plot, study_colours
 from flowbnn.report.files import write_file
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import COLOURS, duration
-from flowbnn.report.tables import flatten, make_table
+from flowbnn.report.tables import compare_table, flatten, make_tables
 
 __all__ = ["save_figures", "write_report"]
 
@@ -56,6 +56,12 @@ def _created(text: str) -> str:
         return text
 
 
+def _counts(results: dict[str, Any]) -> set[int]:
+    """How many seeds the rows have."""
+    cells = [cell for row in results["rows"] for cell in row["values"].values() if cell]
+    return {len(cell["per_seed"]) for cell in cells if cell.get("per_seed")}
+
+
 def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
     colours = study_colours(results)
     figures = []
@@ -85,7 +91,9 @@ def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
         "command": results.get("command") or "",
         "facts": [(name, value) for name, value in facts if value],
         "seeds": results["seeds"],
-        "table": make_table(results, {label: name for label, name in colours.items() if label in drawn}),
+        "uneven": len(_counts(results)) > 1,
+        "tables": make_tables(results, {label: name for label, name in colours.items() if label in drawn}),
+        "differences": compare_table(results),
         "settings": flatten(results.get("settings") or {}),
         "notes": results.get("notes") or [],
         "figures": figures,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.report.style import COLOURS
 
 __all__ = ["FIGURES", "SCHEMA", "check_results", "extent", "numbers"]
 
@@ -26,7 +27,16 @@ ARRAYS: dict[str, tuple[int, ...]] = {"numbers": (1,), "table": (2,), "pixels": 
 _BINS: Shape = [
     {"low": "number", "high": "number", "confidence?": "number", "accuracy?": "number", "fraction": "number"}
 ]
-_CURVE: Shape = {"label": "text", "x": "numbers", "mean": "numbers", "std?": "numbers"}
+_CURVE: Shape = {  # "style" is "dashed" for a line that is not ours, "like" the label whose colour it takes
+    "label": "text",
+    "x": "numbers",
+    "mean": "numbers",
+    "std?": "numbers",
+    "style?": "text",
+    "like?": "text",
+}
+_LEVEL: Shape = {"label": "text", "value": "number"}
+_BAR: Shape = {"label": "text", "value": "number"}
 _FIELD: Shape = {
     "label": "text",
     "accuracy?": "number",
@@ -57,7 +67,12 @@ _GROUP: Shape = {"label": "text", "edges": "numbers", "fraction": "numbers"}
 _IMAGE: Shape = {"title": "text", "pixels": "pixels", "bars?": [{"label": "text", "value?": "number"}]}
 
 FIGURES: dict[str, Shape] = {
-    "curves": {"x_label?": "text", "panels": [{"title": "text", "y_label?": "text", "lines": [_CURVE]}]},
+    "curves": {
+        "x_label?": "text",
+        "columns?": "number",
+        "panels": [{"title": "text", "y_label?": "text", "lines": [_CURVE], "levels?": [_LEVEL]}],
+    },
+    "bars": {"panels": [{"title": "text", "x_label?": "text", "bars": [_BAR], "level?": "number"}]},
     "reliability": {"models": [{"label": "text", "ece?": "number", "bins": _BINS}]},
     "histogram": {"x_label?": "text", "panels": [{"title": "text", "groups": [_GROUP]}]},
     "density": {"panels": [_DENSITY], "pairs?": [_PAIR]},
@@ -78,9 +93,27 @@ _RESULTS: Shape = {
     "settings?": "object",
     "seeds": "list",
     "metrics": [
-        {"key": "text", "label": "text", "format?": "text", "better?": "text", "definition?": "text"}
+        {
+            "key": "text",
+            "label": "text",
+            "format?": "text",
+            "better?": "text",
+            "definition?": "text",
+            "group?": "text",
+        }
     ],
-    "rows": [{"key": "text", "label": "text", "values": "object"}],
+    "rows": [{"key": "text", "label": "text", "values": "object", "colour?": "text", "cited?": "text"}],
+    "comparisons?": [
+        {
+            "title": "text",
+            "metric": "text",
+            "mean": "number",
+            "low?": "number",
+            "high?": "number",
+            "p?": "number",
+            "number": "number",
+        }
+    ],
     "figures": [{"kind": "text", "title": "text", "caption?": "text", "data": "object"}],
     "notes?": ["text"],
 }
@@ -206,6 +239,10 @@ def check_results(results: Any, origin: str) -> dict[str, Any]:
                 f"{origin}.metrics[{index}].format is {form!r}; write one like '.3f', '.2e' or '.1%'"
             )
     for index, row in enumerate(results["rows"]):
+        if row.get("colour") and row["colour"] not in COLOURS:
+            raise FlowBNNError(
+                f"{origin}.rows[{index}].colour '{row['colour']}' is unknown{nearest(row['colour'], COLOURS)}"
+            )
         for key, value in row["values"].items():
             if value is not None:
                 _check(value, _VALUE, f"{origin}.rows[{index}].values.{key}")

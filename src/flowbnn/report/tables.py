@@ -6,7 +6,17 @@ from typing import Any
 
 from flowbnn.report.style import decimal
 
-__all__ = ["Cell", "Column", "Row", "Table", "flatten", "make_table"]
+__all__ = [
+    "Cell",
+    "Column",
+    "Difference",
+    "Row",
+    "Table",
+    "compare_table",
+    "flatten",
+    "make_table",
+    "make_tables",
+]
 
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
 
@@ -64,8 +74,63 @@ def _best(means: list[Any], better: str, form: str) -> set[str]:
     return {format(max(finite) if better == "higher" else min(finite), form)}
 
 
+@dataclass(frozen=True)
+class Difference:
+    """One paired comparison: the difference, its interval and p-value, and whether the interval leaves out nought."""
+
+    mean: str
+    span: str
+    p: str
+    clear: bool
+
+
+def make_tables(results: dict[str, Any], colours: dict[str, str]) -> list[tuple[str, Table]]:
+    """One table for each group of metrics, under its name; rows that have none of a group's values are left out there."""
+    groups = dict.fromkeys(metric.get("group") or "" for metric in results["metrics"])
+    found = []
+    for group in groups:
+        metrics = [metric for metric in results["metrics"] if (metric.get("group") or "") == group]
+        keys = {metric["key"] for metric in metrics}
+        rows = results["rows"]
+        if len(groups) > 1:
+            rows = [row for row in rows if any(row["values"].get(key) for key in keys)]
+        found.append((group, make_table({**results, "metrics": metrics, "rows": rows}, colours)))
+    return found
+
+
+def compare_table(
+    results: dict[str, Any],
+) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
+    """Paired comparisons by metrics: heads, and rows of a title and its cells; None where there are none."""
+    given = results.get("comparisons") or []
+    if not given:
+        return None
+    metrics = [m for m in results["metrics"] if any(one["metric"] == m["key"] for one in given)]
+    titles = dict.fromkeys(one["title"] for one in given)
+    cells = {(one["title"], one["metric"]): one for one in given}
+
+    def cell(title: str, metric: dict[str, Any]) -> Difference | None:
+        one = cells.get((title, metric["key"]))
+        if one is None:
+            return None
+        form = "+" + (metric.get("format") or ".3f").lstrip("+")
+        low, high = one.get("low"), one.get("high")
+        known = _finite(low) and _finite(high)
+        return Difference(
+            decimal(one["mean"], form),
+            f"{decimal(low, form)} to {decimal(high, form)}" if known else "",
+            f"p {one['p']:.2g}" if _finite(one.get("p")) else "",
+            known and (low > 0 or high < 0),
+        )
+
+    heads = [f"{m['label']} {ARROWS.get(m.get('better') or '', ('', ''))[0]}".strip() for m in metrics]
+    return heads, [(title, [cell(title, metric) for metric in metrics]) for title in titles]
+
+
 def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
     """Rows by metrics: mean ± standard deviation over seeds, the published value, and the best of each column.
+
+    Rows that are ``cited`` have published values alone, which stand in the place of the mean.
 
     >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
     >>> table = make_table({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
@@ -81,7 +146,10 @@ def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
         columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
         values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
         best = _best([value.get("mean") for value in values], better, form)
-        for cells, value in zip(by_row, values, strict=True):
+        for cells, value, row in zip(by_row, values, results["rows"], strict=True):
+            if row.get("cited"):
+                cells.append(Cell(decimal(value.get("published"), form), "", "", False, []))
+                continue
             mean, std, published = value.get("mean"), value.get("std"), value.get("published")
             seeds = value.get("per_seed") or []
             single = len(seeds) == 1 or len(results["seeds"]) == 1

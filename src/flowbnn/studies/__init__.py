@@ -1,7 +1,7 @@
 """One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
 
 >>> [study.name for study in studies()]
-['two-clusters', 'flow-length', 'digits']
+['two-clusters', 'flow-length', 'digits', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
 """
 
 from flowbnn.errors import FlowBNNError, nearest
@@ -9,8 +9,11 @@ from flowbnn.studies.base import Findings, Metric, Parts, Study, Variant
 from flowbnn.studies.digits import DigitsStudy
 from flowbnn.studies.flow_length import FlowLength
 from flowbnn.studies.job import Job
+from flowbnn.studies.lenet_cifar10 import LeNetCifar10
+from flowbnn.studies.lenet_fashion import LeNetFashion
 from flowbnn.studies.running import run_study
 from flowbnn.studies.two_clusters import TwoClusters
+from flowbnn.studies.vgg16_cifar10 import VGG16Cifar10
 from flowbnn.studies.workers import open_workers
 
 __all__ = [
@@ -27,7 +30,17 @@ __all__ = [
     "studies",
 ]
 
-_STUDIES: dict[str, Study] = {study.name: study for study in (TwoClusters(), FlowLength(), DigitsStudy())}
+_STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        TwoClusters(),
+        FlowLength(),
+        DigitsStudy(),
+        LeNetFashion(),
+        LeNetCifar10(),
+        VGG16Cifar10(),
+    )
+}
 
 
 def studies() -> list[Study]:

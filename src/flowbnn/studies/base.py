@@ -6,7 +6,8 @@ resuming, ``results.json``) is the same for all studies and lives in :mod:`flowb
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,8 @@ class Variant:
         after: key of the variant whose trained network it starts from, or None.
         shown: whether it has a row of its own.
         cost: of one training against the others; the dear ones are begun first, so that the processes end together.
+        seeds: how many it is trained with; None takes the study's own number.
+        alone: begun when all others are done, with nothing beside it, because it measures time.
     """
 
     key: str
@@ -34,17 +37,20 @@ class Variant:
     after: str | None = None
     shown: bool = True
     cost: float = 1.0
+    seeds: int | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the table."""
+    """A column of the table; metrics of different groups stand in tables of their own."""
 
     key: str
     label: str
     better: str
     format: str
     definition: str
+    group: str = ""
 
 
 CLASSIFICATION = (
@@ -72,17 +78,35 @@ class Findings:
     rows: list[dict[str, Any]]
     figures: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Parts:
-    """What the finished jobs returned, by variant, in the order of the seeds."""
+    """What the finished jobs returned, by variant, in the order of the seeds; a variant has the seeds it was trained with."""
 
     def __init__(self, seeds: Sequence[int], content: dict[tuple[str, int], dict[str, Any]]) -> None:
         self.seeds, self.content = list(seeds), content
 
+    def seeds_of(self, variant: str) -> list[int]:
+        """The seeds a variant was trained with; none where it was left out."""
+        return [seed for seed in self.seeds if (variant, seed) in self.content]
+
     def of(self, variant: str) -> list[dict[str, Any]]:
-        """The contents of one variant, one for each seed."""
-        return [self.content[variant, seed] for seed in self.seeds]
+        """The contents of one variant, one for each of its seeds."""
+        return [self.content[variant, seed] for seed in self.seeds_of(variant)]
+
+    def common(self, first: str, second: str, metric: str) -> tuple[list[float], list[float]]:
+        """One metric of two variants, at the seeds where both have it."""
+        pairs = [
+            (
+                self.content[first, seed]["values"].get(metric),
+                self.content[second, seed]["values"].get(metric),
+            )
+            for seed in self.seeds_of(first)
+            if (second, seed) in self.content
+        ]
+        whole = [(a, b) for a, b in pairs if a is not None and b is not None]
+        return [a for a, _ in whole], [b for _, b in whole]
 
     def values(self, variant: str, metric: str) -> list[float]:
         """One metric of one variant, one value for each seed."""
@@ -107,12 +131,14 @@ class Parts:
     def warnings(self, variants: Sequence[Variant]) -> list[str]:
         """What the fits warned of, once each, with the number of seeds it happened in."""
         found: dict[str, int] = {}
+        seeds: dict[str, int] = {}
         for variant in variants:
             for part in self.of(variant.key):
                 for message in dict.fromkeys(part.get("warnings", [])):
                     line = f"{variant.label}: {message}"
                     found[line] = found.get(line, 0) + 1
-        return [f"{line} (in {count} of {len(self.seeds)} seeds)" for line, count in found.items()]
+                    seeds[line] = len(self.of(variant.key))
+        return [f"{line} (in {count} of {seeds[line]} seeds)" for line, count in found.items()]
 
 
 class Study:
@@ -126,7 +152,13 @@ class Study:
     seeds: ClassVar[int] = 5
     settings: ClassVar[type[Any]]
     quick: ClassVar[dict[str, Any]] = {}
-    accelerator: ClassVar[str] = "cpu"  # what "auto" means: networks this small are quickest there
+    accelerator: ClassVar[str] = (
+        "cpu"  # what "auto" means: networks this small are quickest there; "auto" prefers a GPU
+    )
+    partial: ClassVar[bool] = False  # whether findings can be made while some variants are missing
+    keeps_networks: ClassVar[bool] = (
+        True  # False: a trained network is deleted when no training needs it any more
+    )
 
     def variants(self, settings: Any) -> tuple[Variant, ...]:
         """What is trained, in the order of the table; a variant comes after the one it starts from."""
@@ -141,21 +173,35 @@ class Study:
         raise NotImplementedError(f"{type(self).__name__} must define findings(settings, parts)")
 
     def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
-        """The settings, with changes by name; ``quick`` gives a smoke run whose numbers mean nothing."""
+        """The settings, with changes by name; ``quick`` gives a smoke run whose numbers mean nothing.
+
+        A setting inside a group is named ``group.name``, and the group may be a glob: ``{"flow_*.noise_lr": 0.01}``.
+        """
         known = {name: found.default for name, found in self.settings.__dataclass_fields__.items()}
+        settings = self.settings(**(self.quick if quick else {}))
         for name, value in changes.items():
-            if name not in known:
-                raise FlowBNNError(f"study '{self.name}' has no setting '{name}'{nearest(name, known)}")
-            kind = type(known[name])
-            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-            if not fits or isinstance(value, bool):
-                raise FlowBNNError(
-                    f"setting '{name}' of study '{self.name}' is like {known[name]!r}, not {value!r}"
-                )
-        changes = {
-            name: float(value) if isinstance(known[name], float) else value for name, value in changes.items()
-        }
-        return self.settings(**{**(self.quick if quick else {}), **changes})
+            group, _, field_name = name.partition(".")
+            groups = [g for g, default in known.items() if is_dataclass(default) and fnmatchcase(g, group)]
+            if field_name and groups:
+                for one in groups:
+                    part = getattr(settings, one)
+                    settings = replace(settings, **{one: self._changed(part, field_name, value, f"{one}.")})
+            else:
+                settings = self._changed(settings, name, value)
+        return settings
+
+    def _changed(self, settings: Any, name: str, value: Any, where: str = "") -> Any:
+        """A copy of some settings, or of a group of them, with one value changed."""
+        known = {found.name: getattr(settings, found.name) for found in fields(settings)}
+        if name not in known:
+            raise FlowBNNError(f"study '{self.name}' has no setting '{where}{name}'{nearest(name, known)}")
+        kind = type(known[name])
+        fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise FlowBNNError(
+                f"setting '{where}{name}' of study '{self.name}' is like {known[name]!r}, not {value!r}"
+            )
+        return replace(settings, **{name: float(value) if kind is float else value})
 
     def variant(self, settings: Any, key: str) -> Variant:
         """One variant by its key."""

@@ -35,6 +35,8 @@ class Job:
         after: key of the variant whose network this one starts from.
         resume: go on from the checkpoint of a run that was cut.
         accelerator, precision: where and how to compute, as in :class:`~flowbnn.training.TrainingOptions`.
+        devices, num_nodes, strategy: on how many devices; the result does not depend on it.
+        acceleration: how steps are taken on a GPU, which changes their time.
     """
 
     study: str
@@ -46,6 +48,10 @@ class Job:
     resume: bool = False
     accelerator: str = "cpu"
     precision: str = "32-true"
+    devices: int | str = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    acceleration: str = "auto"
 
     @property
     def name(self) -> str:
@@ -72,7 +78,11 @@ class Job:
         return self.folder / "checkpoints" / f"{self.after}-seed{self.seed}" / POSTERIOR
 
     def identity(self) -> dict[str, Any]:
-        """Everything the result depends on: a stored part or checkpoint is used only if all of it is the same."""
+        """Everything the result depends on: a stored part or checkpoint is used only if all of it is the same.
+
+        Settings may say what of them a variant depends on, by a method ``relevant(variant)``.
+        """
+        relevant = getattr(self.settings, "relevant", None)
         return json.loads(
             json.dumps(
                 plain(
@@ -80,7 +90,7 @@ class Job:
                         "study": self.study,
                         "variant": self.variant,
                         "seed": self.seed,
-                        "settings": asdict(self.settings),
+                        "settings": relevant(self.variant) if relevant else asdict(self.settings),
                         "after": self.after,
                         "accelerator": self.accelerator,
                         "precision": self.precision,
@@ -90,13 +100,35 @@ class Job:
             )
         )
 
-    def stored(self) -> dict[str, Any] | None:
-        """The result of an earlier run of this very job, or None."""
-        found = read_json(self.part)
-        if found is None or found.get("identity") != self.identity() or not self.posterior.exists():
+    def stored(self, network: bool = True, anywhere: bool = False) -> dict[str, Any] | None:
+        """The result of an earlier run of this very job, or None.
+
+        Args:
+            network: only if its trained network is there too.
+            anywhere: whatever the device and the precision it was made with.
+        """
+        found, own = read_json(self.part), self.identity()
+        there = (found or {}).get("identity")
+        if anywhere and isinstance(there, dict):
+            there = {**there, "accelerator": self.accelerator, "precision": self.precision}
+        if found is None or there != own or (network and not self.posterior.exists()):
             return None
         content = found.get("content")
-        return content if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            return None
+        stored = found["identity"]
+        machine = {"device": stored["accelerator"], "torch": "?", "python": "?", **content.get("machine", {})}
+        return {
+            **content,
+            "machine": {
+                **machine,
+                **{name: stored[name] for name in ("accelerator", "precision", "flowbnn")},
+            },
+        }
+
+    def content(self, anywhere: bool = False) -> dict[str, Any] | None:
+        """What the findings are made of: the stored result, without its network."""
+        return self.stored(network=False, anywhere=anywhere)
 
     def begin(self) -> None:
         """Make the state folder; a checkpoint that another kind of run left there is thrown away."""
@@ -119,6 +151,10 @@ class Job:
             "seed": 1 + self.seed,
             "accelerator": self.accelerator,
             "precision": self.precision,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+            "strategy": self.strategy,
+            "acceleration": self.acceleration,
             "progress": False,
             "optimizer": partial(torch.optim.Adam, fused=True) if self.accelerator == "cpu" else None,
         }

@@ -1,26 +1,22 @@
 """Running a study: jobs that are not done yet, their progress, and the results they make together."""
 
-import os
-import platform
 import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.studies.base import Findings, Parts, Study
 from flowbnn.studies.display import Display
 from flowbnn.studies.job import Job
-from flowbnn.studies.store import plain, read_json, write_json
+from flowbnn.studies.planning import choose, stages, suited, tidy, with_starts
+from flowbnn.studies.store import plain, write_json
 from flowbnn.studies.workers import Workers, open_workers
-from flowbnn.training import check_writable
+from flowbnn.training import TrainingOptions, alone, check_writable, connect, is_main_process, launched
 
 __all__ = ["run_study"]
 
@@ -36,7 +32,13 @@ def run_study(
     resume: bool = False,
     progress: bool = True,
     accelerator: str = "auto",
-    precision: str = "32-true",
+    precision: str = "auto",
+    devices: int | str = 1,
+    num_nodes: int = 1,
+    strategy: str = "auto",
+    acceleration: str = "auto",
+    only: Sequence[str] | None = None,
+    collect: bool = False,
     jobs: int = 1,
     workers: Workers | None = None,
     command: str | None = None,
@@ -52,11 +54,18 @@ def run_study(
     Args:
         study: from :func:`flowbnn.studies.get_study`.
         settings: the study's own dataclass; None takes its defaults.
-        seeds: how many (0, 1, ...), or which.
+        seeds: how many (0, 1, ...), or which; None is each variant's own number.
         out: folder of all studies.
         resume: go on where a run was cut.
         progress: a bar on a terminal, else a line for each finished variant.
         accelerator, precision: as in Lightning Fabric; ``"auto"`` is what suits the study.
+        devices, num_nodes, strategy: processes that train each variant together, as in
+            :class:`~flowbnn.training.TrainingOptions`; they are started by running the caller's script again, up to here.
+            The first one writes the results.
+        acceleration: how steps are taken on a GPU, as in :class:`~flowbnn.training.TrainingOptions`.
+        only: globs on the variants' keys: train these alone, and those they start from; for studies whose results can be
+            put together from several runs. What was finished before stays.
+        collect: train nothing; make the results of the parts that are there, on whatever device they were made.
         jobs: processes; above 1 the caller must be a script that multiprocessing can import.
         workers: open ones, instead of ``jobs``.
         command: what to type to do this again.
@@ -67,37 +76,79 @@ def run_study(
     """
     started = time.monotonic()
     settings = study.make_settings() if settings is None else settings
-    chosen = _seeds(study.seeds if seeds is None else seeds)
-    accelerator = study.accelerator if accelerator == "auto" else accelerator
+    accelerator, precision = suited(study, accelerator, precision)
+    where: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
+    where |= {"devices": devices, "num_nodes": num_nodes, "strategy": strategy, "acceleration": acceleration}
+    together = str(devices) != "1" or num_nodes > 1 or launched()
+    if together and (workers.number if workers is not None else jobs) > 1:
+        raise FlowBNNError("jobs train side by side and devices train one together: use one or the other")
+    connect(TrainingOptions(**where))
     folder = Path(out) / study.name
-    _prepare(folder, resume)
     variants = study.variants(settings)
-    todo = [
-        Job(study.name, variant.key, seed, settings, folder, variant.after, resume, accelerator, precision)
+    every = [
+        Job(study.name, variant.key, seed, settings, folder, variant.after, resume, **where)
         for variant in variants
-        for seed in chosen
+        for seed in _seeds((variant.seeds or study.seeds) if seeds is None else seeds)
     ]
-    reused = sum(job.stored() is not None for job in todo) if resume else 0
-    given = nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo)))
-    with Display(study, variants, todo, progress) as display, given as staff:
-        for stage in _stages(study, settings, todo):
-            finished = [job for job in stage if resume and job.stored() is not None]
-            waiting = [job for job in stage if job not in finished]
-            display.skip(finished)
-            display.busy(waiting[: staff.number])
-            for number, job in enumerate(staff.do(waiting), start=staff.number):
-                display.done(job, waiting[number : number + 1])
-    parts = Parts(chosen, {(job.variant, job.seed): _content(job) for job in todo})
+    chosen = choose(study, every, only)
+    alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
+    done = alone(
+        lambda: [
+            job for job in chosen if resume and not collect and job.stored(study.keeps_networks) is not None
+        ]
+    )
+    todo = alone(
+        lambda: [] if collect else with_starts(every, [job for job in chosen if job not in done], resume)
+    )
+    if todo:
+        given = nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo)))
+        shown = progress and is_main_process()
+        with Display(study, variants, [*done, *todo], shown) as display, given as staff:
+            display.skip(done)
+            for stage in stages(variants, todo):
+                display.busy(stage[: staff.number])
+                for number, job in enumerate(staff.do(stage), start=staff.number):
+                    display.done(job, stage[number : number + 1])
+                if not study.keeps_networks:
+                    alone(lambda: tidy(every))
+    return alone(lambda: _conclude(study, settings, every, done, folder, collect, smoke, command, started))
+
+
+def _conclude(
+    study: Study,
+    settings: Any,
+    every: Sequence[Job],
+    done: Sequence[Job],
+    folder: Path,
+    collect: bool,
+    smoke: bool,
+    command: str | None,
+    started: float,
+) -> dict[str, Any]:
+    """What the parts make together, written."""
+    found = {(job.variant, job.seed): job.content(collect) for job in every}
+    content = {key: part for key, part in found.items() if part is not None}
+    missing = [job for job in every if (job.variant, job.seed) not in content]
+    if not content or (missing and not study.partial):
+        raise FlowBNNError(
+            f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first"
+        )
+    parts = Parts(sorted({seed for _, seed in content}), content)
     findings = study.findings(settings, parts)
     if smoke:
         findings.answer = "This is a smoke run with tiny settings: its numbers mean nothing."
-    if reused:
+    if missing:
+        names = ", ".join(dict.fromkeys(job.variant for job in missing))
+        findings.notes.append(f"{len(missing)} of {len(every)} trainings are still missing: {names}.")
+    if done:
         findings.notes.append(
-            f"{reused} of {len(todo)} trainings were finished by an earlier run and taken over (--resume)."
+            f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
         )
-    results = _results(study, settings, chosen, findings, accelerator, precision)
+    results = _results(study, settings, parts, findings)
     results["command"] = command or f"flowbnn run {study.name}"
     results["seconds"] = round(time.monotonic() - started, 1)
+    if study.partial:  # such a run may have been put together from several: the time is that of all trainings
+        results["seconds"] = round(sum(part.get("seconds", 0.0) for part in content.values()), 1)
     write_json(folder / "results.json", results)
     return plain(results)
 
@@ -111,42 +162,31 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
     return chosen
 
 
-def _prepare(folder: Path, resume: bool) -> None:
+def _prepare(folder: Path, resume: bool, chosen: Sequence[Job] | None) -> None:
+    """Make sure that the folder can be written; unless resuming, clear it, or what the chosen jobs left in it."""
     if folder.exists() and not folder.is_dir():
         raise FlowBNNError(
             f"'{folder}' is a file, but the results go into a folder of that name; name another with --out"
         )
     check_writable(folder / "results.json")
-    for name in () if resume else ("parts", "checkpoints"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        if (folder / name).exists():
-            raise FlowBNNError(
-                f"cannot clear '{folder / name}' of an earlier run; name another folder with --out"
-            )
+    if resume:
+        return
+    stale = [folder / "parts", folder / "checkpoints"]
+    if chosen is not None:
+        stale = [path for job in chosen for path in (job.part, job.state)]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.exists():
+            raise FlowBNNError(f"cannot clear '{path}' of an earlier run; name another folder with --out")
 
 
-def _stages(study: Study, settings: Any, todo: list[Job]) -> list[list[Job]]:
-    """Jobs that need nothing, then those that start from them, and so on; the longest chains decide."""
-    depth: dict[str, int] = {}
-    cost: dict[str, float] = {}
-    for variant in study.variants(settings):
-        depth[variant.key] = 0 if variant.after is None else depth[variant.after] + 1
-        cost[variant.key] = variant.cost
-    todo = sorted(todo, key=lambda job: -cost[job.variant])
-    return [[job for job in todo if depth[job.variant] == level] for level in range(max(depth.values()) + 1)]
+def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> dict[str, Any]:
+    machines = [part["machine"] for part in parts.content.values()]
 
+    def told(name: str) -> str:
+        return " and ".join(dict.fromkeys(str(machine[name]) for machine in machines))
 
-def _content(job: Job) -> dict[str, Any]:
-    found = read_json(job.part)
-    if found is None or "content" not in found:
-        raise FlowBNNError(f"'{job.part}' has vanished while the study ran; run it again with --resume")
-    return found["content"]
-
-
-def _results(
-    study: Study, settings: Any, seeds: list[int], findings: Findings, accelerator: str, precision: str
-) -> dict[str, Any]:
-    return {
+    results = {
         "schema": SCHEMA,
         "study": study.name,
         "title": study.title,
@@ -154,22 +194,19 @@ def _results(
         "answer": findings.answer,
         "source": study.source,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _device(accelerator),
-        "versions": {
-            "flowbnn": version("flowbnn"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+        "device": told("device"),
+        "versions": {name: told(name) for name in ("flowbnn", "torch", "python")},
+        "seeds": parts.seeds,
+        "settings": {
+            **study.describe_settings(settings),
+            "accelerator": told("accelerator"),
+            "precision": told("precision"),
         },
-        "seeds": seeds,
-        "settings": {**study.describe_settings(settings), "accelerator": accelerator, "precision": precision},
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
         "figures": findings.figures,
         "notes": findings.notes,
     }
-
-
-def _device(accelerator: str) -> str:
-    if accelerator in ("cuda", "gpu") and torch.cuda.is_available():
-        return f"cuda, {torch.cuda.get_device_name(0)}"
-    return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"
+    if findings.comparisons:
+        results["comparisons"] = findings.comparisons
+    return results

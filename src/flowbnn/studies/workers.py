@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
@@ -16,8 +17,9 @@ import torch
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.studies.job import Job
+from flowbnn.training import alone, processes
 
-__all__ = ["Workers", "open_workers", "processors", "work"]
+__all__ = ["Workers", "device_name", "open_workers", "processors", "work"]
 
 
 def processors() -> int:
@@ -33,7 +35,7 @@ def work(job: Job) -> Job:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:
-        job.begin()
+        alone(job.begin)
         torch.manual_seed(job.seed)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FlowBNNWarning)
@@ -47,8 +49,24 @@ def work(job: Job) -> Job:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     content["warnings"] = [str(warning.message) for warning in ours]
     content["seconds"] = time.monotonic() - started
-    job.finish(content)
+    content["machine"] = {
+        "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    alone(lambda: job.finish(content))
     return job
+
+
+def device_name(accelerator: str) -> str:
+    """The machine, in words.
+
+    >>> device_name("cpu").startswith("cpu, ")
+    True
+    """
+    if accelerator in ("cuda", "gpu") and torch.cuda.is_available():
+        return f"cuda, {torch.cuda.get_device_name(0)}"
+    return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"
 
 
 class Workers:

@@ -1,0 +1,119 @@
+"""What adaptive sampling spends, and how far its answers are from those with all samples.
+
+    python benchmarks/adaptive.py [--data digits|fashion-mnist|cifar10] [--root folder] [--epochs 10] [--images 2000] [--samples 128]
+                                  [--tolerance 0.01] [--threads 2] [--device cpu] [--out results]
+
+Trains a small network (LeNet on the image sets) and its flow noise, then predicts test images with all samples and adaptively, by each
+of the three rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
+inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs).
+"""
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader, load_digits, load_images
+from flowbnn.models import LeNet, SmallConv
+
+
+def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Tensor]]:
+    """A network, and the training and test images with their labels."""
+    if name == "digits":
+        digits = load_digits()
+        return SmallConv(1, 9).to(device), [part.to(device) for part in (*digits.train, *digits.test)]
+    train, test = load_images(name, "train", root), load_images(name, "test", root)
+    parts = [
+        train.normalized(device),
+        train.labels.to(device),
+        test.normalized(device),
+        test.labels.to(device),
+    ]
+    return LeNet(train.images.shape[1], len(train.classes)).to(device), parts
+
+
+def seconds(run: object, device: str) -> tuple[float, object]:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", choices=["digits", "fashion-mnist", "cifar10"], default="digits")
+    parser.add_argument("--root", type=Path, help="folder of the image sets")
+    parser.add_argument("--epochs", type=int, default=10, help="of the plain network, and again of the noise")
+    parser.add_argument("--train", type=int, default=60_000, help="training images at most")
+    parser.add_argument("--images", type=int, default=10_000, help="test images at most")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--certainty", type=float, default=0.95)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore", fb.FlowBNNWarning)
+    network, (x, y, images, labels) = load(arguments.data, arguments.root, arguments.device)
+    loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
+    options = {"epochs": arguments.epochs, "progress": True, "accelerator": arguments.device}
+    fb.fit_point(network, loader, lr=1e-3, **options)
+    rules = {"conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(length=2), "*": fb.NormalAffine()}
+    posterior = fb.fit(fb.to_stochastic(network, rules), loader, **options)
+    images, labels = images[: arguments.images], labels[: arguments.images]
+    posterior.predict(images[:256], 16)  # finds the plan
+    count = arguments.samples
+    spent, full = seconds(lambda: posterior.predict(images, count, seed=1), arguments.device)
+    other = posterior.predict(images, count, seed=2)
+    print(
+        f"{arguments.data}, {len(images)} test images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
+        f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {spent:.2f} s"
+    )
+    rows = []
+    for until in ("either", "decision", "probabilities"):
+        rule = fb.Adaptive(arguments.tolerance, arguments.certainty, until)
+        taken, found = seconds(
+            lambda rule=rule: posterior.predict(images, count, seed=1, adaptive=rule), arguments.device
+        )
+        gap = (found.probabilities - full.probabilities).abs().amax(-1)
+        row = {
+            "until": until,
+            "spent": float(found.samples_spent.double().mean()),
+            "time": taken / spent,
+            "same": float((found.labels == full.labels).double().mean()),
+            "accuracy": found.evaluate(labels)["accuracy"],
+            "differ_median": float(gap.median()),
+            "differ_most": float(gap.max()),
+        }
+        rows.append(row)
+        print(
+            f"  until {until:14} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
+            f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most"
+        )
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        document = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "settings": settings,
+            "rows": rows,
+        }
+        (arguments.out / f"adaptive-{arguments.data}.json").write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

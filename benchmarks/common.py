@@ -1,0 +1,180 @@
+"""What the benchmarks share: variants that take turns, ratios to the plain network of the same run, a table and a JSON file."""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.models import VGG16, LeNet
+from flowbnn.objectives import ELBO
+from flowbnn.training import TrainingOptions, capturable
+from flowbnn.training.capture import Recorder
+from flowbnn.training.options import Clock
+
+__all__ = ["MODELS", "Stepping", "arguments", "interleave", "report", "rules", "shape_of", "write"]
+
+MODELS = {"lenet": LeNet, "vgg16": VGG16}
+FLOWS = {
+    "lenet": (("conv2",), ("fc1",)),
+    "vgg16": (("conv4", "conv8", "conv11"), ("fc2",)),
+}
+
+
+def rules(model: str, kind: str, site: str) -> dict[str, Any] | None:
+    """Conversion rules: ``plain``, ``dropout``, ``gaussian``, ``mixture`` or ``flow`` (document 000's choice of layers)."""
+    if kind == "plain":
+        return None
+    if kind == "dropout":
+        return {"*": fb.Dropout(0.1, site=site)}
+    if kind == "mixture":
+        return {"*": fb.NormalAffine(site=site, components=4)}
+    found: dict[str, Any] = {"*": fb.NormalAffine(site=site)}
+    if kind == "flow":
+        convolutions, linear = FLOWS[model]
+        found |= {name: fb.NormalInvConv(site=site) for name in convolutions}
+        found |= {name: fb.NormalPlanar(length=2, site=site) for name in linear}
+    return found
+
+
+def shape_of(model: str) -> tuple[int, int, int]:
+    return (1, 28, 28) if model == "lenet" else (3, 32, 32)
+
+
+class Stepping:
+    """A network, its optimizer and its batch; calling it takes one training step."""
+
+    def __init__(
+        self,
+        model: str,
+        kind: str | dict[str, Any],
+        site: str,
+        batch: int,
+        device: str,
+        precision: str,
+        acceleration: str,
+    ) -> None:
+        torch.manual_seed(0)
+        network: nn.Module = MODELS[model]().to(device)
+        images, labels = (
+            torch.randn(batch, *shape_of(model), device=device),
+            torch.randint(10, (batch,), device=device),
+        )
+        chosen = rules(model, kind, site) if isinstance(kind, str) else kind
+        likelihood, objective = fb.Categorical(), ELBO(fb.Categorical(), num_data=50_000)
+        if chosen is None:
+            self.model, groups = network, [{"params": list(network.parameters()), "lr": 2e-4}]
+        else:
+            self.model = fb.to_stochastic(network, chosen)
+            groups = fb.parameter_groups(self.model)
+        self.model.train()
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+
+        @capturable()
+        def step(
+            wrapped: nn.Module, batch: Any, clock: Clock
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            if chosen is None:
+                return -likelihood.log_prob(wrapped(batch[0]), batch[1]).mean(), {}
+            known = objective.ahead(self.model, len(batch[0]))
+            terms = objective(self.model, wrapped(batch[0]), batch[1], known=known)
+            return terms.loss, {"kl": terms.kl.detach()}
+
+        self.step, self.batch = step, (images, labels)
+        options = TrainingOptions(precision=precision, acceleration=acceleration)  # type: ignore[arg-type]
+        self.recorder = None
+        if device == "cuda":
+            self.recorder = Recorder(step, self.model, self.optimizer, options, torch.device("cuda", 0))
+            self.once = acceleration == "off"
+        self.clock = Clock(0, 1, 100, 10)
+
+    def __call__(self) -> None:
+        if self.recorder is None:
+            self.optimizer.zero_grad()
+            loss, _ = self.step(self.model, self.batch, self.clock)
+            loss.backward()
+            self.optimizer.step()
+            return
+        if self.once:
+            self.recorder.warm = 0  # never record: every step is launched kernel by kernel
+        self.recorder.take(self.batch, self.clock)
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, each: int = 1, warm: int = 10
+) -> dict[str, list[float]]:
+    """Seconds of each variant in every round; the variants take turns, so that what else the machine does falls on all."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + warm):
+        for name, step in steps.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(each):
+                step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if index >= warm:
+                times[name].append((time.perf_counter() - start) / each)
+    return times
+
+
+def report(title: str, times: Mapping[str, list[float]], base: str = "plain") -> list[dict[str, Any]]:
+    """Print a table of ratios to ``base`` and return its rows."""
+    print(title)
+    rows = []
+    for name, values in times.items():
+        ratios = sorted(value / other for value, other in zip(values, times[base], strict=True))
+        row = {
+            "variant": name,
+            "milliseconds": 1e3 * statistics.median(values),
+            "ratio": statistics.median(values) / statistics.median(times[base]),
+            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        }
+        rows.append(row)
+        low, high = row["ratio_quartiles"]
+        told = f"{row['ratio']:.3f} x {base}   (quartiles {low:.2f} to {high:.2f})"
+        print(f"  {name:38} {row['milliseconds']:9.3f} ms   {told}", flush=True)
+    return rows
+
+
+def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Namespace:
+    """The options that every benchmark has, and those of this one."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), default="lenet")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", default="32-true", help="32-true or bf16-mixed")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
+    for name, settings in extra.items():
+        parser.add_argument(f"--{name}", **settings)
+    found = parser.parse_args()
+    if found.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device on this machine")
+    torch.set_num_threads(found.threads)
+    return found
+
+
+def write(found: argparse.Namespace, name: str, rows: Any) -> None:
+    """The JSON file of a benchmark, where ``--out`` asks for it."""
+    if found.out is None:
+        return
+    found.out.mkdir(parents=True, exist_ok=True)
+    document = {
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name(0) if found.device == "cuda" else platform.machine(),
+        "settings": {key: str(value) for key, value in vars(found).items()},
+        "rows": rows,
+    }
+    (found.out / f"{name}.json").write_text(json.dumps(document, indent=1))

@@ -1,0 +1,79 @@
+"""What prediction with many samples costs, next to the plain network's cost for as many rows in the same run.
+
+    python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
+                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--out results]
+
+The plain network runs the batch as many times as there are samples. ``images/s`` counts images that have all their samples; ``speed``
+is that number over the plain network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the
+ratio of times is its inverse. Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes,
+softmax.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from common import MODELS, arguments, interleave, report, rules, write
+
+import flowbnn as fb
+from flowbnn.inference.passes import casting, compiled, half_of
+
+EXTRA = {
+    "samples": {"type": int, "default": 128},
+    "compile": {"action": "store_true"},
+    "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
+    "only": {"default": "", "help": "variants whose name holds this word"},
+}
+
+
+def main() -> None:
+    found = arguments(__doc__, **EXTRA)
+    rounds = min(found.rounds, 10)  # a round takes seconds
+    device, samples = found.device, found.samples
+    torch.manual_seed(0)
+    channels = found.channels or (1 if found.model == "lenet" else 3)
+    side = 28 if channels == 1 else 32
+    plain = MODELS[found.model](channels).eval().to(device)
+    images = torch.randn(found.batch, channels, side, side, device=device)
+    if device == "cuda":
+        plain = plain.to(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
+    options = {"seed": 0, "precision": found.precision, "compile": found.compile}
+    forward = compiled(plain, graphs=device == "cuda") if found.compile else lambda network, x: network(x)
+
+    @torch.no_grad()
+    def run_plain() -> None:
+        with casting(torch.device(device), half_of(found.precision)):
+            for _ in range(samples):
+                forward(plain, images)
+
+    runs: dict[str, Callable[[], None]] = {"plain": run_plain}
+    for site in ("channel", "position"):
+        for kind in ("gaussian", "flow", "dropout"):
+            if found.only in (name := f"{kind}, {site}"):
+                network = fb.to_stochastic(plain, rules(found.model, kind, site))
+                posterior = fb.NoisePosterior(network, fb.Categorical())
+
+                def predict(posterior: fb.NoisePosterior = posterior) -> None:
+                    _ = posterior.predict(images, samples, **options).probabilities
+
+                runs[name] = predict
+    times = interleave(runs, rounds, device, warm=1)
+    rows = report(
+        f"{found.model} {channels}x{side}x{side}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
+        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds",
+        times,
+    )
+    base = statistics.median(times["plain"]) / found.batch  # seconds for an image with all its samples
+    print(f"\n  plain: {samples / base:.1f} images/s, {1 / base:.1f} over {samples} samples")
+    for row in rows[1:]:
+        row["images_per_second"] = found.batch / statistics.median(times[row["variant"]])
+        row["speed"] = row["images_per_second"] * base
+        print(
+            f"  {row['variant']:38} {row['images_per_second']:9.1f} images/s   {row['speed']:.3f} of plain / {samples}"
+        )
+    write(found, f"prediction-{found.model}", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the studies on images share: settings, recipes, training, measures, findings and figures."""

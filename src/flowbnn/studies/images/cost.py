@@ -1,0 +1,159 @@
+"""What each method costs over the plain network: the time of a training step and of a prediction, and memory in training.
+
+Every method goes through the same functions as in the study, with the same batches, precision and acceleration. The methods take
+turns in every round, so that whatever else the machine does falls on all of them, and a ratio is that of two medians.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.inference import Posterior
+from flowbnn.studies.images.measures import predict
+from flowbnn.studies.images.pictures import Pictures
+from flowbnn.studies.images.recipes import make_network
+from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
+from flowbnn.studies.images.training import fit_variant
+
+__all__ = ["measure_cost"]
+
+STEPS, PASSES, IMAGES = 100, 4, 500
+
+
+class Timed:
+    """A loader that stops each of its passes after a while and notes how long it took."""
+
+    def __init__(self, loader: TensorLoader, steps: int) -> None:
+        self.loader, self.steps = loader, min(steps, len(loader))
+        self.generator, self.num_data = loader.generator, loader.num_data
+        self.seconds: list[float] = []
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        device = self.loader.tensors[0].device
+        wait(device)
+        started = time.perf_counter()
+        for _, batch in zip(range(self.steps), self.loader, strict=False):
+            yield batch
+        wait(device)
+        self.seconds.append((time.perf_counter() - started) / self.steps)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_cost(
+    architecture: str, settings: ImageSettings, pictures: Pictures, options: dict[str, Any], precision: str
+) -> dict[str, Any]:
+    """Medians of every method, and their ratios to the plain network's.
+
+    Args:
+        architecture, settings, pictures: as in the study.
+        options: of the run, as for :func:`flowbnn.fit`.
+        precision: of the run; predictions are made in it too.
+    """
+    methods = {group.replace("_", "-"): _training(settings, group) for group in GROUPS}
+    steps: dict[str, list[float]] = {name: [] for name in methods}
+    memory: dict[str, list[float]] = {name: [] for name in methods}
+    posteriors: dict[str, Posterior] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlowBNNWarning)  # nothing is trained long enough to be healthy
+        for _ in range(settings.rounds):
+            for name, training in methods.items():
+                seconds, most, posteriors[name] = _train(
+                    name, architecture, settings.width, training, pictures, options
+                )
+                steps[name].append(seconds)
+                memory[name] += [most] if most is not None else []
+    predictions = _predict(posteriors, pictures, settings, precision)
+    measured = {"step": steps, "memory": memory, "prediction": predictions}
+    medians = {
+        name: {kind: statistics.median(values[name]) for kind, values in measured.items() if values[name]}
+        for name in methods
+    }
+    ratios = {
+        name: {kind: value / medians["plain"][kind] for kind, value in found.items()}
+        for name, found in medians.items()
+    }
+    number = min(IMAGES, len(pictures.judged))
+    rows = number * settings.samples
+    caption = (
+        f"Ratios to the plain network in the same run: batch {settings.plain.batch}, precision {precision}, medians of "
+        f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update. "
+        f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images. "
+        "Memory is the peak in training, less the data."
+    )
+    return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
+
+
+def _training(settings: ImageSettings, group: str) -> Training:
+    """A method's own noise under the plain network's optimizer, batches and schedule."""
+    own: Training = getattr(settings, group)
+    noise = (
+        "prior_scale",
+        "base_scale",
+        "components",
+        "positions",
+        "rate",
+        "dropped",
+        "noise_lr",
+        "warmup",
+        "gamma",
+    )
+    same = {name: getattr(own, name) for name in noise}
+    return replace(settings.plain, epochs=PASSES, average=0.0, **same)
+
+
+def _train(
+    name: str,
+    architecture: str,
+    width: float,
+    training: Training,
+    pictures: Pictures,
+    options: dict[str, Any],
+) -> tuple[float, float | None, Posterior]:
+    """Seconds of a step, once it runs smoothly, bytes at the peak, and the network."""
+    device = pictures.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    loader = Timed(pictures.loader(training, 0), STEPS)
+    network = make_network(architecture, pictures.channels, width)
+    posterior = fit_variant(
+        f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
+    )
+    most = float(torch.cuda.max_memory_allocated(device) - before) if on_gpu else None
+    return statistics.median(loader.seconds[1:]), most, posterior
+
+
+def _predict(
+    posteriors: dict[str, Posterior], pictures: Pictures, settings: ImageSettings, precision: str
+) -> dict[str, list[float]]:
+    """Seconds of predictions with all samples; of the plain network, for as many rows."""
+    images = pictures.test[0][:IMAGES]
+    many = images.repeat(settings.samples, 1, 1, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in posteriors}
+    for turn in range(settings.rounds + 1):
+        for name, posterior in posteriors.items():
+            wait(pictures.device)
+            started = time.perf_counter()
+            predict(posterior, many if name == "plain" else images, settings.samples, precision)
+            wait(pictures.device)
+            if turn:  # the first is for warming up
+                seconds[name].append(time.perf_counter() - started)
+    return seconds

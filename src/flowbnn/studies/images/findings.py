@@ -1,0 +1,224 @@
+"""What the studies on images conclude, from their parts alone: rows, paired comparisons, the answer and the notes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowbnn.studies.base import Metric, Parts, Variant
+from flowbnn.studies.images.published import Published
+from flowbnn.studies.images.recipes import SITES, split_key
+from flowbnn.studies.images.settings import ImageSettings
+from flowbnn.studies.statistics import Paired, paired, summary
+
+__all__ = ["COLOURS", "answer", "comparisons", "notes", "present", "rows"]
+
+RECIPES = {"document": "document's recipe", "best": "best recipe"}
+JUDGED = ("accuracy", "nll", "ece")
+COLOURS = {
+    "plain": "slate",
+    "longer": "amber",
+    "dropout": "green",
+    "gaussian": "blue",
+    "flow": "vermillion",
+    "mixture": "purple",
+}
+
+
+def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+    """The variants with a row of their own that have been trained."""
+    return [variant for variant in variants if variant.shown and parts.of(variant.key)]
+
+
+def rows(
+    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+) -> list[dict[str, Any]]:
+    """Our rows with document 000's values beside them and what the methods cost, then rows of other sources."""
+    costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
+    shown = present(parts, variants)
+    last = "best" if any(variant.key.startswith("best-") for variant in shown) else "document"
+    found = []
+    for variant in shown:
+        row = parts.row(variant, metrics, published.rows.get(variant.key))
+        recipe, method, site = split_key(variant.key)
+        row["colour"] = COLOURS[method]
+        ratios = costs.get(f"{method}-{site}" if site else method, {}) if recipe == last else {}
+        row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
+        found.append(row)
+    others = {**published.cited, "To be reached": published.target}
+    for number, (label, values) in enumerate(others.items()):
+        cells = {name: summary([], value) for name, value in values.items()}
+        found.append({"key": f"cited-{number}", "label": label, "values": cells, "cited": "yes"})
+    return found
+
+
+def compare(parts: Parts, first: str, second: str, metric: str) -> Paired | None:
+    """The difference of two variants seed by seed; None where they share no seed."""
+    a, b = parts.common(first, second, metric)
+    return paired(a, b) if a else None
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """What is compared: a title and two variants, the second of which is the one to be beaten."""
+    found = []
+    for recipe in RECIPES:
+        plain = "document-longer" if recipe == "document" else "best-plain"
+        name = recipe.capitalize()
+        for site in SITES:
+            for method, rival in (
+                ("flow", "gaussian"),
+                ("mixture", "gaussian"),
+                ("gaussian", "plain"),
+                ("flow", "plain"),
+            ):
+                second = plain if rival == "plain" else f"{recipe}-{rival}-{site}"
+                words = f"{name}: {method} − {rival}, {site}".replace("gaussian", "Gaussian")
+                found.append((words, f"{recipe}-{method}-{site}", second))
+    return found
+
+
+def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """Every comparison on the metrics that count, for a table of their own."""
+    found = []
+    for title, first, second in pairs():
+        for metric in metrics:
+            counts = metric.key in (*JUDGED, "shift_accuracy", "shift_ece") or metric.key.startswith("auroc")
+            result = compare(parts, first, second, metric.key) if counts else None
+            if result is not None and result.number > 1:
+                found.append(
+                    {
+                        "title": title,
+                        "metric": metric.key,
+                        "mean": result.mean,
+                        "low": result.low,
+                        "high": result.high,
+                        "p": result.p,
+                        "number": result.number,
+                    }
+                )
+    return found
+
+
+def verdict(result: Paired, higher: bool) -> str:
+    """``"better"``, ``"worse"``, or ``"even"`` where the interval holds nought."""
+    if not result.clear:
+        return "even"
+    return "better" if (result.mean > 0) == higher else "worse"
+
+
+def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> tuple[str, list[str]]:
+    """One comparison in words, on accuracy, NLL and ECE, and its verdicts."""
+    told: dict[str, list[str]] = {"better": [], "worse": [], "even": []}
+    for metric in metrics:
+        result = compare(parts, first, second, metric.key) if metric.key in JUDGED else None
+        if result is None:
+            continue
+        span = (
+            f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}" if result.number > 1 else "one seed"
+        )
+        kind = verdict(result, metric.better == "higher")
+        name = metric.label if metric.label.isupper() else metric.label.lower()
+        told[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({span})")
+    words = {"better": "better in ", "worse": "worse in ", "even": "within chance in "}
+    text = "; ".join(words[kind] + _listed(lines) for kind, lines in told.items() if lines)
+    return text, [kind for kind, lines in told.items() for _ in lines]
+
+
+def _listed(words: list[str]) -> str:
+    """Words as a sentence lists them.
+
+    >>> _listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published) -> str:
+    """The answer, put together from the numbers."""
+    told, counted = [], []
+    for recipe, words in RECIPES.items():
+        for site in SITES:
+            text, kinds = statement(parts, f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", metrics)
+            if text:
+                number = len(parts.common(f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", "nll")[0])
+                told.append(f"{words}, {site}, {number} seeds: {text}")
+                counted += kinds
+    lines = []
+    if counted:
+        better, worse = counted.count("better"), counted.count("worse")
+        if better == len(counted):
+            lead = "Yes"
+        elif better:
+            lead = "In some comparisons, and it is worse in others" if worse else "In some comparisons"
+        else:
+            lead = "No" if worse else "Not by more than chance"
+        lines.append(
+            f"Does the flow beat Gaussian noise? {lead}: of {len(counted)} comparisons over seeds (accuracy, NLL and ECE) it is "
+            f"better by more than chance in {better}, worse in {worse}, and within chance in {counted.count('even')}. "
+            + ". ".join(line[0].upper() + line[1:] for line in told)
+            + "."
+        )
+    for recipe, plain in (("document", "document-longer"), ("best", "best-plain")):
+        line = _against_plain(parts, recipe, plain, variants, metrics)
+        lines += [line] if line else []
+    lines += _reached(parts, variants, metrics, published)
+    return " ".join(lines) or "Too little has been trained for an answer."
+
+
+def _against_plain(
+    parts: Parts, recipe: str, plain: str, variants: Sequence[Variant], metrics: Sequence[Metric]
+) -> str:
+    """Noise of any kind against the plain network that was trained as long: how often it wins."""
+    noisy = [v.key for v in present(parts, variants) if split_key(v.key)[0] == recipe and split_key(v.key)[2]]
+    kinds: list[str] = []
+    for key in noisy:
+        kinds += statement(parts, key, plain, metrics)[1]
+    if not kinds:
+        return ""
+    trained = "trained as long" if recipe == "document" else "trained as well"
+    return (
+        f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than chance "
+        f"in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
+    )
+
+
+def _reached(
+    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+) -> list[str]:
+    """The best mean of each metric that has a target, and whether it gets there."""
+    told = []
+    for metric in metrics:
+        wanted = published.target.get(metric.key)
+        means = {v.label: parts.mean(v.key, metric.key) for v in present(parts, variants)}
+        means = {label: mean for label, mean in means.items() if mean == mean}
+        if wanted is None or not means:
+            continue
+        pick = max if metric.better == "higher" else min
+        label = pick(means, key=means.__getitem__)
+        there = means[label] >= wanted if metric.better == "higher" else means[label] <= wanted
+        told.append(
+            f"{metric.label} {means[label]:.4f} ({label}; {'reaches' if there else 'misses'} {wanted:g})"
+        )
+    return [f"Best means: {', '.join(told)}."] if told else []
+
+
+def notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings) -> list[str]:
+    """How the numbers came about, for the reader who wants to doubt them."""
+    document, best = (
+        max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
+        for recipe in RECIPES
+    )
+    withheld = (
+        f"without the {settings.validation} images settings were chosen on" if settings.withhold else "whole"
+    )
+    told = [
+        f"The document's recipe has {document} seeds, the best one {best}. A p-value of the exact sign-flip test cannot be below 0.25 "
+        "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t leaves out nought; "
+        "of many such intervals one in twenty does so by chance.",
+        f"Settings were chosen on {settings.validation} images put aside from the training set, with other seeds; the final training "
+        f"set is {withheld}. The test set chose nothing: the curves of test accuracy and ECE are for display.",
+        f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
+        f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
+        "The same for every method.",
+        "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
+        "KL averaged over positions, which tempers it.",
+    ]
+    return told + parts.warnings(variants)

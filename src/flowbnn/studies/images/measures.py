@@ -1,0 +1,196 @@
+"""Judging one trained variant: on the test images, on novel ones, and on corrupted ones. All of it for all methods alike."""
+
+from typing import Any
+
+from torch import Tensor
+
+from flowbnn.inference import PointPosterior, Posterior
+from flowbnn.inference.adaptive import Adaptive
+from flowbnn.metrics import calibration_error, novelty_auroc, reliability
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn.studies.base import CLASSIFICATION, Metric
+from flowbnn.studies.figures import histogram
+from flowbnn.studies.images.pictures import KINDS, STRENGTHS, Pictures
+from flowbnn.studies.images.settings import ImageSettings
+
+__all__ = ["RULE", "curves_of", "image_metrics", "judge", "predict", "score"]
+
+RULE = Adaptive()
+ROWS = 16384
+
+
+def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
+    """The columns of the table; ``novel`` names the kinds of images the network has never seen."""
+    entropy = (
+        "Chance that a novel image ({}) has a higher predictive entropy than a test image; 0.5 is guessing."
+    )
+    mutual = "The same ({}) by the mutual information of label and network; a single network has none."
+    shifted, costs = "Novel and corrupted images", "Cost"
+    return (
+        *CLASSIFICATION,
+        *(
+            Metric(f"auroc_{key}", f"AUROC {name}", "higher", ".3f", entropy.format(name), shifted)
+            for key, name in novel.items()
+        ),
+        *(
+            Metric(f"mi_{key}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shifted)
+            for key, name in novel.items()
+        ),
+        Metric(
+            "shift_accuracy",
+            "Accuracy, corrupted",
+            "higher",
+            ".3f",
+            "Accuracy under noise, blur, brightness and contrast, mean over the four and five strengths.",
+            shifted,
+        ),
+        Metric(
+            "shift_ece",
+            "ECE, corrupted",
+            "lower",
+            ".3f",
+            "ECE on the same images, mean over the same.",
+            shifted,
+        ),
+        Metric(
+            "step",
+            "Training step",
+            "lower",
+            ".2f",
+            "Time of a training step over the plain network's.",
+            costs,
+        ),
+        Metric(
+            "memory",
+            "Training memory",
+            "lower",
+            ".2f",
+            "Peak memory in training over the plain network's.",
+            costs,
+        ),
+        Metric(
+            "prediction",
+            "Prediction",
+            "lower",
+            ".2f",
+            "Time of a prediction with all samples over the plain network's time for as many rows.",
+            costs,
+        ),
+        Metric(
+            "minutes",
+            "Minutes",
+            "none",
+            ".2f",
+            "Of one training, its curves included, while other trainings ran on the same device.",
+            costs,
+        ),
+        Metric(
+            "adaptive",
+            "Adaptive samples",
+            "lower",
+            ".3f",
+            f"Share of the samples that adaptive sampling spends on the test images, with a tolerance of {RULE.tolerance} in "
+            f"probability or a decision certain to {100 * RULE.certainty:g} %.",
+            costs,
+        ),
+        Metric(
+            "agreement",
+            "Same decisions",
+            "higher",
+            ".4f",
+            "Share of test images decided as with all samples.",
+            costs,
+        ),
+    )
+
+
+def predict(
+    posterior: Posterior, images: Tensor, samples: int, precision: str, adaptive: Adaptive | None = None
+) -> CategoricalPredictive:
+    """The predictive on the device, with the same draws for all images and at every call, in the precision of the training."""
+    half = images.device.type == "cuda" and precision.startswith("bf16")
+    return posterior.predict(
+        images,
+        1 if isinstance(posterior, PointPosterior) else samples,
+        seed=0,
+        adaptive=adaptive,
+        max_batch=ROWS if images.device.type == "cuda" else None,  # several jobs share one GPU's memory
+        precision="bf16" if half else None,
+        progress=False,
+    )
+
+
+def score(
+    posterior: Posterior, pair: tuple[Tensor, Tensor], samples: int, precision: str
+) -> dict[str, float]:
+    """Accuracy, NLL, Brier score and ECE."""
+    return predict(posterior, pair[0], samples, precision).evaluate(pair[1])
+
+
+def curves_of(posterior: Posterior, number: int) -> dict[str, list[float]]:
+    """What is kept of a training's record: terms of the bound in nats per image, accuracy and ECE where they were watched."""
+    names = {
+        "elbo": ("elbo", 1.0),
+        "log_likelihood": ("log_likelihood", 1.0),
+        "kl": ("kl", 1.0 / number),
+        "accuracy": ("validation_accuracy", 1.0),
+        "ece": ("validation_ece", 1.0),
+    }
+    history = posterior.history
+    return {
+        name: [round(scale * value, 6) for value in history[stored]]
+        for name, (stored, scale) in names.items()
+        if stored in history
+    }
+
+
+def judge(
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str
+) -> dict[str, Any]:
+    """Everything the table and the figures need of one trained network."""
+    images, labels = pictures.test
+    noisy = not isinstance(posterior, PointPosterior)
+    known = predict(posterior, images, settings.samples, precision)
+    values = known.evaluate(labels)
+    values["minutes"] = posterior.history.seconds / 60
+    content: dict[str, Any] = {
+        "values": values,
+        "curves": curves_of(posterior, pictures.num_data),
+        "bins": reliability(known.probabilities, labels),
+    }
+    if noisy and settings.samples > RULE.start:
+        sparing = predict(posterior, images, settings.samples, precision, RULE)
+        values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
+        values["agreement"] = float((sparing.labels == known.labels).double().mean())
+        del sparing
+    del known
+    # of the same number of samples as what it is compared with
+    few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
+    content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}
+    for key, strange in pictures.novel(settings.shift_images).items():
+        novel = predict(posterior, strange, settings.shift_samples, precision)
+        values[f"auroc_{key}"] = novelty_auroc(few.entropy, novel.entropy)
+        if noisy:
+            values[f"mi_{key}"] = novelty_auroc(few.mutual_information, novel.mutual_information)
+        content["entropy"][key] = histogram(novel.entropy, 0.0, 2.4, 24)
+    content["shift"] = shifted(posterior, pictures, settings, precision)
+    for name in ("accuracy", "ece"):
+        numbers = [value for kind in content["shift"].values() for value in kind[name]]
+        values[f"shift_{name}"] = sum(numbers) / len(numbers)
+    return content
+
+
+def shifted(
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str
+) -> dict[str, dict[str, list[float]]]:
+    """Accuracy and ECE for every kind of corruption at every strength."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for kind in KINDS:
+        found[kind] = {"accuracy": [], "ece": []}
+        for strength in STRENGTHS:
+            images, labels = pictures.corrupted(kind, strength, settings.shift_images)
+            predictive = predict(posterior, images, settings.shift_samples, precision)
+            right = (predictive.labels == labels).double().mean()
+            found[kind]["accuracy"].append(float(right))
+            found[kind]["ece"].append(calibration_error(predictive.probabilities, labels))
+    return found

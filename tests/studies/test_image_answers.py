@@ -1,0 +1,103 @@
+"""What the studies on images say is made of the numbers: turn the numbers round and the words turn."""
+
+import pytest
+
+from flowbnn.report.tables import compare_table, make_tables
+from flowbnn.studies import Parts
+from flowbnn.studies.base import CLASSIFICATION
+from flowbnn.studies.images.findings import answer, comparisons, present, rows
+from flowbnn.studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
+from flowbnn.studies.images.recipes import image_variants
+from flowbnn.studies.statistics import sign_flip
+
+VARIANTS = image_variants("LeNet", (3, 5))
+WOBBLE = [0.0, 0.0002, -0.0001, 0.0001, -0.0002]
+
+
+def parts(**changes):
+    content = {}
+    for index, variant in enumerate(VARIANTS[:-1]):
+        base = {"accuracy": 0.9, "nll": 0.3, "ece": 0.02, "brier": 0.1} | changes.get(
+            variant.key.replace("-", "_"), {}
+        )
+        for seed in range(variant.seeds):
+            sign = (-1) ** index
+            content[variant.key, seed] = {"values": {k: v + sign * WOBBLE[seed] for k, v in base.items()}}
+    return Parts(list(range(5)), content)
+
+
+def test_the_answer_counts_who_wins():
+    better = {"accuracy": 0.95, "nll": 0.2, "ece": 0.005}
+    flows = {
+        f"{recipe}_flow_{site}": better for recipe in ("document", "best") for site in ("position", "channel")
+    }
+    good = answer(parts(**flows), VARIANTS, CLASSIFICATION, FASHION)
+    assert good.startswith("Does the flow beat Gaussian noise? Yes: of 12 comparisons")
+    assert "better by more than chance in 12" in good
+    assert "ECE 0.0050" in good
+    assert "reaches 0.008" in good
+    worse = {name: {"accuracy": 0.8, "nll": 0.5, "ece": 0.1} for name in flows}
+    bad = answer(parts(**worse), VARIANTS, CLASSIFICATION, FASHION)
+    assert "Gaussian noise? No: " in bad
+    assert "worse in 12" in bad
+    assert "misses 0.008" in bad
+    level = answer(parts(), VARIANTS, CLASSIFICATION, FASHION)
+    assert "Gaussian noise? Not by more than chance: of 12 comparisons" in level
+    assert "within chance in 12" in level
+
+
+def test_an_answer_of_a_few_parts_speaks_of_those():
+    whole = parts()
+    few = Parts(
+        whole.seeds, {key: part for key, part in whole.content.items() if key[0].startswith("best-flow")}
+    )
+    assert [variant.key for variant in present(few, VARIANTS)] == ["best-flow-position", "best-flow-channel"]
+    assert answer(few, VARIANTS, CLASSIFICATION, FASHION).startswith("Best means: Accuracy 0.9000")
+    assert comparisons(few, CLASSIFICATION) == []
+
+
+def test_comparisons_pair_the_seeds_that_both_have():
+    found = comparisons(parts(best_flow_channel={"ece": 0.01}), CLASSIFICATION)
+    title = "Best: flow − Gaussian, channel"
+    (one,) = [c for c in found if c["title"] == title and c["metric"] == "ece"]
+    assert one["mean"] == pytest.approx(0.01 - 0.02, abs=1e-9)
+    assert one["number"] == 5
+    assert one["p"] == 2 / 32
+    heads, table = compare_table({"comparisons": found, "metrics": [vars(m) for m in CLASSIFICATION]})
+    assert heads == ["Accuracy ↑", "NLL ↓", "ECE ↓"]
+    cell = dict(table)[title][2]
+    assert cell.clear
+    assert cell.mean == "−0.0100"
+
+
+def test_cited_rows_stand_for_themselves_and_are_never_the_best():
+    table = rows(parts(), VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
+    assert table[-1]["label"] == "To be reached"
+    results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
+    ((group, made),) = make_tables(results, {})
+    assert group == ""
+    ibnn = next(row for row in made.rows if "iBNN" in row.label)
+    assert ibnn.cells[1].mean == "0.1983"
+    assert not any(cell.best for cell in ibnn.cells)
+
+
+@pytest.mark.parametrize("published", [FASHION, LENET_CIFAR10, VGG16_CIFAR10])
+def test_the_documents_curves_end_where_its_rows_say(published):
+    for curves, row in ((published.gaussian, "gaussian"), (published.flow, "flow")):
+        assert all(len(values) == len(EPOCHS) for values in curves.values())
+        for name in ("accuracy", "ece"):
+            assert curves[name][-1] == pytest.approx(
+                published.rows[f"document-{row}-position"][name], abs=0.003
+            )
+        bound = [
+            kl - likelihood for kl, likelihood in zip(curves["kl"], curves["log_likelihood"], strict=True)
+        ]
+        assert bound == pytest.approx(list(curves["negative_elbo"]), abs=0.03)  # as read off a picture
+
+
+def test_the_sign_flip_test_by_hand():
+    # sums of +-1 +-2 +-4: only all of one sign reach 7
+    assert sign_flip([1.0, 2.0, 4.0]) == 2 / 8
+    # 1 + 2 - 4 = -1: all but none; |sum| >= 1 always
+    assert sign_flip([1.0, 2.0, -4.0]) == 1.0
+    assert sign_flip([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32

@@ -1,0 +1,98 @@
+"""Schedules, optimizers, averages and noise of the studies on images, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn import to_stochastic
+from flowbnn.errors import FlowBNNError
+from flowbnn.layers import noise_layers
+from flowbnn.studies.images.averaging import Average
+from flowbnn.studies.images.recipes import image_variants, make_network, rules_for
+from flowbnn.studies.images.settings import Training
+from flowbnn.studies.images.training import make_optimizer, make_schedule
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flows"),
+    [
+        ("lenet", {"conv2": "NormalInvConv", "fc1": "NormalPlanar"}),
+        (
+            "vgg16",
+            {
+                "conv4": "NormalInvConv",
+                "conv8": "NormalInvConv",
+                "conv11": "NormalInvConv",
+                "fc2": "NormalPlanar",
+            },
+        ),
+    ],
+)
+def test_flows_sit_where_the_document_has_them_and_gaussians_elsewhere(architecture, flows):
+    network = make_network(architecture, 3, width=0.0625)
+    rules = rules_for(architecture, "document-flow-position", Training(prior_scale=0.3, positions=7))
+    model = to_stochastic(network, rules)
+    layers = noise_layers(model)
+    assert len(layers) == {"lenet": 5, "vgg16": 16}[architecture]
+    for name, layer in layers.items():
+        assert type(layer.recipe).__name__ == flows.get(name, "NormalAffine")
+        assert layer.site == "position"
+        assert layer.recipe.prior_scale == 0.3
+        assert layer.recipe.positions == 7
+
+
+def test_dropout_mixture_and_plain():
+    model = to_stochastic(make_network("lenet", 1), rules_for("lenet", "best-dropout", Training(rate=0.3)))
+    assert list(noise_layers(model)) == ["fc1", "fc2", "fc3"]
+    mixture = rules_for("lenet", "best-mixture-channel", Training(components=3))
+    assert mixture["*"].components == 3
+    assert rules_for("lenet", "document-longer", Training()) == {}
+    with pytest.raises(FlowBNNError, match="no method"):
+        rules_for("lenet", "best-flow", Training())
+
+
+def test_every_variant_has_a_training_and_starts_from_one_before_it():
+    variants = image_variants("LeNet", (3, 5))
+    keys = [variant.key for variant in variants]
+    assert len(set(keys)) == len(keys) == 18
+    assert [variant.seeds for variant in variants].count(5) == 8
+    for place, variant in enumerate(variants):
+        assert variant.after is None or variant.after in keys[:place]
+
+
+def test_rates_follow_the_schedule_and_end_near_nought():
+    layer = nn.Linear(1, 1)
+    training = Training(optimizer="sgd", schedule="linear", rise=0.25)
+    optimizer = make_optimizer(training)([{"params": list(layer.parameters()), "lr": 2.0}])
+    schedule = make_schedule(training)(optimizer, 7)
+    rates = []
+    for _ in range(7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    # of the eighths 1 .. 7 of the run: up to a quarter, then down along a line
+    assert rates == pytest.approx([2.0 * f for f in (0.5, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
+    assert make_schedule(Training()) is None
+    for wrong in (Training(schedule="cosin"), Training(rise=1.0), Training(schedule="linear", rise=-0.1)):
+        with pytest.raises(FlowBNNError):
+            make_schedule(wrong)
+    with pytest.raises(FlowBNNError, match="no optimizer 'admw'"):
+        make_optimizer(Training(optimizer="admw"))
+
+
+def test_an_average_takes_batch_statistics_anew():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    average = Average(model, 0.9)
+    optimizer = average.follow(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [(torch.randn(8, 2), None), (torch.randn(8, 2) + 5, None)]
+    for inputs, _ in data:
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    average.settle(data)
+    with torch.no_grad():
+        means = torch.stack([model[0](inputs).mean(0) for inputs, _ in data]).mean(0)
+    assert torch.allclose(model[1].running_mean, means, atol=1e-5)
+    assert model[1].momentum == 0.1
+    assert not model.training
+    with pytest.raises(FlowBNNError, match="between 0 and 1"):
+        Average(model, 1.0)

@@ -1,0 +1,192 @@
+"""The studies on images, on generated pictures at settings of seconds."""
+
+import json
+import runpy
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
+from flowbnn.report import load_results
+from flowbnn.studies import get_study
+from flowbnn.studies.images.pictures import KINDS, load_pictures
+from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
+
+NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
+
+
+def small(name, **changes):
+    study = get_study(name)
+    given = {"generated": 80, "shift_images": 8, "*.batch": 40, "*.epochs": 1, "rounds": 1, **changes}
+    return study, study.make_settings(quick=True, **given)
+
+
+def run(study, settings, folder, **options):
+    options = {"seeds": 1, "progress": False, "accelerator": "cpu", **options}
+    return study.run(settings, out=folder, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_runs_in_parts_that_make_a_whole(name, tmp_path):
+    study, settings = small(name)
+    only = ["document-longer", "document-flow-position", "document-gaussian-position", "best-mixture-channel"]
+    results = run(study, settings, tmp_path, only=only, smoke=False)
+    assert load_results(tmp_path / name) == results
+    keys = [row["key"] for row in results["rows"] if not row.get("cited")]
+    assert keys == ["document-plain", *only[:1], "document-gaussian-position", only[1], only[3]]
+    assert any("still missing: document-dropout" in note for note in results["notes"])
+    values = results["rows"][3]["values"]
+    assert values["accuracy"]["published"] == study.published.rows["document-flow-position"]["accuracy"]
+    for key in study.novel:
+        assert 0 <= values[f"auroc_{key}"]["mean"] <= 1
+        assert 0 <= values[f"mi_{key}"]["mean"] <= 1
+    assert "mi_noise" not in results["rows"][0]["values"]  # the plain network has no mutual information
+    assert 0 <= values["shift_accuracy"]["mean"] <= 1
+    redrawn = results["figures"][0]
+    assert redrawn["kind"] == "curves"
+    assert [panel["title"] for panel in redrawn["data"]["panels"]] == [
+        "Negative ELBO",
+        "Log-likelihood",
+        "KL / N",
+        "Test accuracy",
+        "ECE on the test set",
+    ]
+    labels = [line["label"] for line in redrawn["data"]["panels"][0]["lines"]]
+    assert labels == [
+        "Gaussian noise, position",
+        "Flow noise, position",
+        "Document: no flow",
+        "Document: flow noise",
+    ]
+    assert redrawn["data"]["panels"][4]["levels"]
+    assert len(json.dumps(results)) < 400_000
+    assert not list(
+        (tmp_path / name / "checkpoints").glob("best-*")
+    )  # no network is kept that nothing starts from
+    assert list((tmp_path / name / "checkpoints").glob("document-plain-seed0/posterior.safetensors"))
+
+
+def test_parts_are_taken_over_and_collected_wherever_they_were_made(tmp_path):
+    study, settings = small("lenet-fashion")
+    first = run(study, settings, tmp_path / "here", only=["best-plain", "best-flow-channel"])
+    parts = tmp_path / "here" / "lenet-fashion" / "parts"
+    target = tmp_path / "there" / "lenet-fashion" / "parts"
+    target.mkdir(parents=True)
+    for path in parts.iterdir():
+        (target / path.name).write_text(
+            path.read_text().replace('"accelerator": "cpu"', '"accelerator": "cuda"')
+        )
+    collected = study.run(settings, seeds=1, out=tmp_path / "there", progress=False, collect=True)
+    assert collected["rows"] == first["rows"]
+    assert collected["settings"]["accelerator"] == "cuda"
+    stamps = {path: path.stat().st_mtime_ns for path in parts.iterdir()}
+    again = run(study, settings, tmp_path / "here", only=["best-plain", "best-flow-channel"], resume=True)
+    assert again["rows"] == first["rows"]
+    assert {path: path.stat().st_mtime_ns for path in parts.iterdir()} == stamps
+    # tuning another method leaves these parts in force
+    other = replace(settings, gaussian_channel=replace(settings.gaussian_channel, noise_lr=1.0))
+    run(study, other, tmp_path / "here", only=["best-plain"], resume=True)
+    assert {path: path.stat().st_mtime_ns for path in parts.iterdir()} == stamps
+    with pytest.raises(FlowBNNError, match="matches no variant"):
+        run(study, settings, tmp_path / "here", only=["best-flw"])
+
+
+def test_a_training_that_is_cut_goes_on(tmp_path, monkeypatch):
+    study, settings = small("lenet-fashion", **{"flow_channel.average": 0.9, "flow_channel.epochs": 2})
+    whole = run(study, settings, tmp_path / "whole", only=["best-flow-channel"])
+    batches, seen = TensorLoader.__iter__, []
+
+    def cut(self):
+        for batch in batches(self):
+            seen.append(1)
+            if len(seen) == 5:  # one look, and in the second epoch
+                raise KeyboardInterrupt
+            yield batch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorLoader, "__iter__", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(study, settings, tmp_path / "cut", only=["best-flow-channel"])
+    again = run(study, settings, tmp_path / "cut", only=["best-flow-channel"], resume=True)
+    for results in (again, whole):
+        del results["rows"][0]["values"]["minutes"]
+    assert again["rows"] == whole["rows"]
+
+
+def test_the_cost_is_a_ratio_to_plain(tmp_path):
+    study, settings = small("lenet-fashion")
+    results = run(study, settings, tmp_path, only=["cost", "best-plain"])
+    cost = json.loads((tmp_path / "lenet-fashion" / "parts" / "cost-seed0.json").read_text())["content"]
+    assert set(cost["ratios"]) == {group.replace("_", "-") for group in GROUPS}
+    assert cost["ratios"]["plain"] == {"step": 1.0, "prediction": 1.0}
+    assert all(ratio["step"] > 0.1 for ratio in cost["ratios"].values())
+    assert results["rows"][0]["values"]["step"]["mean"] == 1.0
+    assert [figure["kind"] for figure in results["figures"]][-1] == "bars"
+
+
+def test_a_trial_sees_validation_images_and_never_the_test_set(monkeypatch):
+    study, settings = small("lenet-fashion")
+    opened = []
+    original = load_pictures.__globals__["generated_images"]
+
+    def watched(number, name, split):
+        opened.append((name, split))
+        return original(number, name, split)
+
+    monkeypatch.setitem(load_pictures.__globals__, "generated_images", watched)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = study.trial(settings, "document-flow-channel", 100, "cpu", "32-true", curve_samples=2)
+    assert opened == [("fashion-mnist", "train")]
+    assert {"accuracy", "nll", "ece", "kl", "curves"} <= set(report)
+    assert len(report["curves"]["nll"]) == 1
+
+
+def test_pictures_are_the_same_for_every_method_and_kept_apart():
+    settings = ImageSettings(source="generated", generated=80, validation=16, withhold=True)
+    tested = load_pictures(settings, "cifar10", ["fashion-mnist", "noise"], "cpu")
+    chosen = load_pictures(settings, "cifar10", [], "cpu", validation=True)
+    assert torch.equal(tested.learned.images, chosen.learned.images)
+    assert len(tested.learned) == 64
+    assert len(chosen.judged) == 16
+    assert len(tested.judged) == 20
+    assert {key: tuple(value.shape) for key, value in tested.novel(5).items()} == {
+        "fashion-mnist": (5, 3, 32, 32),
+        "noise": (5, 3, 32, 32),
+    }
+    for kind in KINDS:
+        first, second = tested.corrupted(kind, 5, 4), tested.corrupted(kind, 5, 4)
+        assert torch.equal(first[0], second[0])
+        assert not torch.allclose(first[0], tested.test[0][:4])
+
+
+def test_settings_are_named_by_group_and_glob():
+    study = get_study("lenet-fashion")
+    settings = study.make_settings(**{"flow_*.noise_lr": 1, "plain.optimizer": "sgd", "withhold": True})
+    assert settings.flow_channel.noise_lr == settings.flow_position.noise_lr == 1.0
+    assert settings.gaussian_channel.noise_lr != 1.0
+    assert settings.plain.optimizer == "sgd"
+    for wrong in ({"flow_channel.noise_l": 1.0}, {"flw.noise_lr": 1.0}):
+        with pytest.raises(FlowBNNError, match="no setting"):
+            study.make_settings(**wrong)
+    with pytest.raises(FlowBNNError, match="is like"):
+        study.make_settings(withhold=1)
+    assert Training() == settings.document
+
+
+def test_the_tuning_script_tries_all_combinations(tmp_path, monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "benchmarks" / "tune_images.py"
+    words = "--study lenet-fashion --method best-flow-channel --quick --set epochs=1 --grid noise_lr=0.1|0.2 --seeds 7"
+    words += f" --set settings.generated=80 --set batch=40 --accelerator cpu --out {tmp_path / 'found.jsonl'}"
+    monkeypatch.setattr("sys.argv", [str(script), *words.split()])
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert [dict(one["changes"])["noise_lr"] for one in found] == [0.1, 0.2]
+    assert found[0]["report"]["nll"] != found[1]["report"]["nll"]
+    assert "best NLL first" in capsys.readouterr().out
