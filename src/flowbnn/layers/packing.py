@@ -194,12 +194,7 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
         gathered = _gathered(ordered)
         frame, mean, deviation, _ = gathered
         cut = len(mean) - sum(noise.layout.dim for noise in flows)
-        share = packed[0].share
-        if share is None:
-            normal = _normal(packed, rows + fresh, len(mean), mean)
-        else:
-            mine = share.of(rows, lambda number: _normal(packed, number, len(mean), mean))
-            normal = torch.cat([mine, _normal(packed, fresh, len(mean), mean)]) if fresh else mine
+        normal = _normal_for(packed, rows, fresh, mean)
         starts = draw(mean, deviation, normal)
         draws = list(starts[:rows, :cut].split(frame.sizes[: len(ordered) - len(flows)], -1)) if cut else []
         ends: list[Tensor] = []
@@ -214,6 +209,21 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
     group = packed[0].group
     group.prepared = list(zip(ordered, draws, strict=True))
     return _joined(layers, dict(zip(able, parts, strict=True)), total)
+
+
+def _normal_for(layers: list[Any], rows: int, fresh: int, like: Tensor) -> Tensor:
+    """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
+    share: Share | None = layers[0].share
+    if share is None:
+        return _normal(layers, rows + fresh, len(like), like)
+    drawn: list[Tensor] = []
+
+    def whole(number: int) -> Tensor:
+        drawn.append(_normal(layers, number + fresh, len(like), like))
+        return drawn[0][:number]
+
+    mine = share.of(rows, whole)
+    return torch.cat([mine, drawn[0][len(drawn[0]) - fresh :]]) if fresh else mine
 
 
 def _normal(layers: list[Any], rows: int, width: int, like: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ and ``findings``, which makes rows, figures and an answer from what ``train`` re
 resuming, ``results.json``) is the same for all studies and lives in :mod:`flowbnn.studies.running`.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -129,16 +131,29 @@ class Parts:
         return {"key": variant.key, "label": variant.label, "values": cells}
 
     def warnings(self, variants: Sequence[Variant]) -> list[str]:
-        """What the fits warned of, once each, with the number of seeds it happened in."""
-        found: dict[str, int] = {}
-        seeds: dict[str, int] = {}
+        """What the fits warned of, once each, with the number of seeds it happened in; layers of one fate in one line."""
+        found: list[str] = []
         for variant in variants:
-            for part in self.of(variant.key):
+            parts = self.of(variant.key)
+            fates: dict[str, Counter[str]] = {}
+            others: Counter[str] = Counter()
+            for part in parts:
                 for message in dict.fromkeys(part.get("warnings", [])):
-                    line = f"{variant.label}: {message}"
-                    found[line] = found.get(line, 0) + 1
-                    seeds[line] = len(self.of(variant.key))
-        return [f"{line} (in {count} of {seeds[line]} seeds)" for line, count in found.items()]
+                    fate = re.match(
+                        r"the noise of layer '([^']+)' has (collapsed to a point|fallen back onto its prior)",
+                        message,
+                    )
+                    if fate:
+                        fates.setdefault(fate[2], Counter())[fate[1]] += 1
+                    else:
+                        others[message] += 1
+            for fate_name, layers in fates.items():
+                places = ", ".join(
+                    f"{layer} ({count} of {len(parts)} seeds)" for layer, count in layers.items()
+                )
+                found.append(f"{variant.label}: the noise has {fate_name} at {places}")
+            found += [f"{variant.label}: {text} (in {n} of {len(parts)} seeds)" for text, n in others.items()]
+        return found
 
 
 class Study:

@@ -239,7 +239,9 @@ class Recorder:
             self.optimizer.step()
         values = {"loss": loss, **logs}
         self.names = list(values)
-        row = torch.stack([torch.as_tensor(v, device=self.device).detach().double() for v in values.values()])
+        tensors = [torch.as_tensor(v, device=self.device).detach() for v in values.values()]
+        alike = len({(t.dtype, t.shape) for t in tensors}) == 1  # then one conversion serves for all
+        row = torch.stack(tensors if alike else [t.reshape(()).double() for t in tensors]).double()
         if self.totals is None:
             self.totals = torch.zeros_like(row)
         self.totals.add_(row, alpha=batch_size(self.batch))
