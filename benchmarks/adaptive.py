@@ -11,6 +11,7 @@ inputs with the same decision, ``differ`` the largest difference of a probabilit
 import argparse
 import json
 import platform
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -116,4 +117,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except fb.FlowBNNError as error:
+        sys.exit(f"adaptive.py: {error}")

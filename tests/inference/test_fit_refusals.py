@@ -84,3 +84,14 @@ def test_a_loss_that_is_not_finite_names_what_made_it_first():
     network = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 3))
     with pytest.raises(FlowBNNError, match="layer '1'"):
         fb.fit(fb.to_stochastic(network, {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+
+
+def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with torch.no_grad():
+        network[0].weight.fill_(1e5)
+    posterior = fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalAffine()}), fb.Categorical())
+    x = torch.ones(5, 4)
+    assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
+    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in fp16: predict in float32"):
+        posterior.predict(x, samples=2, precision="fp16")

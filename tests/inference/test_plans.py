@@ -307,3 +307,30 @@ def test_bad_options(options, line):
     ):
         with pytest.raises(fb.FlowBNNError, match=line):
             posterior.predict(torch.ones(2, 4), **options)
+
+
+class Tied(nn.Module):
+    """Reads a noisy layer's weight a second time, so that draws cannot be absorbed into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.m = nn.Linear(784, 512, bias=False), nn.Linear(512, 512, bias=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(torch.relu(self.m(torch.relu(self.e(x)))), self.e.weight.t())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_a_plan_is_not_accepted_because_the_first_rows_tell_nothing_or_outputs_are_small(scale):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Tied(), {"*": fb.NormalAffine()})
+    with torch.no_grad():
+        model.m.weight.mul_(scale)
+    x = torch.randn(600, 784)
+    blank = x.clone()
+    blank[:2] = 0
+    truth = fb.NoisePosterior(model, fb.Gaussian()).predict(x, samples=4, seed=0).mean[5:]
+    other = copy.deepcopy(model)
+    found = fb.NoisePosterior(other, fb.Gaussian()).predict(blank, samples=4, seed=0).mean[5:]
+    assert (found - truth).abs().max() < 1e-5 * truth.abs().max()
+    assert plan_for(other, blank).absorbed == ()

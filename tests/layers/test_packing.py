@@ -199,3 +199,28 @@ def test_a_training_step_compiles_without_a_graph_break(site):
     found = loss()
     torch.manual_seed(5)
     torch.testing.assert_close(found, objective(model, model(images), labels).loss)
+
+
+def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpointing():
+    torch.manual_seed(0)
+    outputs = []
+    inner = fb.to_stochastic(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), {"*": fb.NormalAffine()}
+    )
+    inner.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
+    objective = ELBO(fb.Categorical(), 10)
+    x = torch.randn(6, 4, requires_grad=True)
+    known = objective.ahead(inner, 6)
+    result = checkpoint(inner, x, use_reentrant=True)
+    objective(inner, result, torch.zeros(6, dtype=torch.long), known=known).loss.backward()
+    assert len(outputs) == 2
+    assert torch.equal(*outputs)
+
+
+def test_draws_made_ahead_are_not_copied_along():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), {"*": fb.NormalAffine()})
+    group = noise_layers(model)["0"].group
+    assert fb.objectives.ELBO(fb.Categorical(), 10).ahead(model, 5) is not None
+    assert len(group.prepared) == 2
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert noise_layers(twin)["0"].group.prepared == []

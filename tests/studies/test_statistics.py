@@ -49,3 +49,24 @@ def test_one_seed_is_never_clear():
 def test_unequal_numbers_of_seeds_are_refused():
     with pytest.raises(FlowBNNError, match="same seeds"):
         paired([1.0, 2.0], [1.0])
+
+
+def test_layers_of_one_fate_are_told_in_one_line():
+    from flowbnn.studies.base import Parts, Variant
+
+    point = "the noise of layer '{}' has collapsed to a point (its spread is {}% of the prior's), so it says nothing"
+    parts = Parts(
+        [0, 1],
+        {
+            ("a", 0): {
+                "warnings": [point.format("conv1", 0.1), point.format("conv2", 1.2), "something else"]
+            },
+            ("a", 1): {"warnings": [point.format("conv1", 0.2)]},
+            ("b", 0): {},
+            ("b", 1): {},
+        },
+    )
+    assert parts.warnings([Variant("a", "First"), Variant("b", "Second")]) == [
+        "First: the noise has collapsed to a point at conv1 (2 of 2 seeds), conv2 (1 of 2 seeds)",
+        "First: something else (in 1 of 2 seeds)",
+    ]

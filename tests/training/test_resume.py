@@ -262,3 +262,26 @@ def test_the_best_weights_are_kept_and_loaded(tmp_path):
     assert equal(weights(fresh), seen[1])
     assert equal(weights(load_weights(make()[0], tmp_path / "last.safetensors")), seen[1])
     assert load_tensors(tmp_path / "last.safetensors")[1]["extra"] == {"note": 1}
+
+
+def test_a_channels_last_network_resumes_to_the_same_bits(tmp_path):
+    """Momenta are stored in the plain layout; fused updates walk raw memory."""
+    import flowbnn as fb
+    from flowbnn.data import TensorLoader
+    from flowbnn.models import LeNet
+
+    source = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(24, 3, 28, 28, generator=source), torch.randint(10, (24,), generator=source)
+
+    def fitted(epochs, **options):
+        torch.manual_seed(1)
+        network = LeNet(3).to(memory_format=torch.channels_last)
+        loader = TensorLoader(images, labels, batch_size=8)
+        given = {"accelerator": "cpu", "progress": False, "seed": 2, **options}
+        return fb.fit_point(network, loader, epochs=epochs, **given).model
+
+    whole = fitted(3)
+    fitted(1, checkpoint=tmp_path)
+    resumed = fitted(3, checkpoint=tmp_path, resume=True)
+    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 
 __all__ = [
+    "apply",
     "call",
     "count_data",
     "join",
@@ -40,13 +41,14 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     return batch, None
 
 
-def _map(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The inputs with ``function`` applied to each of their tensors."""
     if isinstance(inputs, Tensor):
         return function(inputs)
     if isinstance(inputs, Mapping):
-        return {name: _map(value, function) for name, value in inputs.items()}
+        return {name: apply(value, function) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
-        return tuple(_map(value, function) for value in inputs)
+        return tuple(apply(value, function) for value in inputs)
     raise FlowBNNError(f"inputs are tensors, or tuples or mappings of them, not {type(inputs).__name__}")
 
 
@@ -57,26 +59,26 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return tensor.to(device, wanted, non_blocking=True)
 
-    return _map(inputs, to)
+    return apply(inputs, to)
 
 
 def take(inputs: Any, start: int, stop: int) -> Any:
-    return _map(inputs, lambda tensor: tensor[start:stop])
+    return apply(inputs, lambda tensor: tensor[start:stop])
 
 
 def pick(inputs: Any, index: Tensor) -> Any:
     """The rows of these numbers."""
-    return _map(inputs, lambda tensor: tensor[index.to(tensor.device)])
+    return apply(inputs, lambda tensor: tensor[index.to(tensor.device)])
 
 
 def mirrored(inputs: Any) -> Any:
     """Other rows of the same kind: each one's values in reverse order."""
-    return _map(inputs, lambda tensor: tensor.flip(list(range(1, tensor.ndim))))
+    return apply(inputs, lambda tensor: tensor.flip(list(range(1, tensor.ndim))))
 
 
 def pad(inputs: Any, count: int) -> Any:
     """As many rows as asked for, the last one repeated."""
-    return _map(
+    return apply(
         inputs,
         lambda tensor: torch.cat([tensor, tensor[-1:].expand(count - len(tensor), *tensor.shape[1:])]),
     )
@@ -105,12 +107,12 @@ def shapes(inputs: Any) -> Any:
 
 def repeat(inputs: Any, times: int) -> Any:
     """``times`` copies of the batch, one block after the other."""
-    return _map(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
+    return apply(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
 
 
 def repeat_each(inputs: Any, times: int) -> Any:
     """``times`` copies of every row, one row after the other: rows of one example stay together."""
-    return _map(inputs, lambda tensor: tensor.repeat_interleave(times, 0))
+    return apply(inputs, lambda tensor: tensor.repeat_interleave(times, 0))
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:

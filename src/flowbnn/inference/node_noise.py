@@ -138,6 +138,12 @@ def fit(
     if not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise")
+    if settings.precision in ("bf16-true", "16-true"):
+        warnings.warn(
+            f"precision={settings.precision!r} keeps the noise itself in half precision, where flows lose their footing; "
+            "'bf16-mixed' keeps noise and flows in float32",
+            FlowBNNWarning,
+        )
     chosen, inputs, check = prepare(model, loader, likelihood)
     align_batch_axes(model, inputs)
     idle = set(noise_layers(model)) - set(observe(model, inputs))
@@ -172,6 +178,9 @@ def fit(
         posterior.history = run(
             posterior, step, engine, loader, settings, schedule, validation, samples=validation_samples
         )
+    for layer in noise_layers(model).values():
+        if layer.group is not None:
+            layer.group.prepared = []
     for health in posterior_health(model) if is_main_process() else ():
         if health.state != "healthy":
             warnings.warn(health.message, FlowBNNWarning)

@@ -7,6 +7,7 @@ of those samples by the same code for every method. To write one, subclass :clas
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.adaptive import Adaptive, adaptive_outputs, as_adaptive
-from flowbnn.inference.batches import rows, split_batch
+from flowbnn.inference.batches import call, move, rows, split_batch
 from flowbnn.inference.collecting import Store, expected_rows, in_groups
 from flowbnn.inference.gathering import Gathering, Sharded, gathering
-from flowbnn.inference.passes import Compile, evaluating
+from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
 from flowbnn.inference.running import Passes, PointPasses
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
     History,
     check_architecture,
+    first_nonfinite_layer,
     is_main_process,
     load_tensors,
     save_tensors,
@@ -155,10 +158,31 @@ class Posterior:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
         if _is_batch(inputs):
             sharded = False  # one batch is this process's own affair
-        with gathering(inputs, sharded, shared) as together:
-            return self._predict(
-                inputs, samples, together, shared, seed, max_batch, adaptive, precision, compile, progress
-            )
+        try:
+            with gathering(inputs, sharded, shared) as together:
+                return self._predict(
+                    inputs, samples, together, shared, seed, max_batch, adaptive, precision, compile, progress
+                )
+        except NotFinite as error:
+            half = half_of(precision)
+            if half is None:
+                raise
+            where = self._first_overflow(inputs, half)
+            raise FlowBNNError(
+                f"{error.told}{where} overflows in {precision}: predict in float32 (precision=None)"
+            ) from None
+
+    def _first_overflow(self, inputs: Any, half: torch.dtype) -> str:
+        """The layer that first makes numbers that are none in half precision, as far as the first batches tell."""
+        device = device_of(self.model)
+        batches = [inputs] if _is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
+        for some in batches:
+            moved = move(some, device, dtype_of(self.model))
+            with evaluating(self.model), casting(device, half):
+                name = first_nonfinite_layer(self.model, lambda moved=moved: call(self.model, moved))  # type: ignore[misc]
+            if name:
+                return f"layer '{name}'"
+        return "a layer"
 
     def _predict(
         self,

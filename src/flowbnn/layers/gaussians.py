@@ -58,7 +58,7 @@ def frame_of(layers: list[Any]) -> Frame:
         tuple(a.center for a in affines),
         tuple(noise.count for noise in layers),
     )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
         return _build(key, tensors)
     marks = tuple((id(t), t._version, t.data_ptr()) for t in tensors)
     return _cached(key, marks, _Held(tensors))

@@ -28,7 +28,7 @@ class Noise(nn.Module):
     """What every kind of noise shares: where it goes and in which mode it is. Subclasses draw vectors.
 
     ==========  =====================================================================================================
-    ``sample``  every example, at every call, gets its own draw
+    ``sample``  every example gets its own draw in every pass of the network
     ``shared``  ``samples`` fixed draws, the same for all inputs: the batch holds that many copies, one block per draw
     ``mean``    the noise is held at its posterior mean
     ``off``     the noise is held at one: the plain network
@@ -52,7 +52,7 @@ class Noise(nn.Module):
         self.group: Any = None  # the network's NoiseGroup, which draws for many layers at once
         self.ready: Tensor | None = None  # this layer's draw in the pass that is going on
         self._held: dict[Any, Tensor] = {}  # the mean, or the shared draws
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: tuple[Any, ...] = ()
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors of shape ``shape + (dim,)``."""
@@ -88,10 +88,17 @@ class Noise(nn.Module):
         self.part, self.share = (0, samples), None
         self.repeat, self.ready, self._held = 1, None, {}
 
+    def _marks(self) -> tuple[Any, ...]:
+        """Changes when a parameter or buffer does (not when its ``.data`` is written to, which torch does not tell)."""
+        return tuple(
+            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+            for tensor in (*self.parameters(), *self.buffers())
+        )
+
     def _fresh(self) -> dict[Any, Tensor]:
         """What is held, unless a parameter has changed since it was computed."""
         if not torch.compiler.is_compiling():
-            stamp = tuple(parameter._version for parameter in self.parameters())
+            stamp = self._marks()
             if stamp != self._stamp:
                 self._held, self._stamp = {}, stamp
         return self._held
@@ -265,7 +272,7 @@ class Noise(nn.Module):
         """What is held moves with the module."""
         result = super()._apply(fn, recurse)
         self._held = {key: fn(value) for key, value in self._held.items()}
-        self._stamp = tuple(parameter._version for parameter in self.parameters())
+        self._stamp = self._marks()
         return result
 
     def __getstate__(self) -> dict[str, Any]:

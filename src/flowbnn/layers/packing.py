@@ -35,21 +35,29 @@ class NoiseGroup:
         self.members = members
         self.inside = self.gradients = False
         self.prepared: list[tuple[Noise, Tensor]] = []  # draws made for the pass that comes next
+        self.prepared_with_gradients = False
         for member in members:
             member.group = self
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the root."""
         self._forget()
-        for noise, drawn in self.prepared:
-            noise.ready = drawn
-        self.prepared = []
         self.inside, self.gradients = True, torch.is_grad_enabled()
+        if (
+            self.gradients == self.prepared_with_gradients
+        ):  # else it is the first of two runs, which draw for themselves
+            for noise, drawn in self.prepared:
+                noise.ready = drawn
+        self.prepared = []
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the root, called also when the pass fails."""
         self._forget()
         self.inside = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a pass, which copies and pickles must not carry along."""
+        return {**self.__dict__, "prepared": [], "inside": False}
 
     def _forget(self) -> None:
         for member in self.members:
@@ -208,6 +216,7 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
         parts, total = _summary(order, gathered, len(flows), of_kl, ends, log_dets)
     group = packed[0].group
     group.prepared = list(zip(ordered, draws, strict=True))
+    group.prepared_with_gradients = torch.is_grad_enabled()
     return _joined(layers, dict(zip(able, parts, strict=True)), total)
 
 

@@ -161,13 +161,18 @@ class Predictive:
         return self.uncertainty(by) > threshold
 
 
+class NotFinite(FlowBNNError):
+    """Samples that hold NaN or infinity."""
+
+    def __init__(self, number: int, total: int) -> None:
+        self.told = f"samples are not finite for {number} of {total} inputs: "
+        super().__init__(f"{self.told[:-2]}; look for NaN in the inputs or weights")
+
+
 def check_samples(bad: Tensor) -> None:
     """Refuse samples; ``bad`` is ``[S, B, K]``, true where one cannot be used."""
     if bad.any():
-        raise FlowBNNError(
-            f"samples are not finite for {int(bad.any(-1).any(0).sum())} of {bad.shape[1]} inputs; "
-            "look for NaN in the inputs or weights"
-        )
+        raise NotFinite(int(bad.any(-1).any(0).sum()), bad.shape[1])
 
 
 def check_shape(values: Tensor, name: str, wanted: str) -> None:

@@ -104,7 +104,7 @@ class Recorder:
         device: torch.device,
     ) -> None:
         self.step, self.optimizer, self.options, self.device = step, optimizer, options, device
-        half = options.precision in ("bf16-mixed", "bf16")
+        half = options.precision == "bf16-mixed"
         self.model = _Autocast(model, torch.bfloat16 if half else None, device)
         self.channels_last = _to_channels_last(model, optimizer) if half else False
         self.stream = torch.cuda.Stream(device)
@@ -145,6 +145,8 @@ class Recorder:
 
     def take(self, batch: Any, clock: Clock) -> bool:
         """One step, or False where the batch has another shape than the recording's."""
+        if not _only_tensors(batch):
+            return False
         signature = [(name, t.shape, t.dtype) for name, t in named_tensors(batch)]
         if self.signature is None:
             self.signature = signature
@@ -323,6 +325,15 @@ def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)):
         return tuple(_map(part, function) for part in batch)
     return batch
+
+
+def _only_tensors(batch: Any) -> bool:
+    """Whether nothing of a batch would be frozen into a recording."""
+    if isinstance(batch, Mapping):
+        return all(_only_tensors(part) for part in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return all(_only_tensors(part) for part in batch)
+    return isinstance(batch, Tensor)
 
 
 def _to_channels_last(model: nn.Module, optimizer: Optimizer) -> bool:

@@ -169,8 +169,21 @@ class Trained:
     def _load(self, weights: Mapping[str, Any], optimizer: dict[str, Any], schedule: Any) -> None:
         self.load_weights(weights)
         self.optimizer.load_state_dict(optimizer)
+        self._lay_out_state()
         if self.schedule is not None:
             self.schedule.load_state_dict(schedule)
+
+    @torch.no_grad()
+    def _lay_out_state(self) -> None:
+        """Momenta in the memory layout of their weights: a file has them in the plain one, and fused updates walk raw memory."""
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def write_run(

@@ -71,8 +71,10 @@ class Stepper:
     def take(self, batch: Any, position: Position, steps_per_epoch: int | None) -> None:
         """One step from ``position``, which is advanced."""
         self.listen(position)
-        if self.recorder is not None and self.take_recorded(batch, position, steps_per_epoch):
-            return
+        if self.recorder is not None:
+            if self.take_recorded(batch, position, steps_per_epoch):
+                return
+            self.listen(position, wait=True)  # a step that is taken by itself must not follow a bad one
         if self.engine.device.type == "cpu":
             check_finite_batch(batch, position.epoch, position.batches)
         batch = move_batch(batch, self.engine.device)
@@ -110,6 +112,7 @@ class Stepper:
         try:
             taken = self.recorder.take(batch, clock)
         except NotRecordable as error:
+            self.settle(position)
             self.recorder = None
             warnings.warn(f"{error}; steps are taken one by one", FlowBNNWarning)
             return False
