@@ -137,7 +137,7 @@ def _small(rows: Tensor) -> bool:
     return (
         rows.device.type == "cpu"
         and rows.dtype in (torch.float32, torch.float64)
-        and 0 < rows.numel() <= 2**17
+        and 0 < rows.numel() <= 2**16
         and torch._C._functorch.maybe_current_level() is None
     )
 
