@@ -334,3 +334,29 @@ def test_a_plan_is_not_accepted_because_the_first_rows_tell_nothing_or_outputs_a
     found = fb.NoisePosterior(other, fb.Gaussian()).predict(blank, samples=4, seed=0).mean[5:]
     assert (found - truth).abs().max() < 1e-5 * truth.abs().max()
     assert plan_for(other, blank).absorbed == ()
+
+
+class Fastidious(nn.Module):
+    """Takes positive numbers only: rows moved at random are refused, or give NaN."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.refuses, self.first, self.second = refuses, nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        if self.refuses and bool((x < 0.5).any()):
+            raise ValueError("inputs are at least 0.5")
+        return self.second(torch.tanh(self.first((x - 0.5).sqrt())))
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_network_that_takes_certain_inputs_only_is_tried_on_those_it_was_given(refuses):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Fastidious(refuses), {"*": fb.NormalAffine()})
+    x = 0.5 + torch.rand(20, 3) * torch.tensor([1.0, 10.0, 100.0])
+    assert plan_for(model, x).fold == "late"
+    outputs = fb.NoisePosterior(model, fb.Categorical()).predict(x, samples=3, seed=1)
+    assert torch.isfinite(outputs.probabilities).all()
+    assert all("draw" not in vars(layer) for layer in noise_layers(model).values()), (
+        "the trial's draws are gone"
+    )

@@ -16,7 +16,7 @@ work that starting it would cost more.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -183,9 +183,25 @@ def _shaken(inputs: Any) -> Any:
 def _find_plan(
     model: nn.Module, few: Any, shaken: Any, candidates: tuple[str, ...], half: torch.dtype | None
 ) -> Plan:
-    """The plan, tried on shaken rows where the network gives finite outputs for them, else on the rows themselves."""
-    few = few if shaken is None else shaken
+    """The plan, tried on shaken rows where these tell something, else on the rows themselves."""
     seen = observe(model, few)
+    if seen:
+        for trial in (shaken, few):
+            plan = _try_plan(model, trial, seen, candidates, half)
+            if plan is not None:
+                work, before = _work(model, few, next(iter(seen)))
+                return replace(plan, work=work, before=before)
+    return Plan("single")  # where the network itself fails, the real call says why
+
+
+def _try_plan(
+    model: nn.Module,
+    few: Any,
+    seen: dict[str, tuple[int, ...]],
+    candidates: tuple[str, ...],
+    half: torch.dtype | None,
+) -> Plan | None:
+    """The plan that these rows show to be right; None where the network refuses them or they cannot tell."""
     order = list(seen)
     device = device_of(model)
     samples = 3
@@ -212,7 +228,7 @@ def _find_plan(
                     for layer in layers.values():
                         layer.part = (index, index + 1)
                     outputs.append(call(model, few))
-        except Exception:
+        except Exception:  # as above
             return None
         return torch.cat(outputs)
 
@@ -224,18 +240,15 @@ def _find_plan(
     with evaluating(model), _probing(model), noise(model, "shared", samples, seed=0):
         with torch.autocast(device.type, enabled=False):
             singles = [attempt("single", index, index + 1) for index in range(samples)]
-            if not order or any(single is None for single in singles):
-                return Plan("single")  # the network itself fails: let the real call say why
-            truth = torch.cat([single for single in singles if single is not None])
-            if shaken is not None and not bool(truth.isfinite().all()):
-                return _find_plan(model, few, None, candidates, half)
+            alone = [single for single in singles if single is not None]
+            if len(alone) < samples or not all(bool(single.isfinite().all()) for single in alone):
+                return None
+            truth = torch.cat(alone)
             # a wrong plan errs by as much as samples differ; arithmetic by far less
-            apart = (torch.stack(singles).float() - singles[0].float()).abs().max()  # type: ignore[arg-type,union-attr]
-            allowed = 0.02 * apart + 1e-5 * truth.abs().max()
+            apart = (torch.stack(alone).float() - alone[0].float()).abs().max()
             if not bool(apart > 1e-4 * truth.abs().max()):
-                return Plan(
-                    "single"
-                )  # the samples do not differ enough to tell a right plan from a wrong one
+                return None
+            allowed = 0.02 * apart + 1e-5 * truth.abs().max()
             folds = ("late", "input") if layers[order[0]].layout.batch_axis == 0 else ("input",)
             fold = next((fold for fold in folds if right(attempt(fold, 0, samples))), "single")
             names = tuple(
@@ -245,6 +258,5 @@ def _find_plan(
             )
             names = names if names and right(absorbed(names, None)) else ()
         halves = bool(names) and half is not None and absorbed(names, half) is not None
-    work, before = _work(model, few, order[0])
     first = order[0] if fold == "late" else ""
-    return Plan(fold, first, names, len(names) == len(order), work, before, halves)
+    return Plan(fold, first, names, len(names) == len(order), half=halves)

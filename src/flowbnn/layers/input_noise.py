@@ -57,11 +57,6 @@ class InputNoise(Noise):
         self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     @property
-    def gaussian(self) -> bool:
-        """Whether the posterior is a learnable Gaussian and nothing more."""
-        return self.start is not None and not self.rest
-
-    @property
     def count(self) -> int:
         """How many vectors the KL of this layer counts."""
         return 1 if self.site == "channel" or self.positions == "mean" else int(self.positions)

@@ -1,7 +1,7 @@
 r"""The chain of planar and LU maps in numpy, with its derivative written by hand.
 
-On a processor a small torch operation takes some five microseconds, a numpy one less than one, and autograd adds a node and two
-operations for each. A flow on a vector of a few hundred numbers is nothing but such operations. The formulas are those of
+On a processor numpy starts a small operation sooner than torch does, and autograd adds a node and two operations for each.
+A flow on a vector of a few hundred numbers is nothing but such operations. The formulas are those of
 :class:`~flowbnn.transforms.PlanarLU`, whose tests hold the two together.
 """
 
