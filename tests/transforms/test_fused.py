@@ -26,6 +26,11 @@ CASES = {
     "long": [(40, DOCUMENT), (130, MIXED), (40, LINEAR), (130, PLANAR)],
     "both": [(20, DOCUMENT), (40, DOCUMENT), (1, LINEAR), (6, PLANAR)],
 }
+MANY = [
+    (70, [("planar", 3), ("lu", 1)]),
+    (6, PLANAR),
+    (40, MIXED),
+]  # sides of one block and of two, and a short one
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and Triton"
@@ -138,6 +143,14 @@ def test_all_flows_take_a_stage_together():
     assert kinds == [("planar", 3), *[("upper", 2), ("lower", 2)] * 3, ("planar", 2)]
 
 
+@pytest.mark.parametrize("rows", [1, 512, 513, 2048, 18432, 18433, 32768, 100_000])
+def test_parts_of_rows_are_few_and_none_is_empty(rows):
+    parts, each = fused_plan.row_parts(rows)
+    assert (parts - 1) * each < rows <= parts * each
+    assert parts <= fused_plan.PARTS
+    assert (parts == 1) == (rows <= fused_plan.FEW)
+
+
 @needs_triton
 def test_the_kernels_agree_with_the_chains_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -147,11 +160,12 @@ def test_the_kernels_agree_with_the_chains_in_the_interpreter():
     found = json.loads(done.stdout.splitlines()[-1])
     if "unable" in found:
         pytest.skip(f"Triton's interpreter does not run here: {found['unable']}")
-    assert len(found["errors"]) == 3 * len(CASES) + 1
+    assert len(found["errors"]) == 3 * len(CASES) + 2
+    assert found["parts"] == 3
     assert max(found["errors"].values()) < 1e-5, found["errors"]
     assert found["tanh"] < 2.5
     assert found["edges"] < 1e-5
-    assert found["compiled"] == found["again"] == 0.0
+    assert found["compiled"] == found["again"] == found["many again"] == 0.0
     assert "first derivatives only" in found["second"]
 
 
@@ -173,6 +187,20 @@ def test_on_a_gpu_values_and_gradients_are_right_and_the_same_again(case, rows):
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [(CASES["both"], 513), (MANY, 1000), (VGG, 600), ([(6, DOCUMENT)], 18432), ([(128, DOCUMENT)], 32768)],
+    ids=["both", "many", "vgg", "lenet position", "vgg position"],
+)
+def test_on_a_gpu_many_rows_are_added_up_in_parts(case, rows):
+    flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
+    first, second = (derived(fused.push_many, flows, wide, case, True) for _ in range(2))
+    assert error(first, truth(flows, wide, case, True)) < 1e-5
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES["both"], LENET], ids=["both", "lenet"])
 def test_on_a_gpu_it_compiles_without_a_break_and_is_captured_in_a_graph(case):
     flows, wide = flows_of(case, "cuda"), wide_of(case, 19, "cuda")
@@ -186,10 +214,14 @@ def test_on_a_gpu_it_compiles_without_a_break_and_is_captured_in_a_graph(case):
     assert error(found, [value.double() for value in expected]) < 1e-6
 
     graph, weights = torch.cuda.CUDAGraph(), [weight for flow in flows for weight in flow._weights()]
-    given = wide.detach().clone().requires_grad_()
-    derived(fused.push_many, flows, given, case, True)  # what is launched first is compiled and loaded first
+    given, stream = wide.detach().clone().requires_grad_(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        derived(
+            fused.push_many, flows, given, case, True
+        )  # what is launched first is compiled and loaded first
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         x, log_dets = push(given)
         total = sum(value.square().sum() for value in x) + sum(value.sum() for value in log_dets)
         gradients = torch.autograd.grad(total, [given, *weights])
@@ -200,6 +232,20 @@ def test_on_a_gpu_it_compiles_without_a_break_and_is_captured_in_a_graph(case):
     total = sum(value.square().sum() for value in x) + sum(value.sum() for value in log_dets)
     expected = torch.autograd.grad(total, [given, *weights])
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def many_rows(errors):
+    """The way of many rows, taken by few: three parts, the last one short."""
+    before = fused_plan.FEW, fused_plan.PART
+    fused_plan.FEW, fused_plan.PART = 16, 32
+    flows = flows_of(MANY)
+    try:
+        wide = wide_of(MANY, 141)
+        first, again = (derived(push, flows, wide, MANY, True) for push in (fused.push_many, packed))
+        errors["many"] = error(first, truth(flows, wide, MANY, True))
+        return {"many again": error(again, first), "parts": fused_plan.row_parts(141)[0]}
+    finally:
+        fused_plan.FEW, fused_plan.PART = before
 
 
 def report(bend):
@@ -231,6 +277,8 @@ def report(bend):
     )
     third = derived(lambda *_: compiled(wide), flows, wide, case, True)
     result["again"], result["compiled"] = (error(other, first) for other in (again, third))
+
+    result.update(many_rows(result["errors"]))
 
     with torch.no_grad():  # the squeeze at its margin, and a short w
         for flow in flows:

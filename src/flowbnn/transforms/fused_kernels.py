@@ -166,30 +166,37 @@ def planar_backward(
 
 
 @triton.jit
-def _across(bends_at, of_a_at, rows_in_all, ROWS: tl.constexpr):
+def _across(bends_at, of_a_at, begin, end, LENGTH: tl.constexpr):
     r""":math:`\sum_n \tanh(a_{jn})` times the gradient to :math:`a_{kn}`."""
-    total = tl.zeros([ROWS], tl.float32)
-    for start in range(0, rows_in_all, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        bent = tanh(tl.load(bends_at + rows, mask=rows < rows_in_all, other=0.0))
-        total += bent * tl.load(of_a_at + rows, mask=rows < rows_in_all, other=0.0)
+    total = tl.zeros([LENGTH], tl.float32)
+    for start in range(begin, end, LENGTH):
+        rows = start + tl.arange(0, LENGTH)
+        bent = tanh(tl.load(bends_at + rows, mask=rows < end, other=0.0))
+        total += bent * tl.load(of_a_at + rows, mask=rows < end, other=0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def planar_weights(
-    gs, g_strides, zs, z_strides, ws, us, bends, scalars, of_ws, of_us, of_bs, dims, sizes, margins, rows_in_all,
+    gs, g_strides, zs, z_strides, ws, us, bends, scalars, of_ws, of_us, of_bs, dims, sizes, margins,
+    rows_in_all, rows_each, deepest, part_stride,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOG_DET: tl.constexpr,
 ):  # fmt: skip
-    """Gradients to ``w``, ``u``, ``b`` of every run, one program for each block of columns of each map."""
-    run, k = tl.program_id(2), tl.program_id(1)
+    """Gradients to ``w``, ``u``, ``b`` of every run, one program for each block of columns of each map and for ``rows_each`` rows.
+
+    They are sums over rows: programs ``p`` of the second axis write at ``p * part_stride`` what their rows give.
+    """
+    run, k = tl.program_id(2) // deepest, tl.program_id(2) % deepest
     dim, size, margin = number(dims, run, COUNT), number(sizes, run, COUNT), number(margins, run, COUNT)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1) * rows_each
+    end = tl.minimum(begin + rows_each, rows_in_all)
     if (k < size) & (tl.program_id(0) * COLUMNS < dim):
         w_at, u_at = pick(ws, run, COUNT), pick(us, run, COUNT)
         bends_at, scalars_at = pick(bends, run, COUNT), pick(scalars, run, COUNT)
         g_at, z_at = pick(gs, run, COUNT) + columns[None, :], pick(zs, run, COUNT) + columns[None, :]
         g_stride, z_stride = number(g_strides, run, COUNT), number(z_strides, run, COUNT)
+        part = tl.program_id(1).to(tl.int64) * part_stride
         inside = columns < dim
         by_g, by_z = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
         of_b, of_step, of_total = (
@@ -197,9 +204,9 @@ def planar_weights(
             tl.zeros([ROWS], tl.float32),
             tl.zeros([ROWS], tl.float32),
         )
-        for start in range(0, rows_in_all, ROWS):
+        for start in range(begin, end, ROWS):
             rows = start + tl.arange(0, ROWS)
-            here, at = rows < rows_in_all, rows[:, None].to(tl.int64)
+            here, at = rows < end, rows[:, None].to(tl.int64)
             both = here[:, None] & inside[None, :]
             bent = tanh(tl.load(bends_at + k * rows_in_all + rows, mask=here, other=0.0))
             of_a = tl.load(scalars_at + k * rows_in_all + rows, mask=here, other=0.0)
@@ -213,12 +220,12 @@ def planar_weights(
         every = tl.arange(0, WIDTH)
         for later in range(k + 1, size):
             coefficient = _across(
-                bends_at + k * rows_in_all, scalars_at + later * rows_in_all, rows_in_all, ROWS
+                bends_at + k * rows_in_all, scalars_at + later * rows_in_all, begin, end, 256
             )
             of_u_hat += coefficient * tl.load(w_at + later * dim + columns, mask=inside, other=0.0)
         for before in range(k):
             coefficient = _across(
-                bends_at + before * rows_in_all, scalars_at + k * rows_in_all, rows_in_all, ROWS
+                bends_at + before * rows_in_all, scalars_at + k * rows_in_all, begin, end, 256
             )
             w = tl.load(w_at + before * dim + every, mask=every < dim, other=0.0)
             u = tl.load(u_at + before * dim + every, mask=every < dim, other=0.0)
@@ -235,7 +242,7 @@ def planar_weights(
         w = tl.load(w_at + k * dim + columns, mask=inside, other=0.0)
         u = tl.load(u_at + k * dim + columns, mask=inside, other=0.0)
         of_w += step * of_u_hat + along * u + 2.0 * of_square * w
-        tl.store(pick(of_ws, run, COUNT) + k * dim + columns, of_w, mask=inside)
-        tl.store(pick(of_us, run, COUNT) + k * dim + columns, of_u_hat + along * w, mask=inside)
+        tl.store(pick(of_ws, run, COUNT) + part + k * dim + columns, of_w, mask=inside)
+        tl.store(pick(of_us, run, COUNT) + part + k * dim + columns, of_u_hat + along * w, mask=inside)
         if tl.program_id(0) == 0:
-            tl.store(pick(of_bs, run, COUNT) + k, tl.sum(of_b, 0))
+            tl.store(pick(of_bs, run, COUNT) + part + k, tl.sum(of_b, 0))

@@ -2,7 +2,11 @@
 
 A flow on at most 32 numbers is one launch. The others go stage by stage, a stage being a run of planar maps or one triangular factor:
 all flows whose next stage is of one kind take it in one launch. Gradients to the parameters of all stages come at the end, in one
-launch for the planar maps and one for the LU maps.
+launch for the planar maps and one for the LU maps. They are sums over rows: many rows are cut into parts with programs of their own,
+and one more launch adds up what these found, always in the same order.
+
+Kept for the way back are, of a flow on at most 32 numbers, what each map was given and the middle of each LU map; of the others the
+values between the stages and the bends of the planar maps. The way back itself takes as much again until it is done.
 """
 
 from collections.abc import Sequence
@@ -22,6 +26,7 @@ from flowbnn.transforms.fused_plan import (
     flat_order,
     kept_numbers,
     power,
+    row_parts,
     schedule,
     stages_of,
 )
@@ -29,10 +34,16 @@ from flowbnn.transforms.fused_small import small_backward, small_forward
 
 __all__ = ["SMALL_ROWS", "backward", "forward"]
 
-SMALL_ROWS = 16  # of one program: more do not fit into its registers
-
-
 Arguments = dict[str, Any]
+
+SMALL_ROWS, SMALL_WARPS = (
+    16,
+    4,
+)  # of a program on 16 numbers or fewer: more rows do not fit into its registers
+# tiles: for few rows many small ones, which are there sooner; for many large ones, which read less
+FEW_ROWS: Arguments = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 32, "BLOCKS": 2, "num_warps": 4, "num_stages": 3}
+MANY_ROWS: Arguments = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "BLOCKS": 1, "num_warps": 4, "num_stages": 3}
+FACTORS: Arguments = {"SIDE": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
 
 
 def forward(
@@ -52,11 +63,10 @@ def forward(
     parts = call.parts(kept) if keep else [x] * len(starts)
     for flows in chunks(call.small):
         zs, xs = [call.starts[i] for i in flows], [ends[i] for i in flows]
-        width = call.width(flows)
         small_forward[(-(-call.rows // SMALL_ROWS), len(flows))](
             **_tensors("z", zs), **_tensors("x", xs), **_small_arguments(call, flows), bs=_named(call, flows, "b"),
             kept=_some(parts, flows), totals=_some(lines, flows), rows_in_all=call.rows,
-            LOG_DET=log_det, KEEP=keep, num_warps=width // 8,
+            LOG_DET=log_det, KEEP=keep,
         )  # fmt: skip
     values = {i: call.values(i, parts[i]) if keep else call.passing(i, x) for i in call.large}
     places = {i: [starts[i], *values[i][0], ends[i]] for i in call.large}
@@ -70,11 +80,9 @@ def forward(
             "fresh": tuple(int(s == 0) for _, s in pairs), "LOG_DET": log_det,
         }  # fmt: skip
         if kind == "planar":
-            rows, shared = _planar_arguments(call, flows, stages, values)
+            tile, shared = _planar_arguments(call, flows, stages, values)
             biases = tuple(call.weights[i]["b"][s.first :] for i, s in zip(flows, stages, strict=True))
-            planar_forward[(-(-call.rows // rows), len(flows))](
-                **common, **shared, bs=biases, ROWS=rows, num_warps=4
-            )
+            planar_forward[(-(-call.rows // tile["ROWS"]), len(flows))](**common, **shared, bs=biases, **tile)
         else:
             _triangle(call, flows, stages, common, kind == "upper", False)
     return kept
@@ -94,17 +102,20 @@ def backward(
     of_starts = torch.empty(of_x.shape, dtype=of_x.dtype, device=of_x.device)
     order = flat_order(call.plans, call.dims)
     of_weights = of_x.new_empty(sum(weight.numel() for weight in weights))
-    found = _shaped(call, weights, order, of_weights)
     gs, of_zs = of_x.split(call.dims, -1), of_starts.split(call.dims, -1)
     log_det = of_totals is not None
     lines = [of_x] * len(starts) if of_totals is None else of_totals.unbind()
     stride = 0 if of_totals is None else of_totals.stride(1)
     parts = call.parts(kept)
+    # sums over rows, part by part of the rows; then those of the parts
+    copies, (parts_of_rows, each) = -(-call.rows // SMALL_ROWS), row_parts(call.rows)
+    length = sum(weight.numel() for i in call.small for weight in call.weights[i].values())
+    sums = [
+        flat[None] if number == 1 else flat.new_empty(number, len(flat))
+        for flat, number in ((of_weights[:length], copies), (of_weights[length:], parts_of_rows))
+    ]
+    into = _shaped(call, weights, order, sums[0][0], sums[1][0])
     if call.small:
-        copies = -(-call.rows // SMALL_ROWS)  # of the gradients to parameters, added up below
-        length = sum(weight.numel() for i in call.small for weight in call.weights[i].values())
-        partial = of_weights if copies == 1 else of_x.new_empty(copies, length)
-        into = found if copies == 1 else _shaped(call, weights, order, partial[0])
         for flows in chunks(call.small):
             small_backward[(copies, len(flows))](
                 **_tensors("g", [gs[i] for i in flows]), **_tensors("of_z", [of_zs[i] for i in flows]),
@@ -113,20 +124,27 @@ def backward(
                 of_factors=tuple(into[i].get("f", of_x) for i in flows),
                 planars=tuple(call.plans[i].planar for i in flows),
                 rows_in_all=call.rows, total_stride=stride, part_stride=length,
-                LOG_DET=log_det, num_warps=4,
+                LOG_DET=log_det,
             )  # fmt: skip
         if copies > 1:
-            torch.sum(partial, 0, out=of_weights[:length])
+            torch.sum(sums[0], 0, out=of_weights[:length])
     if call.large:
         ends = {i: (of_zs[i], gs[i]) for i in call.large}
-        _large_backward(
-            call, parts, ends, found, {"lines": lines, "total_stride": stride, "LOG_DET": log_det}
-        )
+        log = {"lines": lines, "total_stride": stride, "LOG_DET": log_det}
+        _large_backward(call, parts, ends, into, log, (parts_of_rows, each, len(of_weights) - length))
+        if parts_of_rows > 1:
+            torch.sum(sums[1], 0, out=of_weights[length:])
     return of_starts, of_weights
 
 
-def _large_backward(call: Call, parts: Any, ends: Any, found: Any, log: Arguments) -> None:
-    """Stage by stage from the end; then the parameters, for which the gradients between the stages are kept."""
+def _large_backward(
+    call: Call, parts: Any, ends: Any, into: Any, log: Arguments, cut: tuple[int, int, int]
+) -> None:
+    """Stage by stage from the end; then the parameters, for which the gradients between the stages are kept.
+
+    ``cut`` has the number of parts of the rows, the rows of each, and the distance of what they give.
+    """
+    rows_cut = {"rows_each": cut[1], "part_stride": cut[2]}
     values = {i: call.values(i, parts[i]) for i in call.large}
     places = {i: [call.starts[i], *values[i][0]] for i in call.large}
     between = {i: parts[i].new_empty((len(places[i]) - 1, call.rows, call.dims[i])) for i in call.large}
@@ -151,53 +169,55 @@ def _large_backward(call: Call, parts: Any, ends: Any, found: Any, log: Argument
             continue
         for i, (_, s), stage in zip(flows, pairs, stages, strict=True):
             scalars[i, s] = gs[0].new_empty((3, stage.size, call.rows))
-        rows, shared = _planar_arguments(call, flows, stages, values)
-        planar_backward[(-(-call.rows // rows), len(flows))](
+        tile, shared = _planar_arguments(call, flows, stages, values)
+        planar_backward[(-(-call.rows // tile["ROWS"]), len(flows))](
             **_tensors("g", gs), **_tensors("of_z", of_zs), **shared, **rest, totals=_some(log["lines"], flows),
-            scalars=tuple(scalars[i, s] for i, (_, s) in zip(flows, pairs, strict=True)), ROWS=rows, num_warps=4,
+            scalars=tuple(scalars[i, s] for i, (_, s) in zip(flows, pairs, strict=True)), **tile,
         )  # fmt: skip
     every = [(i, s, stage) for i in call.large for s, stage in enumerate(stages_of(call.plans[i]))]
     for some in chunks([one for one in every if one[2].kind == "planar"]):
         flows, stages = [i for i, _, _ in some], [stage for _, _, stage in some]
         _, shared = _planar_arguments(call, flows, stages, values)
         widest, deepest = max(call.dims[i] for i in flows), max(stage.size for stage in stages)
-        planar_weights[(-(-widest // 64), deepest, len(some))](
+        planar_weights[(-(-widest // 64), cut[0], deepest * len(some))](
             **_tensors("g", [slopes[i][s + 1] for i, s, _ in some]), **_tensors("z", [places[i][s] for i, s, _ in some]),
-            **shared, scalars=tuple(scalars[i, s] for i, s, _ in some), LOG_DET=log["LOG_DET"],
-            **{f"of_{name}s": tuple(found[i][name][stage.first :] for i, _, stage in some) for name in "wub"},
-            ROWS=32, COLUMNS=64, num_warps=4,
+            **shared, **rows_cut, scalars=tuple(scalars[i, s] for i, s, _ in some), LOG_DET=log["LOG_DET"],
+            **{f"of_{name}s": tuple(into[i][name][stage.first :] for i, _, stage in some) for name in "wub"},
+            deepest=deepest, ROWS=32 if cut[0] == 1 else 64, COLUMNS=64, num_warps=4,
         )  # fmt: skip
     for some in chunks([one for one in every if one[2].kind == "upper"]):
         flows = [i for i, _, _ in some]
         side = -(-max(call.dims[i] for i in flows) // 64)
-        factors_backward[(side, side, len(some))](
+        factors_backward[(side * side, cut[0], 2 * len(some))](
             **_tensors("z", [places[i][s] for i, s, _ in some]), **_tensors("g", [slopes[i][s + 2] for i, s, _ in some]),
             middles=tuple(places[i][s + 1] for i, s, _ in some), of_middles=tuple(slopes[i][s + 1] for i, s, _ in some),
             factors=tuple(call.weights[i]["f"][stage.first] for i, _, stage in some),
-            of_factors=tuple(found[i]["f"][stage.first] for i, _, stage in some), totals=_some(log["lines"], flows),
-            **call.numbers(flows, "dims", "scales", "bounds"), **rest, rows_in_all=call.rows, COUNT=len(some),
-            SIDE=64, DEPTH=32, num_warps=4,
+            of_factors=tuple(into[i]["f"][stage.first] for i, _, stage in some), totals=_some(log["lines"], flows),
+            **call.numbers(flows, "dims", "scales", "bounds"), **rest, **rows_cut, rows_in_all=call.rows, side=side,
+            COUNT=len(some), **FACTORS,
         )  # fmt: skip
 
 
 def _triangle(
     call: Call, flows: Sequence[int], stages: Sequence[Stage], common: Arguments, upper: bool, back: bool
 ) -> None:
-    rows = power(call.rows, 16, 32)
     widest = max(call.dims[i] for i in flows)
-    triangle[(-(-widest // 32), -(-call.rows // rows), len(flows))](
+    tile = FEW_ROWS if row_parts(call.rows)[0] == 1 else MANY_ROWS
+    triangle[(-(-widest // tile["COLUMNS"]), -(-call.rows // tile["ROWS"]), len(flows))](
         **common, factors=tuple(call.weights[i]["f"][s.first] for i, s in zip(flows, stages, strict=True)),
         **call.numbers(flows, "dims", "scales", "bounds"), rows_in_all=call.rows, COUNT=len(flows),
-        WIDTH=call.width(flows), ROWS=rows, COLUMNS=32, DEPTH=64, UPPER=upper, BACKWARD=back, num_warps=4,
+        WIDTH=call.width(flows), UPPER=upper, BACKWARD=back, **tile,
     )  # fmt: skip
 
 
 def _planar_arguments(
     call: Call, flows: Sequence[int], stages: Sequence[Stage], values: Any
-) -> tuple[int, Arguments]:
-    """How many rows a program takes, and what all three kernels of a planar run are given."""
+) -> tuple[Arguments, Arguments]:
+    """How many rows a program takes, more where there are programs enough; and what all three kernels of a planar run are given."""
     pairs, width = list(zip(flows, stages, strict=True)), call.width(flows)
-    return min(max(1, 2048 // width), power(call.rows, 1, 16)), {
+    rows = min(max(1, 2048 // width), power(call.rows, 1, 16))
+    rows = max(rows, min(8192 // width, power(call.rows // 512, 1, 64)))
+    return {"ROWS": rows, "num_warps": 8 if rows * width > 4096 else 4}, {
         "ws": tuple(call.weights[i]["w"][s.first :] for i, s in pairs),
         "us": tuple(call.weights[i]["u"][s.first :] for i, s in pairs),
         "bends": tuple(values[i][1][s.first :] for i, s in pairs),
@@ -222,6 +242,7 @@ def _small_arguments(call: Call, flows: Sequence[int]) -> Arguments:
         "COUNT": len(flows),
         "WIDTH": width,
         "ROWS": SMALL_ROWS,
+        "num_warps": SMALL_WARPS * width // 16,
         "PRECISION": "ieee"
         if width == 16
         else "tf32x3",  # plain products of more than that do not fit either
@@ -243,13 +264,14 @@ def _tensors(name: str, tensors: Sequence[Tensor]) -> Arguments:
 
 
 def _shaped(
-    call: Call, weights: Sequence[Tensor], order: Sequence[int], flat: Tensor
+    call: Call, weights: Sequence[Tensor], order: Sequence[int], small: Tensor, large: Tensor
 ) -> list[dict[str, Tensor]]:
-    """Each flow's places in ``flat``, which may end after the small flows."""
+    """Each flow's places in the flat tensors of the small flows and of the large ones."""
     found: dict[int, Tensor] = {}
     begin = 0
     for place in order:
+        flat, offset = (small, 0) if begin < len(small) else (large, len(small))
         end = begin + weights[place].numel()
-        found[place] = flat[begin:end].view(weights[place].shape) if end <= len(flat) else flat
+        found[place] = flat[begin - offset : end - offset].view(weights[place].shape)
         begin = end
     return by_flow(call.plans, [found[place] for place in range(len(weights))])

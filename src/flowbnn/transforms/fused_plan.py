@@ -17,6 +17,7 @@ __all__ = [
     "kept_numbers",
     "power",
     "read",
+    "row_parts",
     "schedule",
     "stages_of",
     "write",
@@ -24,6 +25,8 @@ __all__ = [
 
 SLOTS = 16  # flows of one launch at most
 SMALL_DIM, SMALL_MAPS = 32, 30  # what one program holds; bits of the code of its maps
+# sums over up to FEW rows are made in one go; over more, in at most PARTS parts of at least PART rows or so
+FEW, PART, PARTS = 512, 256, 64
 
 
 class Stage(NamedTuple):
@@ -114,6 +117,19 @@ def chunks(items: Sequence[Any]) -> Iterator[Any]:
 
 def power(number: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << (number - 1).bit_length()))
+
+
+def row_parts(rows: int) -> tuple[int, int]:
+    """In how many parts sums over rows are made, and the rows of each: programs for all of a GPU, and always the same ones.
+
+    >>> row_parts(512), row_parts(513), row_parts(32768)
+    ((1, 512), (3, 192), (64, 512))
+    """
+    if rows <= FEW:
+        return 1, rows
+    each = -(-rows // min(PARTS, -(-rows // PART)))
+    each = -(-each // 64) * 64
+    return -(-rows // each), each
 
 
 def kept_numbers(plans: Sequence[Plan], dims: Sequence[int]) -> list[int]:

@@ -16,15 +16,25 @@ __all__ = ["small_backward", "small_forward"]
 
 
 @triton.jit
-def _entries(factors_at, dim, bound, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr):
-    """The stored square, the same over the bound, and row and column of every entry."""
-    first, second = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+def _kind(code, m, length, dim):
+    """``dim, 0`` where map ``m`` is planar, ``0, dim`` where it is an LU map, ``0, 0`` where there is none."""
+    there = tl.where((m >= 0) & (m < length), dim, 0)
+    planar = ((code >> tl.maximum(m, 0)) & 1) * there
+    return planar, there - planar
+
+
+@triton.jit
+def _fetched(w_at, u_at, factors_at, dim, planar, linear, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr):
+    """What a map needs; asked for while the one before it is worked out."""
+    columns = tl.arange(0, WIDTH)
+    w = tl.load(w_at + columns, mask=columns < planar, other=0.0)
+    u = tl.load(u_at + columns, mask=columns < planar, other=0.0)
+    row, column = columns[:, None], columns[None, :]
     if TRANSPOSED:
-        row, column = second, first
-    else:
-        row, column = first, second
-    entry = tl.load(factors_at + row * dim + column, mask=(row < dim) & (column < dim), other=0.0)
-    return entry, entry / bound, row, column
+        row, column = columns[None, :], columns[:, None]
+    entry = tl.load(factors_at + row * dim + column, mask=(row < linear) & (column < linear), other=0.0)
+    diagonal = tl.load(factors_at + columns * (dim + 1), mask=columns < linear, other=0.0)
+    return w, u, entry, diagonal
 
 
 @triton.jit
@@ -46,48 +56,61 @@ def small_forward(
     z_at = pick(zs, flow, COUNT) + at * number(z_strides, flow, COUNT) + columns[None, :]
     z = tl.load(z_at, mask=both, other=0.0)
     total = tl.zeros([ROWS], tl.float32)
-    for m in range(number(lengths, flow, COUNT)):
+    length = number(lengths, flow, COUNT)
+    planar, linear = _kind(code, 0, length, dim)
+    next_w, next_u, next_entry, next_diagonal = _fetched(
+        w_at, u_at, factors_at, dim, planar, linear, True, WIDTH
+    )
+    next_b = tl.load(b_at, mask=planar > 0, other=0.0)
+    for m in range(length):
+        w, u, b, entry, diagonal, is_planar = next_w, next_u, next_b, next_entry, next_diagonal, planar > 0
+        w_at += planar
+        u_at += planar
+        b_at += tl.where(is_planar, 1, 0)
+        factors_at += linear * dim
+        planar, linear = _kind(code, m + 1, length, dim)
+        next_w, next_u, next_entry, next_diagonal = _fetched(
+            w_at, u_at, factors_at, dim, planar, linear, True, WIDTH
+        )
+        next_b = tl.load(b_at, mask=planar > 0, other=0.0)
         given_at = kept_at + at * dim + columns[None, :]
         second = rows_in_all * dim
         if KEEP:
             tl.store(given_at, z, mask=both)
-        if ((code >> m) & 1) == 1:
-            w = tl.load(w_at + columns, mask=there, other=0.0)
-            u = tl.load(u_at + columns, mask=there, other=0.0)
+        if is_planar:
             u_hat, squeeze, _, _, _, _, _, _, _ = constraint(w, u, margin)
-            a = tl.sum(z * w[None, :], 1) + tl.load(b_at)
+            a = tl.sum(z * w[None, :], 1) + b
             if KEEP:
                 tl.store(kept_at + second + rows, a, mask=here)
             bent = tanh(a)
             if LOG_DET:
                 total += tl.log(bent * bent + slope(a) * squeeze)
             z += bent[:, None] * u_hat[None, :]
-            w_at += dim
-            u_at += dim
-            b_at += 1
         else:
-            entry, small, row, column = _entries(factors_at, dim, bound, True, WIDTH)
-            log = tl.where(row == column, bound * tanh(small), 0.0)
-            strict = entry * scale
-            z = tl.dot(
-                z,
-                tl.where(column > row, strict, tl.where(row == column, tl.exp(log), 0.0)),
-                input_precision=PRECISION,
-            )
+            above, below = columns[:, None] > columns[None, :], columns[:, None] < columns[None, :]
+            log, entry = bound * tanh(diagonal / bound), entry * scale
+            z = z * tl.exp(log)[None, :] + tl.dot(z, tl.where(above, entry, 0.0), input_precision=PRECISION)
             if KEEP:
                 tl.store(given_at + second, z, mask=both)
-            z = tl.dot(
-                z,
-                tl.where(column < row, strict, tl.where(row == column, 1.0, 0.0)),
-                input_precision=PRECISION,
-            )
+            z += tl.dot(z, tl.where(below, entry, 0.0), input_precision=PRECISION)
             if LOG_DET:
-                total += tl.sum(tl.sum(log, 1), 0)
-            factors_at += dim * dim
+                total += tl.sum(log, 0)
         kept_at += 2 * second
     tl.store(pick(xs, flow, COUNT) + at * number(x_strides, flow, COUNT) + columns[None, :], z, mask=both)
     if LOG_DET:
         tl.store(pick(totals, flow, COUNT) + rows, total, mask=here)
+
+
+@triton.jit
+def _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH: tl.constexpr):
+    """What :func:`small_forward` left of a map: what it was given, its bends, its middle."""
+    columns, at = tl.arange(0, WIDTH), rows[:, None].to(tl.int64)
+    given_at, second = kept_at + at * dim + columns[None, :], rows_in_all * dim
+    here = rows < rows_in_all
+    z = tl.load(given_at, mask=here[:, None] & (columns < planar + linear)[None, :], other=0.0)
+    a = tl.load(kept_at + second + rows, mask=rows < tl.where(planar > 0, rows_in_all, 0), other=0.0)
+    middle = tl.load(given_at + second, mask=here[:, None] & (columns < linear)[None, :], other=0.0)
+    return z, a, middle
 
 
 @triton.jit
@@ -100,18 +123,18 @@ def small_backward(
     flow, part = tl.program_id(1), tl.program_id(0).to(tl.int64) * part_stride
     dim, code, scale = number(dims, flow, COUNT), number(codes, flow, COUNT), number(scales, flow, COUNT)
     margin, bound = number(margins, flow, COUNT), number(bounds, flow, COUNT)
-    length, planar = number(lengths, flow, COUNT), number(planars, flow, COUNT)
-    linear = length - planar
-    w_at, u_at = pick(ws, flow, COUNT) + planar * dim, pick(us, flow, COUNT) + planar * dim
+    length, count = number(lengths, flow, COUNT), number(planars, flow, COUNT)
     of_w_at, of_u_at = (
-        pick(of_ws, flow, COUNT) + part + planar * dim,
-        pick(of_us, flow, COUNT) + part + planar * dim,
+        pick(of_ws, flow, COUNT) + part + count * dim,
+        pick(of_us, flow, COUNT) + part + count * dim,
     )
-    of_b_at = pick(of_bs, flow, COUNT) + part + planar
-    factors_at = pick(factors, flow, COUNT) + linear * dim * dim
-    of_factors_at = pick(of_factors, flow, COUNT) + part + linear * dim * dim
-    second = rows_in_all * dim
-    kept_at = pick(kept, flow, COUNT) + 2 * length * second
+    of_b_at = pick(of_bs, flow, COUNT) + part + count
+    of_factors_at = pick(of_factors, flow, COUNT) + part + (length - count) * dim * dim
+    planar, linear = _kind(code, length - 1, length, dim)
+    w_at = pick(ws, flow, COUNT) + count * dim - planar
+    u_at = pick(us, flow, COUNT) + count * dim - planar
+    factors_at = pick(factors, flow, COUNT) + (length - count) * dim * dim - linear * dim
+    kept_at = pick(kept, flow, COUNT) + 2 * (length - 1) * rows_in_all * dim
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     here, there = rows < rows_in_all, columns < dim
     both, at = here[:, None] & there[None, :], rows[:, None].to(tl.int64)
@@ -121,20 +144,27 @@ def small_backward(
     if LOG_DET:
         of_total = tl.load(pick(totals, flow, COUNT) + rows * total_stride, mask=here, other=0.0)
     of_log_det = tl.sum(of_total, 0)
+    next_w, next_u, next_entry, next_diagonal = _fetched(
+        w_at, u_at, factors_at, dim, planar, linear, False, WIDTH
+    )
+    next_z, next_a, next_middle = _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH)
     for i in range(length):
-        kept_at -= 2 * second
-        given_at = kept_at + at * dim + columns[None, :]
-        z = tl.load(given_at, mask=both, other=0.0)
-        if ((code >> (length - 1 - i)) & 1) == 1:
-            w_at -= dim
-            u_at -= dim
+        w, u, entry, diagonal, is_planar = next_w, next_u, next_entry, next_diagonal, planar > 0
+        z, a, middle = next_z, next_a, next_middle
+        planar, linear = _kind(code, length - 2 - i, length, dim)
+        w_at -= planar
+        u_at -= planar
+        factors_at -= linear * dim
+        kept_at -= 2 * rows_in_all * dim
+        next_w, next_u, next_entry, next_diagonal = _fetched(
+            w_at, u_at, factors_at, dim, planar, linear, False, WIDTH
+        )
+        next_z, next_a, next_middle = _left(kept_at, rows, rows_in_all, dim, planar, linear, WIDTH)
+        if is_planar:
             of_w_at -= dim
             of_u_at -= dim
             of_b_at -= 1
-            w = tl.load(w_at + columns, mask=there, other=0.0)
-            u = tl.load(u_at + columns, mask=there, other=0.0)
             u_hat, squeeze, step, _, correction, divisor, share, free, passed = constraint(w, u, margin)
-            a = tl.load(kept_at + second + rows, mask=here, other=0.0)
             bent, steep = tanh(a), slope(a)
             of_a = tl.sum(g * u_hat[None, :], 1) * steep
             of_squeeze = 0.0
@@ -152,20 +182,20 @@ def small_backward(
             tl.store(of_b_at, tl.sum(of_a, 0))
             g += of_a[:, None] * w[None, :]
         else:
-            factors_at -= dim * dim
             of_factors_at -= dim * dim
-            middle = tl.load(given_at + second, mask=both, other=0.0)
-            entry, small, row, column = _entries(factors_at, dim, bound, False, WIDTH)
-            size, strict, same = tl.exp(bound * tanh(small)), entry * scale, row == column
+            row, column = columns[:, None], columns[None, :]
+            inside, above, below = (row < dim) & (column < dim), column > row, column < row
+            entry, diagonal = entry * scale, diagonal / bound
+            size = tl.exp(bound * tanh(diagonal))
             lower = tl.dot(tl.trans(g), middle, input_precision=PRECISION)
-            g = tl.dot(g, tl.where(column < row, strict, tl.where(same, 1.0, 0.0)), input_precision=PRECISION)
+            g += tl.dot(g, tl.where(below, entry, 0.0), input_precision=PRECISION)
             upper = tl.dot(tl.trans(g), z, input_precision=PRECISION)
-            g = tl.dot(
-                g, tl.where(column > row, strict, tl.where(same, size, 0.0)), input_precision=PRECISION
-            )
-            of_diagonal = (upper * size + of_log_det) * slope(small)
-            found = tl.where(same, of_diagonal, tl.where(column > row, upper, lower) * scale)
-            tl.store(of_factors_at + row * dim + column, found, mask=(row < dim) & (column < dim))
+            of_size = tl.sum(g * z, 0)
+            g = g * size[None, :] + tl.dot(g, tl.where(above, entry, 0.0), input_precision=PRECISION)
+            of_diagonal = (of_size * size + of_log_det) * slope(diagonal)
+            found = tl.where(above, upper, lower) * scale
+            tl.store(of_factors_at + row * dim + column, found, mask=inside & (row != column))
+            tl.store(of_factors_at + columns * (dim + 1), of_diagonal, mask=there)
     tl.store(
         pick(of_zs, flow, COUNT) + at * number(of_z_strides, flow, COUNT) + columns[None, :], g, mask=both
     )
