@@ -280,17 +280,6 @@ def test_compiled_passes_have_one_shape():
     torch._dynamo.reset()
 
 
-def test_compiling_what_cannot_be_is_said_once():
-    model = fb.to_stochastic(
-        nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()), {"*": fb.NormalAffine(site="position")}
-    )
-    posterior = fb.NoisePosterior(model, fb.Categorical())
-    images = [torch.randn(5, 2, 6, 6)] * 3
-    with pytest.warns(fb.FlowBNNWarning, match="noise of layer '0' cannot be absorbed") as told:
-        posterior.predict(images, 4, compile=True, max_batch=5)
-    assert len(told) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [

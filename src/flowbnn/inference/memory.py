@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.inference.batches import call, rows, take
-from flowbnn.inference.passes import device_of, evaluating
+from flowbnn.inference.batches import call, rows, take, tensors_of
+from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.layers import noise, noise_layers
 
 __all__ = ["Limit", "max_rows", "out_of_memory"]
@@ -21,6 +22,7 @@ Result = TypeVar("Result")
 CPU_BYTES = 2**26  # past its caches a CPU gains nothing from more rows at once
 GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17
+MEASURED = 64  # rows of the passes that are measured
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -67,14 +69,26 @@ class Limit:
         return None
 
 
+_PER_ROW: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
+
+
 def max_rows(model: nn.Module, inputs: Any) -> int:
-    """How many rows fit a pass: on a CUDA device by measuring small passes, elsewhere by the network's widest place."""
+    """How many rows fit a pass: on a CUDA device by measuring small passes once, elsewhere by the network's widest place."""
     device = device_of(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = min((torch.cuda.mem_get_info(device)[0] + spare) // 2, GPU_BYTES)
-        per_row = _measured(model, inputs, device)
+        known = _PER_ROW.setdefault(model, {})
+        key = (
+            min(MEASURED, rows(inputs)),
+            tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)),
+            dtype_of(model),
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        )
+        if key not in known:
+            known[key] = _measured(model, inputs, device)
+        per_row = known[key]
     else:
         free, per_row = _free_memory(), 0
     # beside a layer's input and output live the noise and the product
@@ -97,7 +111,7 @@ def _plainly(model: nn.Module, inputs: Any) -> None:
 
 def _measured(model: nn.Module, inputs: Any, device: torch.device) -> int:
     """Bytes that one more row adds to the peak, with half as much again for the noise; 0 if there are too few rows to tell."""
-    many = min(64, rows(inputs))
+    many = min(MEASURED, rows(inputs))
     few = many // 2
     if few < 1:
         return 0

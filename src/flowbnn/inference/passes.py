@@ -1,5 +1,6 @@
 """One pass of a network: in evaluation mode, without gradients, at a chosen precision, compiled where that is asked for."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.batches import call
 
-__all__ = ["Compile", "casting", "compiled", "device_of", "dtype_of", "evaluating", "half_of"]
+__all__ = [
+    "Compile",
+    "casting",
+    "compiled",
+    "device_of",
+    "dtype_of",
+    "evaluating",
+    "half_of",
+    "uncompilable",
+    "unguarded",
+]
 
 Compile = bool | Literal["auto"]
 
@@ -68,23 +79,46 @@ def casting(device: torch.device, half: torch.dtype | None) -> AbstractContextMa
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-_COMPILED: WeakKeyDictionary[nn.Module, dict[str, Callable[[nn.Module, Any], Tensor]]] = WeakKeyDictionary()
+def uncompilable() -> tuple[type[Exception], ...]:
+    """What torch raises where a network does not compile."""
+    from torch._dynamo import exc  # takes a second to load, which only those who compile should wait for
+
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def unguarded() -> AbstractContextManager[Any]:
+    """Compiled functions that have been called as they will be called are not checked again: half of what a call costs a processor.
+
+    torch has this setting for all threads, so it is left alone where another one might run compiled functions of its own.
+    """
+    threads = threading.enumerate()
+    alone = threading.current_thread() is threading.main_thread() and sum(not t.daemon for t in threads) == 1
+    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if alone else nullcontext()
+
+
+_COMPILED: WeakKeyDictionary[nn.Module, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
 def _forward(model: nn.Module, inputs: Any) -> Tensor:
     return call(model, inputs)
 
 
-def compiled(model: nn.Module, graphs: bool) -> Callable[[nn.Module, Any], Tensor]:
+def compiled(
+    model: nn.Module, graphs: bool, forward: Any = _forward, whole: bool = False
+) -> Callable[..., Tensor]:
     """The network's forward pass through ``torch.compile``, kept with the network; give it inputs of few shapes.
 
     Args:
         graphs: replay the kernels from a CUDA graph, for passes so short that launching them is what takes the time.
+        forward: the function of a pass, ``forward(model, ..., inputs)``; it must not hold the network.
+        whole: in one graph or not at all.
     """
     known = _COMPILED.setdefault(model, {})
     mode = "reduce-overhead" if graphs else "default"
-    if mode not in known:
+    key = (forward, mode, whole)
+    if key not in known:
         # torch keeps what it compiles with the code object, and gives up after eight: every network gets a copy of its own
-        own = FunctionType(_forward.__code__.replace(), globals(), "forward")
-        known[mode] = torch.compile(own, dynamic=False, mode=mode)
-    return known[mode]
+        own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
+        known[key] = torch.compile(own, dynamic=False, mode=mode, fullgraph=whole)
+    return known[key]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from flowbnn.inference.batches import call, move, pad, rows, take
 from flowbnn.inference.memory import Limit, max_rows
 from flowbnn.inference.passes import Compile, casting, compiled, device_of, dtype_of, evaluating, half_of
 
-__all__ = ["Passes", "PointPasses", "Result", "checked", "even"]
+__all__ = ["Passes", "Piece", "PointPasses", "Result", "checked", "even"]
 
 WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
 GRAPHED = 5e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
+
+# first and last row, the inputs, and whether they have the shape of a compiled pass
+Piece = tuple[int, int, Any, bool]
 
 
 class Passes:
@@ -50,7 +53,7 @@ class Passes:
         self.total = 0  # rows of the whole job, where they are known
         self.stack = ExitStack()
 
-    def __enter__(self) -> "Passes":
+    def __enter__(self) -> Self:
         self.stack.enter_context(evaluating(self.model))
         self.stack.enter_context(casting(self.device, self.half))
         return self
@@ -76,7 +79,12 @@ class Passes:
         assert self.limit is not None
         return self.limit.rows
 
-    def through(self, inputs: Any, write: Callable[[Tensor, int, int], None], fast: Any = None) -> None:
+    def through(
+        self,
+        inputs: Any,
+        write: Callable[[Tensor, int, int], None],
+        fast: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> None:
         """Run all rows, and hand the outputs of each pass to ``write(outputs, start, stop)``.
 
         Args:
@@ -103,18 +111,26 @@ class Passes:
             return call(self.model, some)
         return fast(self.model, some if count == size else pad(some, size))[:count]
 
-    def faster(self, work: float, size: int, job: float) -> Any:
-        """A compiled forward pass where one is wanted, else None.
+    def pieces(self, inputs: Any) -> list[Piece]:
+        """The inputs cut for compiled passes of constant shape: a last piece that is nearly full is padded."""
+        assert self.limit is not None
+        count, found = rows(inputs), []
+        self.fixed = size = min(self.fixed or even(count, self.limit.rows), self.limit.rows)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            some, fits = take(inputs, start, stop), 2 * (stop - start) >= size
+            found.append((start, stop, pad(some, size) if fits and stop - start < size else some, fits))
+        return found
 
-        Args:
-            work: floating-point operations of one row.
-            size: rows of a pass.
-            job: rows to come.
-        """
-        gpu = self.device.type == "cuda"
-        if not (gpu and work * job >= WORTH_COMPILING if self.compile == "auto" else self.compile):
-            return None
-        return compiled(self.model, graphs=gpu and work * size < GRAPHED)
+    def worth_compiling(self, work: float) -> bool:
+        """Whether to compile for a job of so many floating-point operations."""
+        if self.compile == "auto":
+            return self.device.type == "cuda" and work >= WORTH_COMPILING
+        return self.compile
+
+    def graphs(self, work: float) -> bool:
+        """Whether to replay passes of so many floating-point operations from a CUDA graph."""
+        return self.device.type == "cuda" and work < GRAPHED
 
 
 class PointPasses(Passes):

@@ -1,11 +1,13 @@
 r"""Many samples of a network's outputs, in few and full passes.
 
 With draws that all inputs share, a sample is the plain network with other weights, or the samples are folded into the batch: which of
-them serves a network best is told in :mod:`flowbnn.inference.plans`. Passes are cut to what the device's memory holds; when it
-runs out nevertheless, they are halved and the work goes on.
+them serves a network best is told in :mod:`flowbnn.inference.plans`. A compiled pass is handed the draws of its sample instead
+(:mod:`flowbnn.inference.given`). Passes are cut to what the device's memory holds; when it runs out nevertheless, they are halved
+and the work goes on.
 """
 
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,10 +17,19 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.absorbing import ScaledWeights
 from flowbnn.inference.batches import call, repeat, rows, take
+from flowbnn.inference.given import Form, GivenDraws, Unasked, form_for, pass_given, reason
 from flowbnn.inference.memory import max_rows
-from flowbnn.inference.passes import Compile, device_of, dtype_of, evaluating
+from flowbnn.inference.passes import (
+    Compile,
+    compiled,
+    device_of,
+    dtype_of,
+    evaluating,
+    uncompilable,
+    unguarded,
+)
 from flowbnn.inference.plans import Plan, observe, plan_for
-from flowbnn.inference.running import Passes, Result, checked, even
+from flowbnn.inference.running import Passes, Piece, Result, checked, even
 from flowbnn.layers import noise, noise_layers
 
 __all__ = [
@@ -31,6 +42,8 @@ __all__ = [
     "plan_for",
     "sample_outputs",
 ]
+
+MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
 
 
 class Sampler(Passes):
@@ -61,6 +74,7 @@ class Sampler(Passes):
         self.samples, self.shared, self.wanted = samples, shared, plan
         self.seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
         self.scaled: ScaledWeights | None = None
+        self.given: dict[int, GivenDraws] = {}
         self.told = False
 
     def __enter__(self) -> "Sampler":
@@ -84,32 +98,77 @@ class Sampler(Passes):
         plan = self.limit.attempt(partial(plan_for, self.model, inputs, self.half), 1)
         assert plan is not None
         size = even(rows(inputs), self.limit.rows)
-        whole = self.shared and plan.whole
-        fast = self.faster(plan.work, size, self.samples * max(self.total, rows(inputs))) if whole else None
-        if self.compile is True and not whole:
-            self._tell_uncompiled(plan)
+        result = Result(out, high - low, rows(inputs))
+        fast = None
+        if self._compiles(plan, rows(inputs)):
+            graphs = self.graphs(plan.work * (self.fixed or size))
+            form = form_for(self.model, inputs, self.half)
+            if self.wanted == "auto" and self._hand(inputs, low, high, form, graphs, result):
+                return result.tensor
+            if plan.whole and self.wanted != "fold" and (form.pieces or not form.failure):
+                fast = compiled(self.model, graphs)
+            self._tell_uncompiled(form, fast is not None)
         absorb = self.shared and plan.absorbs(size, self.device, fast is not None)
         if self.wanted != "auto":
             absorb = self.shared and bool(plan.absorbed) and self.wanted == "absorb"
-        result = Result(out, high - low, rows(inputs))
         if absorb:
             self._absorb(inputs, low, high, plan, fast, result)
         else:
             self._fold(inputs, low, high, plan, result)
         return result.tensor
 
-    def _tell_uncompiled(self, plan: Plan) -> None:
+    def _compiles(self, plan: Plan, count: int) -> bool:
+        if not self.shared:
+            if self.compile is True:
+                self._tell("compile=True has no effect: draws are not shared, so the passes run as they are")
+            return False
+        if self.compile == "auto" and plan.fold == "late" and plan.before > MOSTLY:
+            return False  # a late fold does most of the work once
+        return self.worth_compiling(plan.work * self.samples * max(self.total, count))
+
+    def _tell(self, line: str) -> None:
         if not self.told:
             self.told = True
-            left = [name for name in self.layers if name not in plan.absorbed]
-            cause = (
-                f"the noise of layer '{left[0]}' cannot be absorbed"
-                if self.shared and left
-                else "draws are not shared"
-            )
-            warnings.warn(
-                f"compile=True has no effect: {cause}, so the passes run as they are", FlowBNNWarning
-            )
+            warnings.warn(line, FlowBNNWarning)
+
+    def _tell_uncompiled(self, form: Form, pieces: bool) -> None:
+        if form.failure:
+            way = "it is compiled in pieces" if pieces else "the passes run as they are"
+            self._tell(f"the network does not compile in one graph ({form.failure}), so {way}")
+
+    def _hand(self, inputs: Any, low: int, high: int, form: Form, graphs: bool, result: Result) -> bool:
+        """Compiled passes that are handed their draws, one sample after the other; False where the network does not compile."""
+        if form.failure:
+            return False
+        if id(form) not in self.given:
+            self.given[id(form)] = GivenDraws(self.model, form, self.half, self.samples)
+        given = self.given[id(form)]
+        one_pass = compiled(self.model, graphs, pass_given, whole=True)
+        failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked)
+
+        def sample(index: int, draws: Tensor, pieces: list[Piece]) -> bool:
+            for start, stop, some, fits in pieces:
+                outputs = (one_pass if fits else pass_given)(self.model, given.row, draws, some)
+                outputs = checked(outputs, rows(some))[: stop - start]
+                result.write(outputs.unsqueeze(0), index - low, index - low + 1, start, stop)
+            return True
+
+        assert self.limit is not None
+        pieces = self.pieces(inputs)
+        try:
+            with given.handed(), ExitStack() as settled:
+                for index, draws in given.rows(low, high):
+                    while self.limit.attempt(partial(sample, index, draws, pieces), self.fixed) is None:
+                        settled.close()
+                        self.fixed = 0
+                        pieces = self.pieces(inputs)
+                    if index == low and graphs:
+                        settled.enter_context(unguarded())
+        except failures as error:
+            form.failure, form.pieces = reason(error), type(error).__name__ in ("Unsupported", "UserError")
+            del self.given[id(form)]
+            return False
+        return True
 
     def _absorb(self, inputs: Any, low: int, high: int, plan: Plan, fast: Any, result: Result) -> None:
         """The plain network with the weights of one sample after the other."""

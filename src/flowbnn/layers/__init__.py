@@ -14,7 +14,7 @@ from flowbnn.layers.dropout import DropoutNoise
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
 from flowbnn.layers.noise import Mode, Noise, Site
-from flowbnn.layers.packing import Divergences, NoiseGroup, ahead, divergences
+from flowbnn.layers.packing import Divergences, NoiseGroup, ahead, divergences, shared_draws
 from flowbnn.layers.recipes import (
     Dropout,
     FlowNoise,
@@ -63,6 +63,7 @@ __all__ = [
     "parameter_groups",
     "recipe_from_dict",
     "register_layer",
+    "shared_draws",
     "unfreeze",
     "weight_parameters",
     "weight_scale",

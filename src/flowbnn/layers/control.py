@@ -26,10 +26,22 @@ Part = Literal["weights", "noise"]
 
 def noise_layers(model: nn.Module) -> dict[str, Noise]:
     """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
-    found = {}
-    for name, module in model.named_modules():
+    found: dict[str, Noise] = {}
+    seen: set[int] = set()
+
+    # as named_modules does, but not into the noise, which has the most parts
+    def visit(module: nn.Module, name: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
         if isinstance(module, Noise):
             found[name.rpartition(".")[0]] = module
+            return
+        for part, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{part}" if name else part)
+
+    visit(model, "")
     return found
 
 

@@ -1,5 +1,7 @@
 """Dropout as noise."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,18 @@ class DropoutNoise(Noise):
         self.register_buffer("_device", torch.empty(0), persistent=False)
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+        return self._kept(self._uniform(shape, generator))
+
+    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+        if type(self).draw is not DropoutNoise.draw or "draw" in vars(self):
+            return super().draw_each(at, generators)
+        return self._kept(torch.stack([self._uniform(at, generator) for generator in generators]))
+
+    def _uniform(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         device = self.get_buffer("_device").device
-        uniform = torch.rand((*shape, self.layout.dim), generator=generator, device=device)
+        return torch.rand((*shape, self.layout.dim), generator=generator, device=device)
+
+    def _kept(self, uniform: Tensor) -> Tensor:
         return (uniform >= self.rate).float() / (1.0 - self.rate)
 
     def mean(self) -> Tensor:

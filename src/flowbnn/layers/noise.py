@@ -6,6 +6,7 @@ So the layer keeps its class, its weights, its place and its name, and everythin
 A forward pass leaves nothing behind: the KL is a function of the posterior and the prior alone.
 """
 
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -35,6 +36,9 @@ class Noise(nn.Module):
     ==========  =====================================================================================================
     """
 
+    # gives the shared draw at some positions, where a pass is handed its draws
+    given: Callable[[tuple[int, ...]], Tensor] | None = None
+
     def __init__(self, layout: Layout, site: Site) -> None:
         super().__init__()
         if site not in ("channel", "position"):
@@ -63,6 +67,10 @@ class Noise(nn.Module):
         if self.share is None:
             return self.draw((rows, *at), self.generator)
         return self.share.of(rows, lambda number: self.draw((number, *at), self.generator))
+
+    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+        """One draw at positions ``at`` from each generator, ``[draws, *at, dim]``; each is read before the next is asked for."""
+        return torch.stack([self.draw(at, generator) for generator in generators])
 
     @property
     def passes_through(self) -> bool:
@@ -115,6 +123,8 @@ class Noise(nn.Module):
 
         Noise over a feature map is large, so there every draw has a seed of its own and only those in use are kept.
         """
+        if self.given is not None:
+            return self.given(at)
         held, (start, stop) = self._fresh(), self.part
         with torch.no_grad():
             if self.site == "channel":
@@ -124,11 +134,16 @@ class Noise(nn.Module):
             key = (at, self.part)
             if key not in held:
                 held.clear()
-                generators = [
-                    torch.Generator(device).manual_seed(self.seed + 7919 * i) for i in range(start, stop)
-                ]
-                held[key] = torch.stack([self.draw(at, generator) for generator in generators])
+                held[key] = self.shared_maps(at, start, stop, device)
             return held[key]
+
+    def shared_maps(self, at: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
+        """The fixed draws of mode ``shared`` at site ``position``, ``[stop - start, *at, dim]``; they are not kept."""
+        source = torch.Generator(device)
+        with torch.no_grad():
+            return self.draw_each(
+                at, (source.manual_seed(self.seed + 7919 * index) for index in range(start, stop))
+            )
 
     def shared_vectors(self, device: torch.device) -> Tensor:
         """The fixed draws of mode ``shared`` in this batch, ``[draws, dim]``, as they are at one position of a feature map."""
@@ -145,7 +160,10 @@ class Noise(nn.Module):
                 raise FlowBNNError(
                     f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
                 )
-            vectors = vectors.repeat_interleave(rows // len(vectors), 0, output_size=rows)
+            if len(vectors) == 1:
+                vectors = vectors.expand(rows, *vectors.shape[1:])
+            else:
+                vectors = vectors.repeat_interleave(rows // len(vectors), 0, output_size=rows)
         elif self.site == "channel" and self.group is not None and self.group.serves():
             vectors = self.group.draw_for(self, rows)
             if batch_axis == 0:
@@ -277,7 +295,7 @@ class Noise(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a pass, and without a recipe that is code: neither can go to another process."""
-        state = {**self.__dict__, "ready": None, "generator": None, "share": None}
+        state = {**self.__dict__, "ready": None, "generator": None, "share": None, "given": None}
         if self.recipe is not None and "factory" in vars(self.recipe):
             state["recipe"] = None
         return state

@@ -5,6 +5,7 @@ of all layers are laid end to end: their KL is computed at once (:func:`divergen
 the whole network begins (:class:`NoiseGroup`).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from flowbnn.layers.noise import Noise
 from flowbnn.layers.sharing import Share
 from flowbnn.transforms import PlanarLU, fused
 
-__all__ = ["Divergences", "NoiseGroup", "ahead", "divergences"]
+__all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
 
 
 class NoiseGroup:
@@ -41,6 +42,8 @@ class NoiseGroup:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the root."""
+        if self.members and self.members[0].given is not None:  # the pass is handed its draws
+            return
         self._forget()
         self.inside, self.gradients = True, torch.is_grad_enabled()
         if (
@@ -52,6 +55,8 @@ class NoiseGroup:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the root, called also when the pass fails."""
+        if self.members and self.members[0].given is not None:
+            return
         self._forget()
         self.inside = False
 
@@ -109,16 +114,48 @@ def _gathered(layers: list[Any]) -> tuple[Frame, Tensor, Tensor, Tensor]:
 
 
 def _packed_draws(layers: list[Any], rows: int, share: Share | None = None) -> list[Tensor]:
+    def normal(ordered: list[Any], like: Tensor) -> Tensor:
+        def whole(number: int) -> Tensor:
+            return _normal(ordered, number, len(like), like)
+
+        # several processes draw for the whole batch; the flows see the rows that are here
+        return whole(rows) if share is None else share.of(rows, whole)
+
+    return _drawn_from(normal, layers)
+
+
+def shared_draws(layers: list[Noise], device: torch.device) -> list[Tensor]:
+    """The fixed draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` each, in few launches."""
+    able: list[Any] = [
+        layer
+        for layer in layers
+        if isinstance(layer, InputNoise)
+        and layer.start is not None
+        and layer.draws_plainly
+        and not layer.reads_batch
+    ]
+    found: dict[int, Tensor] = {}
+
+    def normal(ordered: list[Any], like: Tensor) -> Tensor:
+        source, parts = torch.Generator(device), []
+        for layer in ordered:
+            shape = torch.Size((layer.samples, layer.layout.dim))
+            parts.append(standard_normal(shape, like.dtype, like.device, source.manual_seed(layer.seed)))
+        return torch.cat(parts, -1)
+
+    with torch.no_grad():
+        if len(able) > 1 and _alike(able):
+            found = {id(layer): drawn for layer, drawn in zip(able, _drawn_from(normal, able), strict=True)}
+        return [found[id(layer)] if id(layer) in found else layer.shared_vectors(device) for layer in layers]
+
+
+def _drawn_from(normal: Callable[[list[Any], Tensor], Tensor], layers: list[Any]) -> list[Tensor]:
+    """Draws of several layers, made of ``normal(layers, like)``: normals for these layers, which lie end to end."""
     order, layers = _flows_last(layers)
     frame, mean, deviation, _ = _gathered(
         layers
     )  # elementwise operations only: autocast leaves them in float32
-
-    def normal(number: int) -> Tensor:
-        return _normal(layers, number, len(mean), mean)
-
-    # several processes draw for the whole batch; the flows see the rows that are here
-    starts = draw(mean, deviation, normal(rows) if share is None else share.of(rows, normal))
+    starts = draw(mean, deviation, normal(layers, mean))
     flows = [noise for noise in layers if noise.rest]
     cut = len(mean) - sum(noise.layout.dim for noise in flows)
     draws = list(starts[:, :cut].split(frame.sizes[: len(layers) - len(flows)], -1)) if cut else []
