@@ -1,11 +1,13 @@
 """On a CUDA device: a gradient that is not finite is found without stalling the device."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import TrainingOptions, load_tensors, train, unwrap
+from flowbnn.training import TrainingOptions, capturable, load_tensors, train, unwrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,3 +91,27 @@ def test_parameters_of_several_kinds_and_sparse_gradients():
 def test_without_a_fused_optimizer_the_message_says_that_the_weights_are_spoilt():
     with pytest.raises(FlowBNNError, match="'2.bias' is not finite in epoch 1, step 3 .*updated with it"):
         fit(network(), 2, fused=False)
+
+
+def test_recorded_runs_leave_no_memory_behind():
+    """cuBLAS keeps its workspace for every stream it was ever called on, so that all recordings share one stream."""
+
+    @capturable()
+    def step(model, batch, clock):
+        return model(batch[0]).square().mean(), {}
+
+    left = []
+    for _ in range(3):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        train(
+            model,
+            step,
+            optimizer,
+            data(),
+            TrainingOptions(epochs=2, accelerator="cuda", acceleration="graph"),
+        )
+        del model, optimizer
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[2] - left[1] < 2**20

@@ -1,0 +1,96 @@
+"""What a compiled step with noise keeps for its backward pass: hardly more than the plain network's."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.objectives import ELBO
+
+ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 3
+A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 4, ROWS * 3 * SIDE * SIDE * 4  # bytes
+RULES = {"*": fb.NormalAffine(), "3": fb.NormalInvConv()}  # of site channel
+
+
+def _network(noisy: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for index in range(LAYERS):
+        before = 3 if index == 0 else WIDTH
+        parts += [nn.Conv2d(before, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()]
+    network = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, 5))
+    network = fb.to_stochastic(network, RULES) if noisy else network
+    return network.to(dtype).train()
+
+
+def _loss(network: nn.Module, noisy: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    likelihood, objective = fb.Categorical(), ELBO(fb.Categorical(), num_data=1000)
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        if not noisy:
+            return -likelihood.log_prob(network(images), labels).mean()
+        known = objective.ahead(network, len(images))
+        return objective(network, network(images), labels, known=known).loss
+
+    return loss
+
+
+def _batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(ROWS, 3, SIDE, SIDE, generator=generator, dtype=dtype)
+    return images, torch.arange(ROWS) % 5
+
+
+def _compiled(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cut into forward and backward as for the default compiler, but run by torch's own operations: no waiting for a C++ compiler."""
+    torch._dynamo.reset()
+    return torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+
+
+def _kept(noisy: bool, compiled: bool) -> int:
+    """Bytes held for the backward pass, without parameters and batch."""
+    network, batch, held = _network(noisy), _batch(), []
+    loss = _loss(network, noisy)
+    loss = _compiled(loss) if compiled else loss
+
+    def keep(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = loss(*batch)
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    for known in (*network.parameters(), *network.buffers(), *batch):
+        found.pop(known.untyped_storage().data_ptr(), None)
+    assert result.requires_grad
+    return sum(found.values())
+
+
+def test_a_compiled_step_keeps_no_second_copy_of_the_feature_maps() -> None:
+    plain, noisy = _kept(False, compiled=True), _kept(True, compiled=True)
+    assert plain > (2 * LAYERS - 1) * A_MAP  # what a convolution gives, and what the next one is given
+    assert noisy - plain - IMAGES < A_MAP / 8  # the images times their noise; else vectors, and no map
+
+
+def test_an_uncompiled_step_keeps_the_products_too() -> None:
+    """The yardstick of the test above: the products are one more copy."""
+    extra = _kept(True, compiled=False) - _kept(False, compiled=False)
+    assert (LAYERS - 1) * A_MAP <= extra < LAYERS * A_MAP
+
+
+def test_gradients_of_the_compiled_step_are_the_uncompiled_ones() -> None:
+    found = []
+    for compile_it in (False, True):
+        network = _network(True, torch.float64)
+        loss = _loss(network, True)
+        torch.manual_seed(2)
+        result = (_compiled(loss) if compile_it else loss)(*_batch(torch.float64))
+        result.backward()
+        found.append((result.detach(), {name: p.grad for name, p in network.named_parameters()}))
+    (expected, expected_grads), (value, grads) = found
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    assert any("noise" in name for name in grads)
+    for name, gradient in expected_grads.items():
+        assert gradient is not None, name
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
