@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, load_weights, save_tensors, train
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
@@ -285,3 +286,42 @@ def test_a_channels_last_network_resumes_to_the_same_bits(tmp_path):
     resumed = fitted(3, checkpoint=tmp_path, resume=True)
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_resumed_run_tells_what_has_changed(tmp_path):
+    network, optimizer, _ = make()
+    train(network, step, optimizer, loader(), options(tmp_path), extra={"beta": 1.0, "gamma": 0.0})
+    network, _, _ = make()
+    other = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
+    with pytest.warns(
+        FlowBNNWarning, match=r"beta was 1.0 when it began and is 2.0 from here on; lr stays 0.05, as it was"
+    ) as told:
+        train(
+            network,
+            step,
+            other,
+            loader(),
+            options(tmp_path, resume=True, epochs=4),
+            extra={"beta": 2.0, "gamma": 0.0},
+        )
+    assert len(told) == 1
+    assert "gamma" not in str(told[0].message)
+    assert "momentum" not in str(told[0].message)
+    assert other.param_groups[0]["lr"] == 0.05
+
+
+def test_a_schedule_that_has_moved_the_rate_is_no_change(tmp_path):
+    network, optimizer, schedule = make(schedule=True)
+    train(network, step, optimizer, loader(), options(tmp_path, schedule_every="epoch"), schedule=schedule)
+    assert optimizer.param_groups[0]["lr"] < 0.05
+    network, optimizer, schedule = make(schedule=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(
+            network,
+            step,
+            optimizer,
+            loader(),
+            options(tmp_path, schedule_every="epoch", resume=True, epochs=4),
+            schedule=schedule,
+        )

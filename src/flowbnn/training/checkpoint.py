@@ -223,7 +223,7 @@ def read_run(path: Path, trained: Trained) -> tuple[Position, dict[str, Any]]:
     """Read a run's state and check that it fits; nothing of ``trained`` is changed.
 
     Returns:
-        the position, and the decoded ``weights``, ``optimizer``, ``schedule``, ``scaler`` and ``random`` parts.
+        the position, and the decoded ``weights``, ``optimizer``, ``schedule``, ``scaler``, ``random`` and ``extra`` parts.
     """
     tensors, document = load_tensors(path)
     check_document(document, path)
@@ -249,6 +249,7 @@ def read_run(path: Path, trained: Trained) -> tuple[Position, dict[str, Any]]:
             f"'{path}' was written by an optimizer with other parameter groups; build it as before"
         )
     _check_class("learning-rate schedule", document["schedule"], trained.schedule, path)
+    parts["extra"] = document["extra"]
     for weights in (parts["weights"], parts["best_weights"]):
         if weights is not None:
             trained.check_weights(weights, path)

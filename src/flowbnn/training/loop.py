@@ -51,7 +51,8 @@ def train(
         validate: called at the end of every epoch with the plain model in evaluation mode, without gradients; its
             numbers are recorded under ``validation_...``.
         generators: generators that the step draws from, to be kept in the checkpoint.
-        extra: JSON values to keep in the checkpoint.
+        extra: JSON values to keep in the checkpoint, such as the weight of the KL; a resumed run in which one of them has changed
+            says so.
         names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` of the
             ``model`` is called ``fc1``, as the user who made the network calls it. Files keep the whole names.
 

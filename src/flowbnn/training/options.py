@@ -106,7 +106,8 @@ class TrainingOptions:
         checkpoint: file to write (``*.safetensors``), or a folder, in which it is called ``last.safetensors``.
         checkpoint_every: save every so many steps and at the end; None saves at the end of every epoch.
         resume: continue from ``checkpoint`` if it is there, else begin. The random numbers and the settings of the
-            optimizer and the schedule (the learning rate among them) are then those of the file, not those given now.
+            optimizer and the schedule (the learning rate among them) are then those of the file, not those given now, and a
+            warning names what differs.
             ``epochs`` may have grown, and early stopping may have been dropped or been given more patience.
         early_stop: an :class:`EarlyStop`, or None.
         clip_gradient: largest total norm of the gradient.

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.training.changes import changed_settings
 from flowbnn.training.checkpoint import Position, Trained, read_run, write_run
 from flowbnn.training.engine import make_engine
 from flowbnn.training.guard import first_nonfinite_tensor
@@ -88,6 +90,8 @@ class Run:
         """Take over the parts of the file, which are known to fit, or change nothing."""
         position, random = self.position, parts["random"]
         position.go_on(self.options, self.steps_per_epoch, path)
+        if self.main:
+            self.tell_changes(path, parts)
         self.randomness.try_out(random["now"], path)
         if position.batches:
             self.randomness.try_out(random["epoch_start"], path)
@@ -100,6 +104,16 @@ class Run:
             raise FlowBNNError(f"'{path}' does not fit this model or optimizer ({error!r:.150})") from None
         self.random_now = random["now"]
         position.saved_in, self.saved_step = path, position.step
+
+    def tell_changes(self, path: Path, parts: Mapping[str, Any]) -> None:
+        """Warn of settings that are not those the run began with."""
+        rates = not isinstance(self.trained.schedule, ReduceLROnPlateau)
+        groups = self.trained.optimizer.param_groups
+        found = list(changed_settings(parts["extra"], self.extra, parts["optimizer"], groups, rates))
+        if found:
+            warnings.warn(
+                f"going on with '{path}': {'; '.join(found)}; resume=False begins anew", FlowBNNWarning
+            )
 
     @property
     def finished(self) -> bool:
