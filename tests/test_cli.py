@@ -26,6 +26,10 @@ def test_version_and_list():
         "two-clusters",
         "flow-length",
         "digits",
+        "regression-1d",
+        "clusters-2d",
+        "elephant",
+        "compare",
         "lenet-fashion",
         "lenet-cifar10",
         "vgg16-cifar10",
@@ -53,7 +57,7 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "two-cluster"], "did you mean 'two-clusters'?"),
+        (["run", "two-cluster"], "did you mean 'two-clusters'"),
         (["run", "digits", "--seeds", "0"], "--seeds is at least 1"),
         (["run", "digits", "--epochs", "0"], "--epochs is at least 1"),
         (["run", "digits", "--jobs", "0"], "--jobs is at least 1"),

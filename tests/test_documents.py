@@ -3,6 +3,7 @@
 import doctest
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from flowbnn.errors import FlowBNNWarning
+from flowbnn.inference import METHODS
 from flowbnn.models import LeNet
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +47,42 @@ def test_the_lines_of_the_page_on_prediction_run():
     exec(code, names)
     assert names["full"].probabilities.shape == (64, 10)
     assert 8 <= names["quick"].samples_spent.double().mean() <= 128
+
+
+@pytest.mark.filterwarnings(
+    "ignore::flowbnn.errors.FlowBNNWarning"
+)  # nothing is trained long enough to be healthy
+def test_the_lines_of_the_page_on_methods_run():
+    loop, skeleton = blocks("docs/methods.md")
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=3)
+    few = "method = replace(method, epochs=1, **quick(method))\n    posterior = method.fit(network, train_loader, progress=False)"
+    code = loop.replace("posterior = method.fit(network, train_loader)", few)
+    assert code != loop
+
+    def quick(method):
+        chains = {"hmc": {"samples": 2, "warmup": 2, "chains": 1}, "sgld": {"samples": 1, "cycles": 1}}
+        return chains.get(method.name, {})
+
+    names = {
+        "network": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)),
+        "train_loader": loader,
+        "test_loader": loader,
+        "other_loader": loader,
+        "report": {},
+        "replace": replace,
+        "quick": quick,
+    }
+    exec(code, names)
+    assert len(names["report"]) == 10
+    assert all(0.0 <= found["accuracy"] <= 1.0 for found in names["report"].values())
+    try:
+        exec(skeleton, names)
+        posterior = names["Snapshots"](epochs=1).fit(names["network"], loader, progress=False)
+        assert len(posterior) == 3
+    finally:
+        METHODS.pop("snapshots", None)
 
 
 def test_the_skeletons_of_contributing_run():

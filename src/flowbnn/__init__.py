@@ -7,9 +7,33 @@
 torch.Size([5, 3])
 """
 
+from typing import Any
+
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.inference import Adaptive, NoisePosterior, PointPosterior, evaluate, fit, fit_point
+from flowbnn.inference import (
+    HMC,
+    MAP,
+    MLE,
+    MNF,
+    NUTS,
+    SGLD,
+    SWAG,
+    Adaptive,
+    BayesByBackprop,
+    DeepEnsemble,
+    Laplace,
+    MCDropout,
+    NodeNoise,
+    NoisePosterior,
+    PointPosterior,
+    Temperature,
+    evaluate,
+    fit,
+    fit_point,
+    load_posterior,
+    temper,
+)
 from flowbnn.layers import (
     Dropout,
     FlowNoise,
@@ -32,15 +56,27 @@ from flowbnn.training import EarlyStop
 __version__ = "0.1.0"
 
 __all__ = [
+    "HMC",
+    "MAP",
+    "MLE",
+    "MNF",
+    "NUTS",
+    "SGLD",
+    "SWAG",
     "Adaptive",
+    "BayesByBackprop",
     "Bernoulli",
     "Categorical",
+    "DeepEnsemble",
     "Dropout",
     "EarlyStop",
     "FlowBNNError",
     "FlowBNNWarning",
     "FlowNoise",
     "Gaussian",
+    "Laplace",
+    "MCDropout",
+    "NodeNoise",
     "NoisePosterior",
     "NormalAffine",
     "NormalCoupling",
@@ -50,15 +86,27 @@ __all__ = [
     "NormalRadial",
     "NormalSylvester",
     "PointPosterior",
+    "Temperature",
+    "compare",
     "describe",
     "evaluate",
     "fit",
     "fit_point",
     "freeze",
     "hold_noise",
+    "load_posterior",
     "noise",
     "parameter_groups",
+    "temper",
     "to_deterministic",
     "to_stochastic",
     "unfreeze",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "compare":  # with the studies, which few programs need
+        from flowbnn.studies import compare
+
+        return compare
+    raise AttributeError(f"module 'flowbnn' has no attribute '{name}'")

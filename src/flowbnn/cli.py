@@ -1,4 +1,4 @@
-"""The command line: ``flowbnn list``, ``run``, ``demo`` and ``report``. Thin: it maps words to objects and tells errors in a line."""
+"""The command line: ``flowbnn list``, ``run``, ``compare``, ``demo``, ``report``. Thin: words to objects, errors to a line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -178,7 +178,69 @@ def run(
             )
         if is_main_process():
             _show(results)
-            typer.echo(f"\n{out / study / 'results.json'}; a page of it: flowbnn report {out}")
+            typer.echo(
+                f"\n{out / chosen.folder(settings) / 'results.json'}; a page of it: flowbnn report {out}"
+            )
+
+
+@app.command()
+def compare(
+    network: Annotated[str, typer.Option("--network", help="mlp, small-conv, lenet or vgg16.")] = "lenet",
+    data: Annotated[
+        str, typer.Option("--data", help="digits, clusters, mnist, fashion-mnist or cifar10.")
+    ] = "digits",
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", help="Names with commas between, as in: map,laplace.", show_default="all"),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", help="Epochs of training.", show_default="30")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", help="How many seeds: 0, 1, ...")] = 1,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another setting, as in: --set samples=32; may be repeated."),
+    ] = None,
+    out: Out = Path("results"),
+    resume: Resume = False,
+    quick: Quick = False,
+    jobs: Jobs = None,
+    no_progress: NoProgress = False,
+) -> None:
+    """Which method to use on a network and data, and what each costs; writes OUT/compare-NETWORK-DATA/results.json."""
+    words = ["flowbnn compare", f"--network {network}", f"--data {data}"]
+    words += [f"--methods {methods}"] if methods is not None else []
+    words += [f"--epochs {epochs}"] if epochs is not None else []
+    words += [f"--seeds {seeds}"] if seeds != 1 else []
+    words += [f"--set {pair}" for pair in change or []]
+    command = " ".join([*words, *(["--quick"] if quick else [])])
+    out = _folder(out, quick)
+    with _told(f"{command} --out {out}"):
+        from flowbnn.studies import get_study, open_workers, run_study
+        from flowbnn.studies.comparing.registry import check_names
+
+        study = get_study("compare")
+        check_names(network, data)
+        changes: dict[str, Any] = {"network": network, "data": data, **dict(map(_setting, change or []))}
+        if epochs is not None:
+            changes["epochs"] = _positive("--epochs", epochs)
+        if methods is not None:
+            changes["methods"] = tuple(name.strip() for name in methods.split(",") if name.strip())
+        settings = study.make_settings(quick=quick, **changes)
+        with open_workers(_jobs(jobs, "auto")) as workers:
+            results = run_study(
+                study,
+                settings=settings,
+                seeds=_positive("--seeds", seeds),
+                out=out,
+                resume=resume,
+                progress=not no_progress,
+                workers=workers,
+                command=command,
+                smoke=quick,
+            )
+        _show(results, every=True)
+        typer.echo(f"\n{out / study.folder(settings) / 'results.json'}; a page of it: flowbnn report {out}")
 
 
 @app.command()
@@ -283,16 +345,18 @@ def _jobs(asked: int | None, accelerator: str) -> int:
     return min(4, processors()) if accelerator in ("auto", "cpu") else 1
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: dict[str, Any], every: bool = False) -> None:
     """The headline table: a study's rows, mean and spread over seeds, the published value where there is one."""
-    metrics = [metric for metric in results["metrics"] if metric["key"] in HEADLINE]
+    metrics = [metric for metric in results["metrics"] if every or metric["key"] in HEADLINE]
     lines = [["", *(metric["label"] for metric in metrics)]]
     for row in results["rows"]:
         lines.append([row["label"], *(_cell(row["values"].get(metric["key"]), metric) for metric in metrics)])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    typer.echo(
-        f"\n{results['study']}: mean ± standard deviation over {len(results['seeds'])} seeds [published]"
+    number = len(results["seeds"])
+    spread = (
+        f"mean ± standard deviation over {number} seeds [published]" if number > 1 else "one seed [published]"
     )
+    typer.echo(f"\n{results['study']}: {spread}")
     for line in lines:
         typer.echo(
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -342,6 +342,95 @@ def make_lenet() -> dict[str, Any]:
     return results
 
 
+def bands_figure(labels: tuple[str, ...]) -> dict[str, Any]:
+    x = np.linspace(-0.25, 0.75, 41)
+    points = {"x": [0.1, 0.2, 0.4], "y": [0.5, 0.6, 0.3]}
+    panels = []
+    for index, label in enumerate(labels):
+        spread = 0.1 * index * (1 + 5 * np.abs(x - 0.25))
+        panels.append(
+            {
+                "title": label,
+                "note": "× 2.0" if index else "",
+                "x": x.tolist(),
+                "mean": np.sin(6 * x).tolist(),
+                "epistemic": spread.tolist(),
+                "total": (spread + 0.06).tolist(),
+                "points": points,
+            }
+        )
+    truth = {"x": x.tolist(), "y": np.sin(6 * x).tolist()}
+    data = {"x_label": "x", "span": [0.0, 0.5], "truth": truth, "panels": panels}
+    return {"kind": "bands", "title": "What each method says", "caption": "Bands.", "data": data}
+
+
+def map_figure(labels: tuple[str, ...]) -> dict[str, Any]:
+    axis = np.linspace(-20, 20, 9)
+    panels = [
+        {
+            "title": label,
+            "note": "AUROC 0.50",
+            "values": (0.05 * index * np.abs(axis[:, None] - axis)).tolist(),
+        }
+        for index, label in enumerate(labels)
+    ]
+    data = {
+        "label": "entropy in nats",
+        "top": 0.693,
+        "x": axis.tolist(),
+        "y": axis.tolist(),
+        "points": [[1.0, 2.0], [-3.0, 1.0]],
+        "point_class": [0, 1],
+        "ring": 15.0,
+        "panels": panels,
+    }
+    return {"kind": "map", "title": "Where each is unsure", "caption": "Maps.", "data": data}
+
+
+def draws_figure(labels: tuple[str, ...]) -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    images = [{"title": title, "pixels": rng.random((8, 8)).tolist()} for title in ("a 3", "an unseen 8")]
+    panels = [
+        {
+            "title": label,
+            "sides": [
+                {"note": "entropy* 0.1", "samples": rng.dirichlet(np.ones(9), 5).tolist()} for _ in range(2)
+            ],
+        }
+        for label in labels
+    ]
+    data = {"classes": list("012345679"), "images": images, "panels": panels}
+    return {"kind": "draws", "title": "Two images", "caption": "Draws.", "data": data}
+
+
+def pareto_figure(labels: tuple[str, ...]) -> dict[str, Any]:
+    items = [
+        {"label": label, "colour": "green", "x": 1.0 + 0.02 * index, "y": 0.3 - 0.01 * index}
+        for index, label in enumerate(labels)
+    ]
+    panel = {"title": "NLL against time", "x_label": "times", "y_label": "NLL", "items": items}
+    data = {"families": [{"label": "ensembles", "colour": "green"}], "panels": [panel]}
+    return {"kind": "pareto", "title": "What it costs", "caption": "Front.", "data": data}
+
+
+def make_rivals() -> dict[str, Any]:
+    """Galleries of methods."""
+    labels = ("Maximum likelihood", "MC dropout", "Deep ensemble of 5", "Node noise, planar flow")
+    results = base("rivals", "All methods", labels)
+    results["figures"] = [
+        bands_figure(labels),
+        map_figure(labels),
+        draws_figure(labels),
+        pareto_figure(labels),
+    ]
+    return results
+
+
+@pytest.fixture
+def rivals() -> dict[str, Any]:
+    return make_rivals()
+
+
 @pytest.fixture
 def lenet() -> dict[str, Any]:
     return make_lenet()

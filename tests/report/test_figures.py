@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.report import load_results, save_figures, write_report
 from flowbnn.report.canvas import Panel, to_png, to_svg
 from flowbnn.report.figures import KINDS, make_plot, study_colours
@@ -31,14 +32,18 @@ def pictures(results: dict[str, Any], most: int = 99) -> list[str]:
 
 
 def test_every_kind_has_a_shape_a_drawing_and_an_example(
-    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any], lenet: dict[str, Any]
+    two_clusters: dict[str, Any],
+    digits: dict[str, Any],
+    flow_length: dict[str, Any],
+    lenet: dict[str, Any],
+    rivals: dict[str, Any],
 ) -> None:
-    studies = (two_clusters, digits, flow_length, lenet)
+    studies = (two_clusters, digits, flow_length, lenet, rivals)
     shown = {figure["kind"] for study in studies for figure in study["figures"]}
     assert set(KINDS) == set(FIGURES) == shown
 
 
-@pytest.mark.parametrize("study", ["two_clusters", "digits", "flow_length", "lenet"])
+@pytest.mark.parametrize("study", ["two_clusters", "digits", "flow_length", "lenet", "rivals"])
 def test_svg(study: str, request: pytest.FixtureRequest) -> None:
     for svg in pictures(request.getfixturevalue(study)):
         assert svg.startswith("<svg viewBox=")
@@ -85,9 +90,13 @@ def strip_numbers(value: Any, other: Any) -> Any:
 # A grid of a pair must increase, and no class can be counted as nothing: those stay.
 @pytest.mark.parametrize("other", [None, float("inf"), 0.0, -1.0])
 def test_gaps_and_flat_data(
-    two_clusters: dict[str, Any], digits: dict[str, Any], flow_length: dict[str, Any], other: float | None
+    two_clusters: dict[str, Any],
+    digits: dict[str, Any],
+    flow_length: dict[str, Any],
+    rivals: dict[str, Any],
+    other: float | None,
 ) -> None:
-    for results in (two_clusters, digits, flow_length):
+    for results in (two_clusters, digits, flow_length, rivals):
         for figure in results["figures"]:
             pairs = figure["data"].pop("pairs", [])
             figure["data"] = strip_numbers(figure["data"], other)
@@ -163,6 +172,39 @@ def test_more_lines_than_hues_differ_in_dashes(flow_length: dict[str, Any]) -> N
 def test_modes_are_stated(two_clusters: dict[str, Any]) -> None:
     notes = [panel.note for panel, _ in every_panel(two_clusters)]
     assert {"1 mode", "2 modes", "3 modes"} <= set(notes)
+
+
+def test_labels_of_a_front_do_not_cover_each_other(rivals: dict[str, Any]) -> None:
+    """Four methods that nearly coincide: every label is drawn, and no two of them overlap."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    rivals["figures"] = rivals["figures"][3:]
+    (panel, size), *_ = every_panel(rivals)
+    figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
+    panel.draw(figure)
+    boxes = []
+
+    canvas = FigureCanvasAgg(figure)
+    drawn = Text.draw
+
+    def watch(self: Text, renderer: Any, *given: Any, **options: Any) -> None:
+        if self.get_text() in {row["label"] for row in rivals["rows"]}:
+            boxes.append(self.get_window_extent(renderer))
+        drawn(self, renderer, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "draw", watch)
+        canvas.draw()
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+
+
+def test_a_map_of_another_shape_is_refused(rivals: dict[str, Any]) -> None:
+    rivals["figures"][1]["data"]["panels"][0]["values"] = [[0.1, 0.2]]
+    with pytest.raises(FlowBNNError, match="a row for each y and a column for each x"):
+        load_results(rivals)
 
 
 def test_mass_levels_of_a_normal() -> None:

@@ -120,7 +120,41 @@ def interrupted(folder, **options):
     return resumed
 
 
-CASES = (flow_noise, two_samples_of_a_mixture, device_batches, statistics, data_workers, own_step)
+def gaussian_weights(epochs, **options):
+    """Bayes by Backprop: one draw of the weights for all processes, and local noise for every row."""
+    method = fb.BayesByBackprop("scale-mixture", epochs=epochs, lr=1e-2)
+    return with_spread(method.fit(convolutions(), shuffled(), **options))
+
+
+def flipped_weights(epochs, **options):
+    """Flipout, whose signs are each row's own."""
+    method = fb.BayesByBackprop(epochs=epochs, lr=1e-2, estimator="flipout")
+    return with_spread(method.fit(convolutions(), shuffled(), **options))
+
+
+def multiplied_weights(epochs, **options):
+    """Multiplicative flows, whose noise is each row's own."""
+    return with_spread(fb.MNF(epochs=epochs, lr=1e-2).fit(convolutions(), shuffled(), **options))
+
+
+def with_spread(posterior):
+    """The tensors of the posterior beside those of its network."""
+    for number, value in enumerate(posterior.state().values()):
+        posterior.model.register_buffer(f"posterior{number}", value)
+    return posterior
+
+
+CASES = (
+    flow_noise,
+    two_samples_of_a_mixture,
+    device_batches,
+    statistics,
+    data_workers,
+    own_step,
+    gaussian_weights,
+    flipped_weights,
+    multiplied_weights,
+)
 
 
 def predictions(posterior, folder, rank):

@@ -50,7 +50,7 @@ def test_two_processes_of_torchrun_reach_what_one_reaches(tmp_path):
     assert f"'{failing}', resume=True" in message
     assert load_tensors(failing)[1]["position"]["step"] == 6
     names = [path.name.removesuffix("-0.safetensors") for path in sorted(one.glob("*-0.safetensors"))]
-    assert len(names) == 8
+    assert len(names) == 11
     for name in names:
         expected, document = load_tensors(one / f"{name}-0.safetensors")
         first, told = load_tensors(two / f"{name}-0.safetensors")
@@ -78,7 +78,7 @@ def test_two_processes_of_torchrun_reach_what_one_reaches(tmp_path):
             )
             for ours, theirs in zip(document["history"]["records"], told["history"]["records"], strict=True):
                 if name != "own_step":  # which logs how many rows it saw
-                    assert ours == pytest.approx(theirs, abs=1e-5)
+                    assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-7)  # a KL of thousands is a float32
 
 
 def test_a_worker_that_dies_ends_the_run_and_leaves_a_checkpoint(tmp_path):

@@ -1,8 +1,9 @@
 """Data sets, made from a seed or read from published files, and loaders for what lies in memory."""
 
 from flowbnn.data.augment import CropAndFlip
-from flowbnn.data.clusters import best_possible, clusters, true_probability
+from flowbnn.data.clusters import best_possible, clusters, ring, true_probability
 from flowbnn.data.corruptions import CORRUPTIONS, corrupt, novel_noise
+from flowbnn.data.curve import curve_points, true_curve
 from flowbnn.data.digits import Digits, load_digits
 from flowbnn.data.images import ImageSet
 from flowbnn.data.load import data_folder, load_images
@@ -19,10 +20,13 @@ __all__ = [
     "best_possible",
     "clusters",
     "corrupt",
+    "curve_points",
     "data_folder",
     "device_loader",
     "load_digits",
     "load_images",
     "novel_noise",
+    "ring",
+    "true_curve",
     "true_probability",
 ]

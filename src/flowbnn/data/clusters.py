@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["CENTRES", "CLASSES", "Optimum", "best_possible", "clusters", "true_probability"]
+__all__ = ["CENTRES", "CLASSES", "Optimum", "best_possible", "clusters", "ring", "true_probability"]
 
 CENTRES = ((-5.0, 3.0), (3.0, 3.0), (5.0, -3.0), (-3.0, -3.0))
 CLASSES = (0, 0, 0, 1)
@@ -48,6 +48,32 @@ def true_probability(points: Tensor, spread: float) -> Tensor:
     _check(spread)
     logs = _log_densities(points, spread)
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
+
+
+def ring(
+    number: int, radius: float, generator: torch.Generator | None = None, thickness: float = 0.05
+) -> Tensor:
+    """Points ``[number, 2]`` on a circle around the origin, far from all blobs where ``radius`` is large.
+
+    Args:
+        number: how many points.
+        radius: of the circle.
+        generator: source of the draws.
+        thickness: how far radii stray from it, as a share of it.
+
+    >>> points = ring(100, 20.0, torch.Generator().manual_seed(0))
+    >>> bool(((points.norm(dim=-1) - 20).abs() <= 1).all())
+    True
+    """
+    if number < 1:
+        raise FlowBNNError(f"the number of points is at least 1, not {number}")
+    if not (radius > 0 and math.isfinite(radius) and 0 <= thickness < 1):
+        raise FlowBNNError(
+            f"a ring has a radius above 0 and a thickness from 0 to below 1, not {radius} and {thickness}"
+        )
+    angle = 2 * math.pi * torch.rand(number, generator=generator)
+    reach = radius * (1 + thickness * (2 * torch.rand(number, generator=generator) - 1))
+    return torch.stack([reach * angle.cos(), reach * angle.sin()], -1)
 
 
 class Optimum(NamedTuple):

@@ -1,6 +1,16 @@
 """Is the posterior any good?"""
 
+from flowbnn.diagnostics.chains import effective_sample_size, split_rhat, standard_error
 from flowbnn.diagnostics.collapse import LayerHealth, posterior_health
 from flowbnn.diagnostics.modes import Marginal, count_modes, marginal
 
-__all__ = ["LayerHealth", "Marginal", "count_modes", "marginal", "posterior_health"]
+__all__ = [
+    "LayerHealth",
+    "Marginal",
+    "count_modes",
+    "effective_sample_size",
+    "marginal",
+    "posterior_health",
+    "split_rhat",
+    "standard_error",
+]

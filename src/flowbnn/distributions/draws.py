@@ -1,6 +1,8 @@
 """Standard normal numbers, by the quicker road where there is one, and draws of any distribution."""
 
 import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -9,10 +11,11 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["reparameterized", "standard_normal"]
+__all__ = ["reparameterized", "standard_normal", "standard_normals"]
 
 # torch fills normals one by one on these processors; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
+_WORTH_A_THREAD = 2**17  # numbers
 _WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
 
 
@@ -29,18 +32,55 @@ def standard_normal(
     >>> torch.equal(first, second)
     True
     """
-    if (
-        not _SCALAR_FILL
-        or device.type != "cpu"
-        or dtype != torch.float32
-        or shape.numel() < _WORTH_A_SEED
-        or torch.compiler.is_compiling()
-        or torch._C._functorch.maybe_current_level() is not None  # under vmap torch must see the draw
-    ):
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    if not _by_numpy(shape.numel(), dtype, device) or torch._C._functorch.maybe_current_level() is not None:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)  # vmap must see the draw
+    return torch.from_numpy(_ziggurat(generator).standard_normal(tuple(shape), dtype=numpy.float32))
+
+
+def _by_numpy(count: int, dtype: torch.dtype, device: torch.device) -> bool:
+    if not _SCALAR_FILL or device.type != "cpu" or dtype != torch.float32 or count < _WORTH_A_SEED:
+        return False
+    return not torch.compiler.is_compiling()
+
+
+def _ziggurat(generator: torch.Generator | None) -> numpy.random.Generator:
     seed = int(torch.randint(2**62, (), generator=generator))
-    stream = numpy.random.Generator(numpy.random.SFC64(seed))
-    return torch.from_numpy(stream.standard_normal(tuple(shape), dtype=numpy.float32))
+    return numpy.random.Generator(numpy.random.SFC64(seed))
+
+
+def standard_normals(
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+    out: Tensor | None = None,
+) -> Tensor:
+    """A row of :func:`standard_normal` from each of several generators, ``[rows, size]``; on a processor the threads share the rows.
+
+    ``out`` has room for them, where it is given.
+
+    >>> sources = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    >>> rows = standard_normals(5000, torch.float32, torch.device("cpu"), sources)
+    >>> torch.equal(rows[1], standard_normal(torch.Size((5000,)), torch.float32, rows.device, sources[1].manual_seed(2)))
+    True
+    """
+    rows = torch.empty(len(generators), size, dtype=dtype, device=device) if out is None else out
+    quick = _by_numpy(size, dtype, device)
+
+    def fill(index: int) -> None:
+        if quick:
+            _ziggurat(generators[index]).standard_normal(out=rows[index].numpy(), dtype=numpy.float32)
+        else:
+            rows[index].normal_(generator=generators[index])
+
+    threads = min(torch.get_num_threads(), len(generators))
+    if device.type != "cpu" or threads < 2 or rows.numel() < _WORTH_A_THREAD:
+        for index in range(len(generators)):
+            fill(index)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(len(generators))))
+    return rows
 
 
 def reparameterized(

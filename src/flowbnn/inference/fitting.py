@@ -1,6 +1,8 @@
 """What every method that trains by gradients shares."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,8 +14,18 @@ from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sampling import device_of, dtype_of, evaluating
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.training import History, Step, TrainingOptions, train
+from flowbnn.training.randomness import loader_generators
 
-__all__ = ["Bundle", "first_batch", "optimizer_for", "prepare", "run", "run_options", "validator"]
+__all__ = [
+    "Bundle",
+    "first_batch",
+    "optimizer_for",
+    "prepare",
+    "run",
+    "run_options",
+    "undisturbed",
+    "validator",
+]
 
 
 class Bundle(nn.Module):
@@ -27,21 +39,34 @@ class Bundle(nn.Module):
         return call(self.network, inputs)
 
 
-def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
-    """A look at the data without disturbing the run: torch's generator is put back."""
+@contextmanager
+def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
+    """The loader may be gone through in the ``with`` block: torch's generator and the loader's own are put back afterwards.
+
+    Args:
+        seed: of torch's generator meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
+    """
+    generators = [torch.default_generator, *loader_generators(loader)]
+    states = [generator.get_state() for generator in generators]
+    if seed is not None:
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def first_batch(loader: Iterable[Any], seed: int | None = None) -> tuple[Any, Any]:
+    """A look at the data without disturbing the run: torch's generator is put back. The same seed sees the same batch."""
     if not hasattr(loader, "__iter__"):
         raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
     if hasattr(loader, "__next__"):
         raise FlowBNNError(
             "this loader can be gone through only once; give a DataLoader, or a list of batches"
         )
-    state = torch.get_rng_state()
-    own = getattr(loader, "generator", None)
-    own_state = own.get_state() if isinstance(own, torch.Generator) else None
-    batch = next(iter(loader), None)
-    torch.set_rng_state(state)
-    if own_state is not None:
-        own.set_state(own_state)  # type: ignore[union-attr]
+    with undisturbed(loader, seed):
+        batch = next(iter(loader), None)
     if batch is None:
         raise FlowBNNError("the loader is empty: there is nothing to train on")
     inputs, targets = split_batch(batch)
@@ -51,14 +76,17 @@ def first_batch(loader: Iterable[Any]) -> tuple[Any, Any]:
 
 
 def prepare(
-    model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str
+    model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str, seed: int | None = None
 ) -> tuple[Likelihood, Any, Callable[[Any], None]]:
-    """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches."""
-    inputs, targets = first_batch(loader)
+    """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches.
+
+    A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one.
+    """
+    inputs, targets = first_batch(loader, seed)
     inputs = move(inputs, device_of(model), dtype_of(model))
     with evaluating(model):
         outputs = call(model, inputs)
-    chosen = make_likelihood(likelihood, outputs, targets).to(device_of(model))
+    chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device_of(model))
     chosen.check(outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
     like = outputs[:1].detach()
@@ -89,22 +117,31 @@ def run(
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
     validation: Iterable[Any] | None,
     samples: int,
+    around: nn.Module | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> History:
-    """Train the network and the likelihood of a posterior as one, and leave the network ready to predict."""
+    """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
+
+    Args:
+        around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
+        settings: plain values of the method, kept in the checkpoint, so that a resumed run tells which of them have changed.
+    """
     if schedule is not None and not hasattr(loader, "__len__"):
         raise FlowBNNError("a learning-rate schedule needs a loader with a length")
-    posterior.model.train()
+    model = posterior.model if around is None else around
+    model.train()
     history = train(
-        Bundle(posterior.model, posterior.likelihood),
+        Bundle(model, posterior.likelihood),
         step,
         engine,
         loader,
         options,
         schedule=None if schedule is None else schedule(engine, len(loader) * options.epochs),
         validate=None if validation is None else validator(posterior, validation, samples),
-        names_below="network",
+        extra=settings,
+        names_below="network" if around is None else "network.network",
     )
-    posterior.model.eval()
+    model.eval()
     return history
 
 

@@ -1,7 +1,7 @@
 """Node noise: the posterior of document 000, flows on the multiplicative noise of every layer, fitted by the ELBO."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from flowbnn.inference.batches import count_data, repeat_each, rows, split_batch
 from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
 from flowbnn.inference.plans import observe
 from flowbnn.inference.posterior import Posterior
-from flowbnn.inference.sampling import Sampler
-from flowbnn.layers import hold_noise, noise, noise_layers, parameter_groups, recipe_from_dict
+from flowbnn.inference.sampling import Sampler, device_of
+from flowbnn.layers import InputNoise, hold_noise, noise, noise_layers, parameter_groups, recipe_from_dict
 from flowbnn.likelihoods import Likelihood
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.training import Clock, capturable, is_main_process
@@ -44,9 +44,36 @@ class NoisePosterior(Posterior):
         """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
         from copy import deepcopy
 
-        network = deepcopy(self.model)
+        network = deepcopy(self.model).eval()
         hold_noise(network, "shared", samples=1, seed=seed)
         return network
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
+
+        At site ``position`` these are the vectors at one position of the feature map.
+        """
+        if not isinstance(samples, int) or samples < 1:
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        device = device_of(self.model)
+        with torch.no_grad(), noise(self.model, "shared", samples, seed):
+            found = {}
+            for name, layer in noise_layers(self.model).items():
+                layer.part, layer.repeat = (0, samples), 1
+                found[name] = layer.shared_vectors(device)
+        return found
+
+    def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
+        layers = noise_layers(self.model)
+        if set(values) != set(layers):
+            raise FlowBNNError("log_prob takes the noise of every layer, as draws gives it")
+        for name, layer in layers.items():
+            if not isinstance(layer, InputNoise):
+                raise FlowBNNError(f"the noise of layer '{name}' is {layer.label}, which has no density")
+        with torch.no_grad():
+            found = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
+        return torch.stack(found).sum(0)
 
     def mean_network(self) -> nn.Module:
         """The plain network at the mean of the noise, which is absorbed into the weights."""
@@ -144,7 +171,7 @@ def fit(
             "'bf16-mixed' keeps noise and flows in float32",
             FlowBNNWarning,
         )
-    chosen, inputs, check = prepare(model, loader, likelihood)
+    chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
     align_batch_axes(model, inputs)
     idle = set(noise_layers(model)) - set(observe(model, inputs))
     for name in sorted(idle):
@@ -176,7 +203,21 @@ def fit(
     posterior = NoisePosterior(model, chosen)
     with noise(model, "sample"):
         posterior.history = run(
-            posterior, step, engine, loader, settings, schedule, validation, samples=validation_samples
+            posterior,
+            step,
+            engine,
+            loader,
+            settings,
+            schedule,
+            validation,
+            samples=validation_samples,
+            settings={
+                "beta": beta,
+                "gamma": gamma,
+                "warmup": warmup,
+                "samples": samples,
+                "num_data": objective.num_data,
+            },
         )
     for layer in noise_layers(model).values():
         if layer.group is not None:

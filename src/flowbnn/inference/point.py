@@ -40,7 +40,7 @@ def fit_point(
             "this network has noise; fit_point trains plain networks, fit trains stochastic ones"
         )
     settings = run_options(epochs, options, "training the network")
-    chosen, _, check = prepare(model, loader, likelihood)
+    chosen, _, check = prepare(model, loader, likelihood, settings.seed)
     groups = [
         {
             "params": [p for p in model.parameters() if p.requires_grad],

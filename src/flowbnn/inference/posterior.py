@@ -19,8 +19,10 @@ from flowbnn.inference.adaptive import Adaptive, adaptive_outputs, as_adaptive
 from flowbnn.inference.batches import call, move, rows, split_batch
 from flowbnn.inference.collecting import Store, expected_rows, in_groups
 from flowbnn.inference.gathering import Gathering, Sharded, gathering
+from flowbnn.inference.inputs import check_finite, checked_batch, is_batch
 from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
 from flowbnn.inference.running import Passes, PointPasses
+from flowbnn.inference.stored import Stored
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.predictive.base import NotFinite
@@ -35,6 +37,7 @@ from flowbnn.training import (
 )
 
 __all__ = ["PointPosterior", "Posterior"]
+
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
 
@@ -156,7 +159,7 @@ class Posterior:
         progress: bool = True,
     ) -> tuple[Any, Tensor | None]:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
-        if _is_batch(inputs):
+        if is_batch(inputs):
             sharded = False  # one batch is this process's own affair
         try:
             with gathering(inputs, sharded, shared) as together:
@@ -175,7 +178,7 @@ class Posterior:
     def _first_overflow(self, inputs: Any, half: torch.dtype) -> str:
         """The layer that first makes numbers that are none in half precision, as far as the first batches tell."""
         device = device_of(self.model)
-        batches = [inputs] if _is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
+        batches = [inputs] if is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
         for some in batches:
             moved = move(some, device, dtype_of(self.model))
             with evaluating(self.model), casting(device, half):
@@ -211,15 +214,15 @@ class Posterior:
                 samples, shared=shared, seed=own, max_batch=max_batch, precision=precision, compile=compile
             )
 
-        if _is_batch(inputs):
-            _check_finite(inputs)
+        if is_batch(inputs):
+            check_finite(inputs)
             with drawing() as draw:
                 outputs, spent = self._draw_all(draw, inputs, samples, rule)
             return self._predictive(outputs, spent), None
         if not hasattr(inputs, "__iter__"):
             raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
         inputs = inputs if together is None else together
-        batches = map(_checked, track(inputs, "predicting", progress and is_main_process()))
+        batches = map(checked_batch, track(inputs, "predicting", progress and is_main_process()))
         store = Store(expected_rows(inputs))
         counts: list[Tensor] = []
         targets: list[Tensor] = []
@@ -267,6 +270,14 @@ class Posterior:
                 return likelihood.predictive(outputs)
             return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
 
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """One network of the posterior, to be used as any network is."""
+        raise FlowBNNError(f"a {type(self).__name__} has no single network to hand out; it can predict")
+
+    def log_prob(self, values: Any) -> Tensor:
+        """Log-density of weights, where the method has one."""
+        raise FlowBNNError(f"a {type(self).__name__} has no density that could be computed; it can predict")
+
     def document(self) -> dict[str, Any]:
         """What is saved beside the tensors."""
         return {
@@ -277,14 +288,22 @@ class Posterior:
 
     def save(self, path: str | Path) -> Path:
         """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
+        return save_tensors(path, self.tensors(), self.document())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved: the network, the likelihood, and what more the posterior has."""
         tensors = {f"network.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"likelihood.{name}": value for name, value in self.likelihood.state_dict().items()}
-        return save_tensors(path, tensors, self.document())
+        return tensors | self.extra_tensors()
+
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """What is saved besides the network and the likelihood."""
+        return {}
 
     @classmethod
-    def read(cls, path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def read(cls, path: str | Path | Stored) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and document of a saved posterior of this kind."""
-        tensors, document = load_tensors(path)
+        tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind != cls.kind:
             raise FlowBNNError(f"'{path}' holds a {kind or 'file of another kind'}, not a {cls.kind}")
@@ -340,6 +359,10 @@ class PointPosterior(Posterior):
     ) -> AbstractContextManager[Any]:
         return PointPasses(self.model, samples, max_batch, precision, compile)
 
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """A copy of the one network."""
+        return deepcopy(self.model).eval()
+
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
         """Read a saved posterior into ``network``."""
@@ -352,32 +375,3 @@ def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int
         return rows
     draw.total = total
     return lambda inputs: draw.full_pass(inputs) if rule is None else max(draw.full_pass(inputs), TOGETHER)
-
-
-def _checked(batch: Any) -> Any:
-    _check_finite(split_batch(batch)[0])
-    return batch
-
-
-def _is_batch(inputs: Any) -> bool:
-    if isinstance(inputs, Tensor) or hasattr(inputs, "keys"):
-        return True
-    return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
-
-
-def _check_finite(inputs: Any) -> None:
-    tensors = (
-        [inputs]
-        if isinstance(inputs, Tensor)
-        else list(inputs.values() if hasattr(inputs, "keys") else inputs)
-    )
-    for tensor in tensors:
-        if (
-            isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and not bool(torch.isfinite(tensor).all())
-        ):
-            bad = (~torch.isfinite(tensor)).flatten(1).any(1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
-            raise FlowBNNError(
-                f"the inputs hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows; clean them before predicting"
-            )

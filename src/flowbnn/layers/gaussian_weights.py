@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
@@ -20,7 +19,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.layers.perturbations import flipout_noise, local_noise
 from flowbnn.layers.sharing import Share
 
-__all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "gaussian_kl", "mixture_kl"]
+__all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "check_mixture", "gaussian_kl", "mixture_kl"]
 
 Way = Literal["reparameterization", "local", "flipout"]
 _WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
@@ -42,20 +41,42 @@ def mixture_kl(
 ) -> Tensor:
     r"""The KL to :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, which has no closed form.
 
-    :math:`E_q \log q` has one; :math:`E_q \log p` is estimated at the draws :math:`\mu + \sigma \epsilon`, averaged over the first axis of
-    ``normal``, ``[K, n]``.
+    :math:`E_q \log q` has one; :math:`E_q \log p` is estimated at the draws :math:`\mu + \sigma \epsilon`, averaged over the first
+    axis of ``normal``, ``[K, n]``.
 
     >>> same = mixture_kl(torch.zeros(3), torch.zeros(3), torch.ones(1, 3), 0.5, 1.0, 1.0)  # one Gaussian: the closed form at e = 1
     >>> round(same.item(), 6)
     0.0
     """
-    square = torch.addcmul(mean, log_std.exp(), normal).square()
-    # the ratio of the two densities at zero and how it falls: log p = log p_2 + log(1 + ratio)
-    start = math.log(pi) - math.log1p(-pi) + math.log(sigma2) - math.log(sigma1)
-    slope = 0.5 * (sigma2**-2 - sigma1**-2)
-    log_prior = F.softplus(torch.add(square * slope, start)) - 0.5 * sigma2**-2 * square
-    constant = mean.numel() * (math.log(sigma2) - math.log1p(-pi) - 0.5)
-    return constant - log_prior.sum() / normal.shape[0] - log_std.sum()
+    return _MixtureKL.apply(mean, log_std, normal, pi, sigma1, sigma2)
+
+
+class _MixtureKL(torch.autograd.Function):
+    """:func:`mixture_kl` as one node: its derivatives need no more than the second component's responsibility."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, log_std: Tensor, normal: Tensor, pi: float, sigma1: float, sigma2: float
+    ) -> Tensor:
+        std = log_std.exp()
+        draws = torch.addcmul(mean, std, normal)
+        square = draws * draws
+        first = square.mul(-0.5 * sigma1**-2).add_(math.log(pi) - math.log(sigma1))
+        second = square.mul_(-0.5 * sigma2**-2).add_(math.log1p(-pi) - math.log(sigma2))
+        share = torch.sigmoid(second - first)
+        larger = torch.maximum(first, second).sum() - torch.maximum(share, 1.0 - share).log().sum()
+        ctx.save_for_backward(std, draws, normal, share)
+        ctx.precisions = (sigma1**-2, sigma2**-2)
+        return -0.5 * mean.numel() - larger / normal.shape[0] - log_std.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        std, draws, normal, share = ctx.saved_tensors
+        first, second = ctx.precisions
+        to_draws = share.mul(second - first).add_(first).mul_(draws).mul_(gradient / len(draws))
+        to_log_std = (to_draws * normal).sum(0).mul_(std).sub_(gradient)
+        return to_draws.sum(0), to_log_std, None, None, None, None
 
 
 class Places:
@@ -107,7 +128,9 @@ class GaussianWeights(nn.Module):
         self.shapes = [mean[name].shape for name in self.names]
         sizes = [shape.numel() for shape in self.shapes]
         self.sizes = sizes
-        counts = {way: sum(s for n, s in zip(self.names, sizes, strict=True) if chosen[n] == way) for way in _WAYS}
+        counts = {
+            way: sum(s for n, s in zip(self.names, sizes, strict=True) if chosen[n] == way) for way in _WAYS
+        }
         self.moved = counts["reparameterization"]  # these weights are drawn; the others stay at their means
         self.drawn = self.moved + counts["flipout"]
         self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in self.names]))
@@ -150,7 +173,7 @@ class GaussianWeights(nn.Module):
         mixture: tuple[float, float, float] | None = None,
         samples: int = 1,
     ) -> Divergence:
-        r"""KL to the prior :math:`\mathcal N(0, \sigma_0^2)`, or to a scale mixture ``(pi, sigma1, sigma2)`` on fresh draws; entropy."""
+        r"""KL to the prior :math:`\mathcal N(0, \sigma_0^2)`, or to a mixture ``(pi, sigma1, sigma2)`` on fresh draws; entropy."""
         mean, log_std = self.mean, self.log_std
         with torch.no_grad():
             entropy = log_std.sum() + 0.5 * mean.numel() * (1.0 + math.log(2.0 * math.pi))
@@ -169,7 +192,9 @@ class DrawnWeights(nn.Module):
         ways: ``"local"`` or ``"flipout"`` by the names of such layers.
     """
 
-    def __init__(self, network: nn.Module, weights: GaussianWeights, ways: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, network: nn.Module, weights: GaussianWeights, ways: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self.network, self.weights = network, weights
         self.share: Share | None = None  # the batch is spread over several processes: the rows that are here
@@ -180,11 +205,15 @@ class DrawnWeights(nn.Module):
         for layer, way in (ways or {}).items():
             module = network.get_submodule(layer)
             own = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
-            hook = self._hook(own["weight"], own.get("bias", ""), flipout_noise if way == "flipout" else local_noise)
+            hook = self._hook(
+                own["weight"], own.get("bias", ""), flipout_noise if way == "flipout" else local_noise
+            )
             self.hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def _hook(self, weight: str, bias: str, noise: Any) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor | None:
             if self.behind is None:
                 return None
             x = args[0] if args else kwargs["input"]
@@ -214,7 +243,9 @@ class DrawnWeights(nn.Module):
 def check_mixture(pi: float, sigma1: float, sigma2: float) -> tuple[float, float, float]:
     """The scale mixture's numbers, or one clear line."""
     if not 0.0 < pi < 1.0:
-        raise FlowBNNError(f"pi is the share of the first component of the mixture, above 0 and below 1, not {pi}")
+        raise FlowBNNError(
+            f"pi is the share of the first component of the mixture, above 0 and below 1, not {pi}"
+        )
     if not (sigma1 > 0 and sigma2 > 0 and math.isfinite(sigma1) and math.isfinite(sigma2)):
         raise FlowBNNError(f"sigma1 and sigma2 are standard deviations above 0, not {sigma1} and {sigma2}")
     return float(pi), float(sigma1), float(sigma2)

@@ -30,12 +30,13 @@ __all__ = ["Group", "Key", "Panel", "Plot", "nice_ticks", "to_png", "to_svg"]
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend; ``mark`` is 'line', 'area', 'dot' or 'sizes' (a small and a large dot)."""
+    """One entry of a legend; ``mark`` is 'line', 'area', 'dot', 'sizes' (two dots) or 'ramp' (from nothing to the colour)."""
 
     label: str
     colour: str
     mark: str = "line"
     dashes: str = ""
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,35 @@ def _handle(key: Key) -> Any:
             Line2D([], [], color=colour, marker="o", linestyle="none", markersize=size, markeredgewidth=0)
             for size in (2.5, 9)
         )
+    if key.mark == "ramp":
+        return tuple(
+            Line2D(
+                [],
+                [],
+                color=colour,
+                alpha=alpha,
+                marker="s",
+                linestyle="none",
+                markersize=8,
+                markeredgewidth=0,
+            )
+            for alpha in (0.15, 0.55, 1.0)
+        )
     if key.mark == "line":
         return Line2D([], [], color=colour, linestyle=_dashes(key.dashes))
     marker = "s" if key.mark == "area" else "o"
-    return Line2D([], [], color=colour, marker=marker, linestyle="none", markersize=8 if marker == "s" else 6)
+    size = 8 if marker == "s" else 6
+    edge = 0.0 if key.alpha is not None else None
+    return Line2D(
+        [],
+        [],
+        color=colour,
+        marker=marker,
+        linestyle="none",
+        markersize=size,
+        alpha=key.alpha,
+        markeredgewidth=edge,
+    )
 
 
 def _dashes(pattern: str) -> Any:

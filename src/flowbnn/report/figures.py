@@ -12,6 +12,9 @@ from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
 from flowbnn.report.figures_bars import bars
 from flowbnn.report.figures_calibration import field, reliability
 from flowbnn.report.figures_density import density, images
+from flowbnn.report.figures_draws import draws
+from flowbnn.report.figures_gallery import bands, maps
+from flowbnn.report.figures_pareto import pareto
 from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import assign_colours, light, tick
 
@@ -185,6 +188,10 @@ KINDS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
     "density": density,
     "field": field,
     "images": images,
+    "bands": bands,
+    "map": maps,
+    "draws": draws,
+    "pareto": pareto,
 }
 
 

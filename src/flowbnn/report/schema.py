@@ -65,6 +65,19 @@ _PAIR: Shape = {
 }
 _GROUP: Shape = {"label": "text", "edges": "numbers", "fraction": "numbers"}
 _IMAGE: Shape = {"title": "text", "pixels": "pixels", "bars?": [{"label": "text", "value?": "number"}]}
+_POINTS: Shape = {"x": "numbers", "y": "numbers"}
+_BAND: Shape = {
+    "title": "text",
+    "note?": "text",
+    "x": "numbers",
+    "mean": "numbers",
+    "epistemic": "numbers",
+    "total": "numbers",
+    "points": _POINTS,
+}
+_MAP: Shape = {"title": "text", "note?": "text", "values": "table"}
+_DRAWS: Shape = {"title": "text", "note?": "text", "sides": [{"note?": "text", "samples": "table"}]}
+_ITEM: Shape = {"label": "text", "colour?": "text", "x?": "number", "y?": "number"}
 
 FIGURES: dict[str, Shape] = {
     "curves": {
@@ -78,6 +91,22 @@ FIGURES: dict[str, Shape] = {
     "density": {"panels": [_DENSITY], "pairs?": [_PAIR]},
     "field": {"models": [_FIELD]},
     "images": {"panels": [_IMAGE]},
+    "bands": {"x_label?": "text", "span?": "numbers", "truth?": _POINTS, "panels": [_BAND]},
+    "map": {
+        "label?": "text",
+        "top?": "number",
+        "x?": "numbers",
+        "y?": "numbers",
+        "points?": "table",
+        "point_class?": "numbers",
+        "ring?": "number",
+        "panels": [_MAP],
+    },
+    "draws": {"classes?": ["text"], "images?": [{"title": "text", "pixels": "pixels"}], "panels": [_DRAWS]},
+    "pareto": {
+        "families?": [{"label": "text", "colour": "text"}],
+        "panels": [{"title": "text", "x_label?": "text", "y_label?": "text", "items": [_ITEM]}],
+    },
 }
 _RESULTS: Shape = {
     "study": "text",
@@ -194,6 +223,16 @@ def _check_lengths(kind: str, data: dict[str, Any], where: str) -> None:
             equal(group, "edges", ["fraction"], 1, f"{place}.groups[{number}]")
         if kind == "density":
             equal(panel, "x", ["posterior", "prior"], 0, place)
+        if kind == "bands":
+            equal(panel, "x", ["mean", "epistemic", "total"], 0, place)
+            equal(panel["points"], "x", ["y"], 0, f"{place}.points")
+        if kind == "map" and numbers(panel["values"]).shape != (
+            len(data.get("y") or []),
+            len(data.get("x") or []),
+        ):
+            raise FlowBNNError(
+                f"{place}.values should have a row for each y and a column for each x of the map"
+            )
     for index, pair in enumerate(data.get("pairs") or []):
         _check_pair(pair, f"{where}.pairs[{index}]")
     for index, model in enumerate(data.get("models", [])):

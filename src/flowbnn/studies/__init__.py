@@ -1,28 +1,36 @@
 """One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
 
->>> [study.name for study in studies()]
-['two-clusters', 'flow-length', 'digits', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
+>>> [study.name for study in studies()][:7]
+['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'compare']
+>>> [study.name for study in studies()][7:]
+['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
 """
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.studies.base import Findings, Metric, Parts, Study, Variant
+from flowbnn.studies.clusters_2d import Clusters2d
+from flowbnn.studies.comparing import CompareStudy, Comparison, compare
 from flowbnn.studies.digits import DigitsStudy
+from flowbnn.studies.elephant import Elephant
 from flowbnn.studies.flow_length import FlowLength
 from flowbnn.studies.job import Job
 from flowbnn.studies.lenet_cifar10 import LeNetCifar10
 from flowbnn.studies.lenet_fashion import LeNetFashion
+from flowbnn.studies.regression_1d import Regression1d
 from flowbnn.studies.running import run_study
 from flowbnn.studies.two_clusters import TwoClusters
 from flowbnn.studies.vgg16_cifar10 import VGG16Cifar10
 from flowbnn.studies.workers import open_workers
 
 __all__ = [
+    "Comparison",
     "Findings",
     "Job",
     "Metric",
     "Parts",
     "Study",
     "Variant",
+    "compare",
     "get_study",
     "open_workers",
     "register_study",
@@ -36,6 +44,10 @@ _STUDIES: dict[str, Study] = {
         TwoClusters(),
         FlowLength(),
         DigitsStudy(),
+        Regression1d(),
+        Clusters2d(),
+        Elephant(),
+        CompareStudy(),
         LeNetFashion(),
         LeNetCifar10(),
         VGG16Cifar10(),
@@ -53,7 +65,7 @@ def get_study(name: str) -> Study:
 
     >>> get_study("two-cluster")
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: there is no study 'two-cluster'; did you mean 'two-clusters'?
+    flowbnn.errors.FlowBNNError: there is no study 'two-cluster'; did you mean 'two-clusters' or 'clusters-2d'?
     """
     if name not in _STUDIES:
         raise FlowBNNError(f"there is no study '{name}'{nearest(name, _STUDIES)}")

@@ -175,6 +175,14 @@ class Study:
         True  # False: a trained network is deleted when no training needs it any more
     )
 
+    def folder(self, settings: Any) -> str:
+        """The name of the results' folder."""
+        return self.name
+
+    def heading(self, settings: Any) -> str:
+        """The title of the results."""
+        return self.title
+
     def variants(self, settings: Any) -> tuple[Variant, ...]:
         """What is trained, in the order of the table; a variant comes after the one it starts from."""
         raise NotImplementedError(f"{type(self).__name__} must define variants(settings)")
@@ -229,7 +237,7 @@ class Study:
         out: str | Path = "results",
         **options: Any,
     ) -> dict[str, Any]:
-        """Run the study and write ``out/<name>/results.json``; see :func:`flowbnn.studies.run_study`."""
+        """Run the study and write ``out/<folder>/results.json``; see :func:`flowbnn.studies.run_study`."""
         from flowbnn.studies.running import run_study
 
         return run_study(self, settings=settings, seeds=seeds, out=out, **options)

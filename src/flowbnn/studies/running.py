@@ -83,7 +83,7 @@ def run_study(
     if together and (workers.number if workers is not None else jobs) > 1:
         raise FlowBNNError("jobs train side by side and devices train one together: use one or the other")
     connect(TrainingOptions(**where))
-    folder = Path(out) / study.name
+    folder = Path(out) / study.folder(settings)
     variants = study.variants(settings)
     every = [
         Job(study.name, variant.key, seed, settings, folder, variant.after, resume, **where)
@@ -188,8 +188,8 @@ def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> d
 
     results = {
         "schema": SCHEMA,
-        "study": study.name,
-        "title": study.title,
+        "study": study.folder(settings),
+        "title": study.heading(settings),
         "question": study.question,
         "answer": findings.answer,
         "source": study.source,

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.layers import Noise, Share
+from flowbnn.layers.gaussian_weights import DrawnWeights
+from flowbnn.layers.multiplicative import MultiplicativeWeights
 from flowbnn.training.engine import FabricEngine
 from flowbnn.training.interrupt import Terminated
 from flowbnn.training.options import TrainingOptions
@@ -30,6 +32,8 @@ from flowbnn.training.sharing import SharedLoader, shared_dropout, synchronised_
 __all__ = ["CrewEngine", "WorkerLost", "is_connection_loss"]
 
 LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer|timed out", re.IGNORECASE)
+
+DRAWING = (Noise, DrawnWeights, MultiplicativeWeights)  # what draws for every row of a batch
 
 
 class WorkerLost(FlowBNNError):
@@ -56,7 +60,7 @@ class CrewEngine(FabricEngine):
         super().__init__(options, fabric)
         self.share: Share | None = None
         self.weight = 1.0
-        self.noise: list[Noise] = []
+        self.noise: list[Any] = []
         self.running: list[tuple[nn.Module, Tensor]] = []
         self.everyone: list[Any] = [None] * self.processes
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
@@ -74,7 +78,7 @@ class CrewEngine(FabricEngine):
 
     @contextmanager
     def sharing(self, model: nn.Module) -> Iterator[None]:
-        self.noise = [module for module in model.modules() if isinstance(module, Noise)]
+        self.noise = [module for module in model.modules() if isinstance(module, DRAWING)]
         self.running = [
             (module, buffer)
             for module in model.modules()

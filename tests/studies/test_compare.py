@@ -1,0 +1,189 @@
+"""The comparison: its front, its costs, its table, a user's own network, and the command line."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import flowbnn as fb
+from flowbnn.cli import app
+from flowbnn.data import TensorLoader, clusters, ring
+from flowbnn.errors import FlowBNNError
+from flowbnn.report import load_results
+from flowbnn.report.figures_pareto import front_of
+from flowbnn.studies import Parts
+from flowbnn.studies.comparing.findings import pareto_front, with_ratios
+from flowbnn.studies.comparing.measuring import PeakMemory, kept_numbers
+from flowbnn.studies.comparing.registry import DATA, NETWORKS, make_network, prepare_data
+from flowbnn.studies.lineup import find_rivals
+
+QUICK = ["--quick", "--jobs", "1", "--no-progress", "--set", "train=60", "--set", "test=40", "--epochs", "2"]
+
+
+def loaders():
+    generator = torch.Generator().manual_seed(0)
+    train = TensorLoader(*clusters(80, 1.2, generator), batch_size=40)
+    return train, TensorLoader(*clusters(60, 1.2, generator), batch_size=40), ring(30, 18.0, generator)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def made(**values):
+    content = {
+        (key.replace("_", "-"), 0): {"values": {"train_seconds": seconds, "predict_seconds": 1.0, "nll": nll}}
+        for key, (seconds, nll) in values.items()
+    }
+    return Parts([0], content)
+
+
+def test_the_front_by_hand():
+    # 0: cheapest; 1: dearer and better; 2: beaten by 1; 3: as dear as 1 and worse; 4: the best and dearest
+    costs, losses = [1.0, 2.0, 3.0, 2.0, 9.0], [0.5, 0.3, 0.4, 0.6, 0.1]
+    assert front_of(costs, losses) == [0, 1, 4]
+    assert front_of([2.0, 1.0], [0.1, 0.1]) == [1]
+    assert front_of([1.0, 1.0], [0.2, 0.2]) == [0, 1]
+    assert front_of([], []) == []
+
+
+def test_times_are_those_of_the_plain_network_and_the_front_follows():
+    parts = with_ratios(made(mle=(2.0, 0.5), map=(3.0, 0.6), mc_dropout=(8.0, 0.2)))
+    assert [parts.mean(key, "training") for key in ("mle", "map", "mc-dropout")] == [1.0, 1.5, 4.0]
+    chosen = find_rivals(["mle", "map", "mc-dropout"])
+    assert [rival.key for rival in pareto_front(parts, chosen, "training", "nll")] == ["mle", "mc-dropout"]
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch teaches the noise nothing
+def test_the_numbers_a_posterior_keeps_by_hand():
+    train, _, _ = loaders()
+    plain = 2 * 8 + 8 + 8 * 2 + 2
+    quiet = {"progress": False, "accelerator": "cpu", "seed": 0}
+    assert kept_numbers(fb.MAP(epochs=1).fit(network(), train, **quiet)) == plain
+    assert kept_numbers(fb.DeepEnsemble(3, epochs=1).fit(network(), train, **quiet)) == 3 * plain
+    noisy = fb.NodeNoise("gaussian", epochs=1).fit(network(), train, **quiet)
+    assert kept_numbers(noisy) >= plain + 2 * (2 + 8)  # a mean and a scale for each input of a layer
+
+
+def test_memory_is_seen_or_not_told():
+    memory = PeakMemory()
+    held = torch.ones(30 * 2**20)
+    peak = memory.read()
+    assert float(held[0]) == 1.0
+    assert peak is None or 110 <= peak < 400
+
+
+def test_every_network_fits_every_set_of_images():
+    for name in NETWORKS:
+        bundle = prepare_data(name, "digits", seed=0, train=4, test=4)
+        assert make_network(name, bundle).eval()(bundle.test[0]).shape == (4, bundle.classes)
+    assert set(DATA) == {"digits", "clusters", "mnist", "fashion-mnist", "cifar10"}
+
+
+def test_a_users_own_network_and_loaders(tmp_path):
+    train, test, strange = loaders()
+    mine = network()
+    before = [parameter.clone() for parameter in mine.parameters()]
+    methods = ["mc-dropout", fb.MAP(epochs=2, lr=0.1)]
+    options = {"novel": strange, "methods": methods, "epochs": 2, "samples": 4, "progress": False}
+    found = fb.compare(mine, train, test, folder=tmp_path, **options)
+    assert all(torch.equal(a, b) for a, b in zip(before, mine.parameters(), strict=True))
+    assert {row["key"] for row in found.rows} == {"mle", "mc-dropout", "map"}
+    nll = [row["nll"] for row in found.rows]
+    assert nll == sorted(nll)
+    assert found.best == found.rows[0]["key"]
+    row = next(row for row in found.rows if row["key"] == "mle")
+    assert row["training"] == row["prediction"] == 1.0
+    assert row["parameters"] == 42
+    assert 0 <= row["auroc"] <= 1
+    text = str(found)
+    assert "MAP(epochs=2, lr=0.1)" in text
+    assert found.findings.answer in text
+    assert "Training" in found.table().splitlines()[0]
+    results = load_results(tmp_path)
+    assert [one["key"] for one in results["rows"]] == [one["key"] for one in found.rows]
+    part = tmp_path / "parts" / "mc-dropout-seed0.json"
+    stamp = part.stat().st_mtime_ns
+    again = fb.compare(mine, train, test, folder=tmp_path, resume=True, **options)
+    assert part.stat().st_mtime_ns == stamp
+    assert again.rows == found.rows
+
+
+def test_numbers_are_compared_too():
+    x = torch.linspace(-1, 1, 40).unsqueeze(1)
+    loader = TensorLoader(x, x**2, batch_size=20)
+    methods = {"dropped": fb.MCDropout(epochs=2)}
+    found = fb.compare(nn.Linear(1, 1), loader, loader, methods=methods, epochs=2, samples=3, progress=False)
+    assert {"rmse", "nll", "coverage_90"} <= set(found.rows[0])
+    assert "accuracy" not in found.rows[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ["mapp"]}, "did you mean 'map'"),
+        ({"methods": [3]}, "names or methods"),
+        ({"resume": True}, "needs the folder"),
+        ({"network": 3}, "takes a network"),
+        ({"test_loader": iter([])}, "gone through once for every method"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_a_line(change, message):
+    train, test, _ = loaders()
+    given = {"network": network(), "train_loader": train, "test_loader": test, "progress": False} | change
+    with pytest.raises(FlowBNNError, match=message) as caught:
+        fb.compare(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_compares_and_goes_on(tmp_path):
+    words = ["compare", "--network", "mlp", "--data", "clusters", "--out", tmp_path, *QUICK]
+    done = call(*words, "--methods", "map")
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "compare-mlp-clusters" / "results.json").read_text())
+    assert {row["key"] for row in results["rows"]} == {"mle", "map"}
+    assert results["command"].startswith(
+        "flowbnn compare --network mlp --data clusters --methods map --epochs 2"
+    )
+    assert results["title"] == "Which method for mlp on clusters?"
+    for column in (
+        "Accuracy",
+        "NLL",
+        "ECE",
+        "Brier",
+        "Novelty AUROC",
+        "Training",
+        "Prediction",
+        "Parameters",
+    ):
+        assert column in done.output
+    part = tmp_path / "compare-mlp-clusters" / "parts" / "map-seed0.json"
+    stamp = part.stat().st_mtime_ns
+    again = call(*words, "--methods", "map,mc-dropout", "--resume")
+    assert again.exit_code == 0, again.output
+    assert part.stat().st_mtime_ns == stamp
+    assert "MC dropout" in again.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--network", "lenett"], "did you mean 'lenet'"),
+        (["--data", "digit"], "did you mean 'digits'"),
+        (["--data", "clusters"], "take --network mlp"),
+        (["--methods", "laplac"], "did you mean 'laplace'"),
+        (["--epochs", "0"], "--epochs is at least 1"),
+    ],
+)
+def test_bad_words_are_told_in_a_line(words, message, tmp_path):
+    result = call("compare", "--quick", "--jobs", "1", "--out", tmp_path, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
