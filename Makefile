@@ -32,6 +32,8 @@ bench: $(STAMP)  ## speed, as ratios to the plain network
 	$(BIN)/python benchmarks/flows.py --rounds 20 --out $(OUT)
 	$(BIN)/python benchmarks/memory.py --out $(OUT)
 	$(BIN)/python benchmarks/scaling.py --out $(OUT)
+	$(BIN)/python benchmarks/methods.py --rounds 20 --out $(OUT)
+	$(BIN)/python benchmarks/laplace.py --batch 250 --rounds 7 --out $(OUT)
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info
