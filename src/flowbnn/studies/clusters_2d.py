@@ -256,8 +256,11 @@ def answer(parts: Parts, chosen: list[Rival]) -> str:
     )
     seeing = [rival for rival in order if rival not in blind]
     if blind and 2 * len(blind) > len(order):
-        better = words(parts, seeing, "auroc") if seeing else "nobody"
-        text += f" Better than guessing is {better}: the other {len(blind)} are surer of the ring than of what they know."
+        if seeing:
+            text += f" Better than guessing is {words(parts, seeing, 'auroc')}: the other {len(blind)}"
+        else:
+            text += f" Nobody is better than guessing: all {len(blind)}"
+        text += " are surer of the ring than of what they know."
     elif blind:
         text += f" No better than guessing: {words(parts, blind, 'auroc')}."
     by_entropy = best_by(parts, chosen, "ring_entropy", higher=True)

@@ -118,6 +118,10 @@ class Elephant(RivalStudy):
     )
     source = "document 002, section 1.6 and figure 6, on digits in place of Fashion-MNIST"
     settings = Settings
+    specific: ClassVar[dict[str, dict[str, Any]]] = {  # chains as long as a study of minutes allows
+        "hmc": {"samples": 40, "warmup": 40, "chains": 1, "steps": 8},
+        "nuts": {"samples": 30, "warmup": 30, "chains": 1, "max_depth": 3},
+    }
     quick: ClassVar[dict[str, Any]] = {"epochs": 2, "samples": 8, "drawn": 8, "width": 4, "hidden": 16}
 
     def judged(self, job: Job, rival: Rival) -> dict[str, Any]:
