@@ -7,8 +7,8 @@ What it leaves out makes it an approximation. There is no accept step, so the va
 itself for a curvature :math:`h` of the loss per example; the gradient noise of minibatches adds to the injected one by a share of
 :math:`\epsilon G N v / 2 B` for a variance :math:`v` of the examples' gradients in batches of :math:`B`. Both vanish with the step size
 ``lr``. What does not is that the preconditioner's own change is neglected, as in the paper: where the gradients' size follows the
-weights more than the minibatches, and its memory ``alpha`` is shorter than the chain's, variances come out too large (by up to three quarters in
-a Gaussian without minibatches); ``preconditioned=False`` is without this. And one chain moves slowly.
+weights more than the minibatches, and its memory ``alpha`` is shorter than the chain's, variances come out too large (by up to three
+quarters in a Gaussian without minibatches); ``preconditioned=False`` is without this. And one chain moves slowly.
 """
 
 from collections.abc import Iterable, Iterator, Sized
@@ -112,7 +112,7 @@ class SGLD(Method):
         model, number = self.copied(network), self.count(loader, num_data)
         if not isinstance(loader, Sized):
             raise FlowBNNError("SGLD plans its cycles ahead and needs a loader with a length")
-        chosen, _, _ = prepare(model, loader, likelihood)
+        chosen, _, _ = prepare(model, loader, likelihood, settings.seed)
         plan = self.plan(len(loader) * self.epochs)
         decay = 1.0 / (self.prior_scale**2 * number)
         groups: list[dict[str, Any]] = [
