@@ -25,7 +25,7 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
     >>> nearest("zebra", ["conv1"])
     "; there is 'conv1'"
     """
-    known = list(known)
+    known = list(dict.fromkeys(known))
     close = get_close_matches(word, known, n=most, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"

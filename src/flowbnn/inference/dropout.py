@@ -97,7 +97,8 @@ class MCDropout(Method):
             )
             return DropoutPosterior(point.model, point.likelihood, point.history)
         rate = 0.1 if self.rate is None else self.rate
-        names = [name for name, part in model.named_modules() if wrappable(part)]
+        inner = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
+        names = [name for name, part in model.named_modules() if wrappable(part) and id(part) not in inner]
         if not names:
             raise FlowBNNError(
                 "this network has no layer that dropout could stand before; give it nn.Dropout of its own"

@@ -32,6 +32,8 @@ __all__ = ["DeepEnsemble", "initialize_anew"]
 def initialize_anew(network: nn.Module) -> list[str]:
     """Call ``reset_parameters`` of every layer that has it; returns the weights that are still what they were, constant ones aside.
 
+    What is frozen (``requires_grad=False``) stays as it is, with the buffers of layers of which all is frozen.
+
     >>> initialize_anew(nn.Linear(2, 2))
     []
     """
@@ -40,16 +42,29 @@ def initialize_anew(network: nn.Module) -> list[str]:
         for value in network.parameters():
             value.add_(0.125)  # what still has this afterwards was not given a start
     marked = {name: value.detach().clone() for name, value in network.named_parameters()}
+    held = [
+        (buffer, buffer.clone())
+        for module in network.modules()
+        if (own := list(module.parameters())) and not any(value.requires_grad for value in own)
+        for buffer in module.buffers()
+    ]
     for module in network.modules():
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
     left = [name for name, value in network.named_parameters() if torch.equal(value, marked[name])]
+    frozen = {name for name, value in network.named_parameters() if not value.requires_grad}
     with torch.no_grad():
         for name, value in network.named_parameters():
-            if name in left:
+            if name in left or name in frozen:
                 value.copy_(before[name])
-    return [name for name in left if bool((before[name] != before[name].flatten()[0]).any())]
+        for buffer, kept in held:
+            buffer.copy_(kept)
+    return [
+        name
+        for name in left
+        if name not in frozen and bool((before[name] != before[name].flatten()[0]).any())
+    ]
 
 
 @register_method
@@ -63,7 +78,8 @@ class DeepEnsemble(Method):
             after the other, ``"auto"`` stacks where the network, the loader, the optimizer and the options of the run allow it.
             Both give the same members but for rounding; with dropout, other draws of it.
         initialize: gives a copy of the network its start, in place, with torch's generator seeded for the member; unless given,
-            ``reset_parameters`` of all its layers. ``lambda network: None`` lets all start from the given weights.
+            ``reset_parameters`` of all its layers, what is frozen (``requires_grad=False``) excepted. ``lambda network: None`` lets
+            all start from the given weights.
         prior_scale: of each member's Gaussian prior, as in :class:`~flowbnn.MAP`.
 
     ``checkpoint`` names a folder, in which each member (or those that are trained together) has a file; with ``resume=True`` members

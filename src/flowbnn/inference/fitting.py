@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import call, move, split_batch
+from flowbnn.inference.batches import apply, call, move, split_batch, tensors_of
 from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sampling import device_of, dtype_of, evaluating
 from flowbnn.likelihoods import Likelihood, make_likelihood
@@ -18,6 +18,7 @@ from flowbnn.training.randomness import loader_generators
 
 __all__ = [
     "Bundle",
+    "check_loader",
     "first_batch",
     "optimizer_for",
     "prepare",
@@ -36,7 +37,16 @@ class Bundle(nn.Module):
         self.network, self.likelihood = network, likelihood
 
     def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, inputs)
+        return call(self.network, self.cast(inputs))
+
+    def cast(self, inputs: Any) -> Any:
+        """Real numbers in the precision of the weights, as prediction has them."""
+        wanted = dtype_of(self.network)
+        if wanted is None or all(
+            part.dtype == wanted for part in tensors_of(inputs) if part.is_floating_point()
+        ):
+            return inputs
+        return apply(inputs, lambda part: part.to(wanted) if part.is_floating_point() else part)
 
 
 @contextmanager
@@ -57,14 +67,21 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
             generator.set_state(state)
 
 
-def first_batch(loader: Iterable[Any], seed: int | None = None) -> tuple[Any, Any]:
-    """A look at the data without disturbing the run: torch's generator is put back. The same seed sees the same batch."""
-    if not hasattr(loader, "__iter__"):
+def check_loader(loader: Any) -> None:
+    """Refuse what is no loader, or an empty one, before anything is asked of it."""
+    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
     if hasattr(loader, "__next__"):
         raise FlowBNNError(
             "this loader can be gone through only once; give a DataLoader, or a list of batches"
         )
+    if isinstance(loader, list | tuple) and not loader:
+        raise FlowBNNError("the loader is empty: there is nothing to train on")
+
+
+def first_batch(loader: Iterable[Any], seed: int | None = None) -> tuple[Any, Any]:
+    """A look at the data without disturbing the run: torch's generator is put back. The same seed sees the same batch."""
+    check_loader(loader)
     with undisturbed(loader, seed):
         batch = next(iter(loader), None)
     if batch is None:
@@ -83,10 +100,14 @@ def prepare(
     A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one.
     """
     inputs, targets = first_batch(loader, seed)
-    inputs = move(inputs, device_of(model), dtype_of(model))
-    with evaluating(model):
+    device = device_of(model)
+    inputs = move(inputs, device, dtype_of(model))
+    places = [device] if device.type == "cuda" else []
+    with evaluating(model), torch.random.fork_rng(places, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)  # a network with noise draws here
         outputs = call(model, inputs)
-    chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device_of(model))
+    chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
     like = outputs[:1].detach()

@@ -58,7 +58,8 @@ class Laplace(Method):
             of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
         damping: added to the precision of the posterior.
         newton: steps towards the mode under the prior before the end, each with another pass over the data or more; one makes a
-            network that is linear in its weights exact, wherever training stopped.
+            network that is linear in its weights exact, wherever training stopped, where the structure holds the whole curvature
+            ("full" always does); with "diag" train first.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = Laplace("kron", epochs=0).fit(nn.Linear(2, 3), loader, progress=False)

@@ -20,6 +20,10 @@ def load_posterior(path: str | Path | Stored, network: nn.Module) -> Posterior:
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture; the network is then as it was.
     """
+    if not isinstance(network, nn.Module):
+        raise FlowBNNError(
+            f"a posterior is loaded into a network (nn.Module) like the one it was made from, not into a {type(network).__name__}"
+        )
     _, document = path.contents if isinstance(path, Stored) else load_tensors(path)
     kind = document.get("kind") if isinstance(document, dict) else None
     kinds: dict[str, Any] = {found.kind: found for found in _descendants(Posterior)}

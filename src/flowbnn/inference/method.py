@@ -29,7 +29,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.batches import call, count_data, move, split_batch
-from flowbnn.inference.fitting import prepare, undisturbed
+from flowbnn.inference.fitting import check_loader, prepare, undisturbed
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.inference.point import fit_point
 from flowbnn.inference.posterior import PointPosterior, Posterior
@@ -185,6 +185,7 @@ class Method:
 
     def count(self, loader: Iterable[Any], num_data: int | None) -> int:
         """The number of training examples."""
+        check_loader(loader)
         found = count_data(loader) if num_data is None else num_data
         return check_whole("num_data", found)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from flowbnn.convert import to_stochastic
@@ -79,6 +80,10 @@ class NodeNoise(Method):
         check_scale("noise_lr", self.noise_lr)
         if isinstance(self.kind, str) and self.kind not in KINDS:
             raise FlowBNNError(f"there is no noise '{self.kind}'{nearest(self.kind, KINDS)}")
+        if not isinstance(self.kind, str | Recipe | Mapping):
+            raise FlowBNNError(
+                f"kind is the name of a noise, a recipe such as fb.NormalPlanar(), or rules, not a {type(self.kind).__name__}"
+            )
 
     def rules(self) -> Mapping[Any, Recipe | None]:
         """What :func:`~flowbnn.to_stochastic` is given."""
@@ -106,8 +111,13 @@ class NodeNoise(Method):
         **options: Any,
     ) -> NoisePosterior:
         """As :meth:`Method.fit`; weights and noise are trained together."""
+        seed = options.get("seed")
+        with torch.random.fork_rng([], enabled=isinstance(seed, int)):
+            if isinstance(seed, int):
+                torch.default_generator.manual_seed(seed)
+            noisy = to_stochastic(self.copied(network), self.rules(), inplace=True)
         return fit(
-            to_stochastic(self.copied(network), self.rules(), inplace=True),
+            noisy,
             loader,
             epochs=self.epochs,
             likelihood=likelihood,

@@ -274,6 +274,10 @@ class Posterior:
         """One network of the posterior, to be used as any network is."""
         raise FlowBNNError(f"a {type(self).__name__} has no single network to hand out; it can predict")
 
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """What differs from sample to sample, ``{name: [samples, ...]}``: weights, or noise."""
+        raise FlowBNNError(f"a {type(self).__name__} has no draws to hand out; it can predict")
+
     def log_prob(self, values: Any) -> Tensor:
         """Log-density of weights, where the method has one."""
         raise FlowBNNError(f"a {type(self).__name__} has no density that could be computed; it can predict")
@@ -362,6 +366,13 @@ class PointPosterior(Posterior):
     def sample(self, seed: int | None = None) -> nn.Module:
         """A copy of the one network."""
         return deepcopy(self.model).eval()
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """The weights of the one network, ``samples`` times."""
+        if not isinstance(samples, int) or samples < 1:
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        own = self.model.named_parameters()
+        return {name: value.detach().expand(samples, *value.shape).clone() for name, value in own}
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> "Posterior":

@@ -4,7 +4,7 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 :math:`D` from the running mean give :math:`\mathcal N(\bar w, \tfrac12 (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,6 +98,10 @@ class SWAG(Method):
     ) -> SWAGPosterior:
         """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
         model, number = self.copied(network), self.count(loader, num_data)
+        if isinstance(loader, Sized) and len(loader) * (self.epochs - self.first) < 2:
+            raise FlowBNNError(
+                "the walk has one step, which gives one set of weights and no variance; take more epochs or smaller batches"
+            )
         decay = 1.0 / (self.prior_scale**2 * number)
         seed = options.get("seed")
         if self.first:

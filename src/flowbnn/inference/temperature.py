@@ -166,9 +166,9 @@ class Temperature(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.share < 1.0:
+        if not isinstance(self.share, int | float) or not 0.0 < self.share < 1.0:
             raise FlowBNNError(
-                f"share is a share of the training data, above 0 and below 1, not {self.share}"
+                f"share is a share of the training data, above 0 and below 1, not {self.share!r}"
             )
         if self.method is None:
             return

@@ -60,6 +60,10 @@ class TemperedPosterior(Posterior):
         network = self.posterior.sample(seed)
         return network if isinstance(self.likelihood, Gaussian) else Divided(network, self.temperature).eval()
 
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Of the posterior within."""
+        return self.posterior.draws(samples, seed)
+
     def log_prob(self, values: Any) -> Tensor:
         """Of the posterior within: the temperature changes predictions, not weights."""
         return self.posterior.log_prob(values)

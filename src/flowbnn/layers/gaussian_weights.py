@@ -242,6 +242,8 @@ class DrawnWeights(nn.Module):
 
 def check_mixture(pi: float, sigma1: float, sigma2: float) -> tuple[float, float, float]:
     """The scale mixture's numbers, or one clear line."""
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (pi, sigma1, sigma2)):
+        raise FlowBNNError(f"pi, sigma1 and sigma2 are numbers, not {pi!r}, {sigma1!r} and {sigma2!r}")
     if not 0.0 < pi < 1.0:
         raise FlowBNNError(
             f"pi is the share of the first component of the mixture, above 0 and below 1, not {pi}"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import cosine
+from method_cases import cosine
 from problems import NOISE, PRIOR, QUIET, blobs, conjugate, lines, loader, small, weights_from
 from torch import nn
 from torch.nn import functional as F

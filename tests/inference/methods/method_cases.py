@@ -174,7 +174,9 @@ CASES: dict[str, Case] = {
 
 def case_of(name: str) -> Case:
     if name not in CASES:
-        pytest.fail(f"the method '{name}' is registered and has no case in tests/inference/methods/cases.py")
+        pytest.fail(
+            f"the method '{name}' is registered and has no case in tests/inference/methods/method_cases.py"
+        )
     return CASES[name]
 
 
