@@ -162,6 +162,8 @@ def answer(parts: Parts, ordered: Sequence[Rival]) -> str:
         if len(ordered) > 1
         else f"{best.label} is the only method here, with an NLL of {parts.mean(best.key, 'nll'):.4f}."
     )
+    if len(ordered) > 1:
+        text += chance(parts, ordered)
     cost = parts.mean(best.key, "training")
     if cost == cost:
         text += (
@@ -181,3 +183,18 @@ def answer(parts: Parts, ordered: Sequence[Rival]) -> str:
     if telling:
         text += f" Best at telling novel inputs: {words(parts, telling[:1], 'auroc')} (AUROC)."
     return text
+
+
+def chance(parts: Parts, ordered: Sequence[Rival]) -> str:
+    """How far the first place can be trusted."""
+    if len(parts.seeds) < 2:
+        return " One seed does not tell a lead from chance; several (--seeds 3) do."
+    first = [value for value in parts.values(ordered[0].key, "nll") if value is not None]
+    near = [
+        rival.label
+        for rival in ordered[1:]
+        if min(value for value in parts.values(rival.key, "nll") if value is not None) <= max(first)
+    ]
+    if not near:
+        return " No seed of another method comes near its worst."
+    return f" Its worst seed is no better than the best of {len(near)} others: {'; '.join(near)}."
