@@ -210,6 +210,8 @@ def make_likelihood(
             raise FlowBNNError(
                 "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
             )
+        if targets.is_floating_point():
+            _refuse_labels(targets)
         likelihood = "gaussian" if targets.is_floating_point() else "categorical"
         if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
             likelihood = "bernoulli"
@@ -223,3 +225,23 @@ def make_likelihood(
             f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}"
         )
     return kinds[likelihood](**settings)
+
+
+def _refuse_labels(targets: Tensor) -> None:
+    """Class labels in the form of real numbers would be taken for regression without a word."""
+    if (
+        len(targets) < 2
+        or not bool(((targets == 0) | (targets == 1)).all())
+        or bool((targets == targets[0]).all())
+    ):
+        return
+    if targets.ndim == 2 and targets.shape[1] > 1 and bool((targets.sum(1) == 1).all()):
+        raise FlowBNNError(
+            "the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or say likelihood='gaussian' "
+            "if these are real numbers"
+        )
+    if targets.numel() == len(targets):
+        raise FlowBNNError(
+            "the targets are real numbers that are all 0 or 1; say likelihood='bernoulli' if these are labels (or give them as "
+            "integers), 'gaussian' if not"
+        )
