@@ -72,7 +72,7 @@ def test_a_trained_real_nvp_finds_its_way_back(layers: int, rate: float, data_sc
         losses = train(flow, bent_data(19, 128, data_scale), rate=rate)
         assert losses[-1] < 0.9 * losses[0]
         errors.append(max(worst_round_trip(flow, 19, scale) for scale in (1, 10, 100)))
-    assert all(error < 1e-3 for error in errors)  # none is lost; NaN would be
+    assert all(error < 1e-4 for error in errors)  # none is lost; NaN would be
     assert statistics.median(errors) < 1e-5
 
 

@@ -17,8 +17,8 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.bayesian_layers import base_scales, chosen_weights, ways_of
 from flowbnn.inference.fitting import prepare, run_options
 from flowbnn.inference.gaussian_weights import GaussianWeightPosterior
-from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
-from flowbnn.inference.variational import check_weighing, fit_elbo
+from flowbnn.inference.method import LikelihoodName, check_whole, register_method
+from flowbnn.inference.variational import Variational, fit_elbo
 from flowbnn.layers.gaussian_weights import DrawnWeights, GaussianWeights, check_mixture
 
 __all__ = ["BayesByBackprop"]
@@ -29,7 +29,7 @@ PRIORS = ("gaussian", "scale-mixture")
 
 @register_method
 @dataclass(frozen=True, repr=False)
-class BayesByBackprop(Method):
+class BayesByBackprop(Variational):
     r"""A Gaussian of its own for every weight (mean-field), on any network: nothing has to be rewritten.
 
     The standard deviations are learned as their logarithms. Parameters of normalisation layers (BatchNorm and its kin) stay points
@@ -72,26 +72,17 @@ class BayesByBackprop(Method):
     pi: float = field(default=0.5, kw_only=True)
     sigma1: float = field(default=1.0, kw_only=True)
     sigma2: float = field(default=0.0025, kw_only=True)
-    base_scale: float = field(default=0.1, kw_only=True)
-    noise_lr: float = field(default=5e-3, kw_only=True)
-    beta: float = field(default=1.0, kw_only=True)
-    warmup: float = field(default=0.0, kw_only=True)
-    samples: int = field(default=1, kw_only=True)
     kl_samples: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "samples", "kl_samples"):
-            check_whole(name, getattr(self, name))
-        for name in ("base_scale", "noise_lr"):
-            check_scale(name, getattr(self, name))
+        check_whole("kl_samples", self.kl_samples)
         if self.prior not in PRIORS:
             raise FlowBNNError(f"there is no prior '{self.prior}'{nearest(str(self.prior), PRIORS)}")
         if self.estimator not in ESTIMATORS:
             raise FlowBNNError(
                 f"there is no estimator '{self.estimator}'{nearest(str(self.estimator), ESTIMATORS)}"
             )
-        check_weighing(self.beta, self.warmup)
         check_mixture(self.pi, self.sigma1, self.sigma2)
 
     def fit(

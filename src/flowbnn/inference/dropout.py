@@ -128,12 +128,6 @@ class DropoutPosterior(Posterior):
             "whose draws are shared"
         )
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
-            return draw(inputs)
-
     def drawing(
         self,
         samples: int,

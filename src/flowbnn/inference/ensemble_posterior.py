@@ -89,12 +89,6 @@ class EnsemblePosterior(MemberPosterior):
             return known.predictive(outputs)
         return known.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        """Raw outputs; where the noise is learned, each one's log-variance follows them on the last axis."""
-        return super().outputs(inputs, samples, shared=shared, seed=seed, max_batch=max_batch)
-
     def state(self) -> dict[str, Tensor]:
         return self.members if self.log_scales is None else {**self.members, NOISE: self.log_scales}
 

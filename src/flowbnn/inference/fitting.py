@@ -106,7 +106,7 @@ def prepare(
     with evaluating(model), torch.random.fork_rng(places, enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)  # a network with noise draws here
-        outputs = call(model, inputs)
+        outputs = _tried(model, inputs)
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
@@ -117,6 +117,16 @@ def prepare(
         chosen.check(like.expand(len(truth), *like.shape[1:]), truth)
 
     return chosen, inputs, check
+
+
+def _tried(model: nn.Module, inputs: Any) -> Tensor:
+    """Outputs of the first batch, or one line on why there are none; what the network said stays below it."""
+    try:
+        return call(model, inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        sizes = ", ".join(str(tuple(part.shape)) for part in tensors_of(inputs))
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise FlowBNNError(f"the network fails on the first batch, of shape {sizes}: {said[0]}") from error
 
 
 def optimizer_for(

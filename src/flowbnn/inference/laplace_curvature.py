@@ -139,16 +139,15 @@ def _blocks(
         for layer, part in zip(layers, parts, strict=True):
             blocks.append(Diagonal(shapes[layer.name], {"values": weight * part.clone()}))
         return blocks, None
+    assert isinstance(sums, LastLayer | LayerSums)
     for layer in layers:
         own = shapes[layer.name]
         if structure == "diag":
-            found = sums.diagonal() if isinstance(sums, LastLayer) else sums.diagonal(layer)  # type: ignore[attr-defined]
-            blocks.append(Diagonal(own, {"values": weight * found}))
+            blocks.append(Diagonal(own, {"values": weight * sums.diagonal(layer)}))
             continue
         if isinstance(sums, LastLayer):
             inner, outer, count = sums.sums["inner"], sums.sums["outer"], sums.seen
         else:
-            assert isinstance(sums, LayerSums)
             inner, count = sums.sums[layer.name]["inner"], sums.seen[layer.name]
             width = next(iter(own.values()))[0]
             outer = sums.sums[layer.name].get("outer", inner.new_zeros(width, width))

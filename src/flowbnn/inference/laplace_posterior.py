@@ -62,7 +62,7 @@ class LaplacePosterior(WeightPosterior):
         if predictive == "probit" and not isinstance(self.likelihood, Categorical | Bernoulli):
             raise FlowBNNError("predictive='probit' is for classes; regression takes 'linearized'")
         self.predictive = predictive
-        self.default_samples = 1 if predictive == "probit" else Posterior.default_samples  # type: ignore[misc]
+        self.default_samples = 1 if predictive == "probit" else Posterior.default_samples
         return self
 
     def __repr__(self) -> str:

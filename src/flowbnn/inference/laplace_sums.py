@@ -90,7 +90,8 @@ class LastLayer(Sums):
             return values.flatten()
         return torch.cat([values[:, :-1].flatten(), values[:, -1]])
 
-    def diagonal(self) -> Tensor:
+    def diagonal(self, layer: CoveredLayer) -> Tensor:
+        """Of the one layer there is."""
         return self.order(self.sums["values"])
 
     def matrix(self) -> Tensor:

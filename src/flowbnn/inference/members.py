@@ -48,7 +48,7 @@ class MemberPosterior(WeightPosterior):
         if len(sizes) != 1 or 0 in sizes:
             raise FlowBNNError("a list of networks needs the same number, at least one, of every weight")
         self.members, self.size = dict(members), sizes.pop()
-        self.default_samples = self.size  # type: ignore[misc]
+        self.default_samples = self.size
 
     @classmethod
     def from_states(

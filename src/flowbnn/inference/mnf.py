@@ -24,9 +24,9 @@ from flowbnn.inference.bayesian_layers import (
     title,
 )
 from flowbnn.inference.fitting import prepare, run_options
-from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
+from flowbnn.inference.method import LikelihoodName, check_scale, check_whole, register_method
 from flowbnn.inference.posterior import Posterior
-from flowbnn.inference.variational import check_weighing, fit_elbo
+from flowbnn.inference.variational import Variational, fit_elbo
 from flowbnn.inference.weights import WeightPosterior, generator_of
 from flowbnn.layers import (
     FlowNoise,
@@ -62,7 +62,7 @@ FLOWS: dict[str, Callable[..., Recipe]] = {
 
 @register_method
 @dataclass(frozen=True, repr=False)
-class MNF(Method):
+class MNF(Variational):
     r"""Multiplicative normalizing flows on linear and convolution layers.
 
     In training, linear layers that see one vector per example and convolutions are drawn by local reparameterization with a ``z`` of
@@ -94,21 +94,13 @@ class MNF(Method):
 
     flow: str | Recipe | Callable[[int], Transform] = "coupling"
     layers: LayerChoice = field(default=None, kw_only=True)
-    base_scale: float = field(default=0.1, kw_only=True)
     z_scale: float = field(default=0.01, kw_only=True)
-    noise_lr: float = field(default=5e-3, kw_only=True)
-    beta: float = field(default=1.0, kw_only=True)
-    warmup: float = field(default=0.0, kw_only=True)
-    samples: int = field(default=1, kw_only=True)
     kl_samples: int = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "samples", "kl_samples"):
-            check_whole(name, getattr(self, name))
-        for name in ("base_scale", "z_scale", "noise_lr"):
-            check_scale(name, getattr(self, name))
-        check_weighing(self.beta, self.warmup)
+        check_whole("kl_samples", self.kl_samples)
+        check_scale("z_scale", self.z_scale)
         if isinstance(self.flow, str) and self.flow not in FLOWS:
             raise FlowBNNError(f"there is no flow '{self.flow}'{nearest(self.flow, FLOWS)}")
         if isinstance(self.flow, Transform) or not (

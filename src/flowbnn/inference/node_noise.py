@@ -31,12 +31,6 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     parts = ("likelihood", "history", "recipes")
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
-            return draw(inputs)
-
     def drawing(self, samples: int, **options: Any) -> Sampler:
         return Sampler(self.model, samples, **options)
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
+from flowbnn.inference.method import LikelihoodName, check_whole, register_method
 from flowbnn.inference.node_noise import NoisePosterior, fit
+from flowbnn.inference.variational import Variational
 from flowbnn.layers import (
     NormalAffine,
     NormalCoupling,
@@ -41,7 +42,7 @@ KINDS: dict[str, Callable[..., Recipe]] = {
 
 @register_method
 @dataclass(frozen=True, repr=False)
-class NodeNoise(Method):
+class NodeNoise(Variational):
     r"""Every layer multiplies its input by noise whose posterior is fitted by the ELBO: this library's own method.
 
     Args:
@@ -63,21 +64,14 @@ class NodeNoise(Method):
     components: int = field(default=16, kw_only=True)
     site: str = field(default="channel", kw_only=True)
     base_scale: float = field(default=0.5, kw_only=True)
-    noise_lr: float = field(default=5e-3, kw_only=True)
-    beta: float = field(default=1.0, kw_only=True)
     gamma: float = field(default=0.0, kw_only=True)
-    warmup: float = field(default=0.0, kw_only=True)
-    samples: int = field(default=1, kw_only=True)
     prior_scale: float = field(default=0.5, kw_only=True)
 
     __hash__ = object.__hash__  # rules may be a dictionary
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("epochs", self.epochs)
         check_whole("components", self.components)
-        check_scale("base_scale", self.base_scale)
-        check_scale("noise_lr", self.noise_lr)
         if isinstance(self.kind, str) and self.kind not in KINDS:
             raise FlowBNNError(f"there is no noise '{self.kind}'{nearest(self.kind, KINDS)}")
         if not isinstance(self.kind, str | Recipe | Mapping):

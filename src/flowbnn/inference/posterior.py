@@ -52,7 +52,7 @@ class Posterior:
     """
 
     kind: ClassVar[str] = "posterior"
-    default_samples: ClassVar[int] = 128
+    default_samples: int = 128
     parts: ClassVar[tuple[str, ...]] = ("likelihood", "history")
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
@@ -66,8 +66,11 @@ class Posterior:
     def outputs(
         self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
     ) -> Tensor:
-        """Raw outputs ``[samples, batch, ...]`` for one batch of inputs."""
-        raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, ...)")
+        """Raw outputs ``[samples, batch, ...]`` for one batch of inputs: a posterior defines this, or :meth:`drawing`."""
+        if type(self).drawing is Posterior.drawing:
+            raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, ...)")
+        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
+            return draw(inputs)
 
     def drawing(
         self,
@@ -344,12 +347,6 @@ class PointPosterior(Posterior):
 
     kind = "point"
     default_samples = 1
-
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
-            return draw(inputs)
 
     def drawing(
         self,

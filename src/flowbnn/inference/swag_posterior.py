@@ -60,7 +60,7 @@ class SWAGPosterior(WeightPosterior):
         self.parameters = trained_parameters(model)
         self.size = len(next(iter(self.statistics.values()))) if self.statistics else 0
         if self.size:
-            self.default_samples = self.size  # type: ignore[misc]
+            self.default_samples = self.size
         self._gaussian: LowRankMultivariateNormal | None = None
 
     @property

@@ -38,7 +38,7 @@ class TemperedPosterior(Posterior):
             raise FlowBNNError(f"a temperature is a number above 0, not {temperature}")
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior, self.temperature = posterior, float(temperature)
-        self.default_samples = posterior.default_samples  # type: ignore[misc]
+        self.default_samples = posterior.default_samples
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"

@@ -1,6 +1,8 @@
 """Fitting a distribution of weights by the ELBO: the step that Bayes by Backprop and its kin share."""
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +12,48 @@ from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import repeat, split_batch
 from flowbnn.inference.fitting import optimizer_for, run
+from flowbnn.inference.method import Method, check_scale, check_whole
 from flowbnn.inference.weights import WeightPosterior
 from flowbnn.layers import Divergences
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.training import Clock, TrainingOptions, capturable
 
-__all__ = ["check_weighing", "fit_elbo"]
+__all__ = ["Variational", "fit_elbo"]
 
 VALIDATION_SAMPLES = 8
 
 
-def check_weighing(beta: Any, warmup: Any) -> None:
-    """The KL's weight and its warm-up, or one clear line."""
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0.0 <= beta < float("inf"):
-        raise FlowBNNError(f"beta weighs the KL and is at least 0, not {beta!r}")
-    if isinstance(warmup, bool) or not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
-        raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup!r}")
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Variational(Method):
+    """What every method that maximises an ELBO can be told.
+
+    Args:
+        base_scale: how wide the posterior is at the start.
+        noise_lr: learning rate of all but the weights or their means.
+        beta, warmup: weight of the KL, and the first share of the run over which it grows from 0.
+        samples: draws per step.
+    """
+
+    base_scale: float = 0.1
+    noise_lr: float = 5e-3
+    beta: float = 1.0
+    warmup: float = 0.0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "samples"):
+            check_whole(name, getattr(self, name))
+        for name in ("base_scale", "noise_lr"):
+            check_scale(name, getattr(self, name))
+        if not _within(self.beta, 0.0, math.inf) or math.isinf(self.beta):
+            raise FlowBNNError(f"beta weighs the KL and is at least 0, not {self.beta!r}")
+        if not _within(self.warmup, 0.0, 1.0):
+            raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {self.warmup!r}")
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def fit_elbo(
@@ -33,7 +61,7 @@ def fit_elbo(
     around: nn.Module,
     divergence: Callable[[], Divergence],
     groups: list[dict[str, Any]],
-    method: Any,
+    method: Variational,
     loader: Iterable[Any],
     num_data: int,
     check: Callable[[Any], None],
@@ -47,7 +75,7 @@ def fit_elbo(
         around: the network with weights drawn in every pass.
         divergence: KL and entropy of the weights, from fresh draws where there is no closed form.
         groups: for the optimizer; the rest of the network's weights, and the likelihood's, are added here.
-        method: has ``lr``, ``noise_lr``, ``beta``, ``warmup``, ``samples``, ``optimizer`` and ``schedule``.
+        method: whose settings these are.
         check: for the batches of a recorded step.
     """
     likelihood, samples = posterior.likelihood, method.samples
@@ -75,5 +103,14 @@ def fit_elbo(
         return terms.loss, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
 
     posterior.history = run(
-        posterior, step, engine, loader, settings, method.schedule, validation, VALIDATION_SAMPLES, around
+        posterior,
+        step,
+        engine,
+        loader,
+        settings,
+        method.schedule,
+        validation,
+        VALIDATION_SAMPLES,
+        around,
+        {"beta": method.beta, "warmup": method.warmup, "samples": samples, "num_data": num_data},
     )

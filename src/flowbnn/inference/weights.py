@@ -141,12 +141,6 @@ class WeightPosterior(Posterior):
                 own[name].copy_(value)
         return network
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
-            return draw(inputs)
-
     def drawing(
         self,
         samples: int,

@@ -16,7 +16,7 @@ from flowbnn.studies.base import CLASSIFICATION, Findings, Metric, Parts, Varian
 from flowbnn.studies.figures import figure, reliability_figure, short
 from flowbnn.studies.job import Job
 from flowbnn.studies.lineup import Rival
-from flowbnn.studies.rivalry import RivalStudy, best_by, relevant, samples_of, words
+from flowbnn.studies.rivalry import RivalSettings, RivalStudy, best_by, samples_of, words
 
 __all__ = ["Clusters2d", "Settings"]
 
@@ -55,7 +55,7 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RivalSettings):
     """What the study depends on.
 
     Args:
@@ -84,10 +84,6 @@ class Settings:
     prior: float = 1.0
     samples: int = 128
     grid: int = 65
-    methods: tuple[str, ...] = ()
-
-    def relevant(self, variant: str) -> dict[str, Any]:
-        return relevant(self)
 
 
 class Clusters2d(RivalStudy):

@@ -16,7 +16,7 @@ from flowbnn.studies.figures import histogram, short
 from flowbnn.studies.job import Job
 from flowbnn.studies.lineup import Rival
 from flowbnn.studies.rejecting import UNCERTAINTIES, accuracy_with_new, threshold_for, uncertainty
-from flowbnn.studies.rivalry import RivalStudy, relevant, samples_of
+from flowbnn.studies.rivalry import RivalSettings, RivalStudy, samples_of
 
 __all__ = ["Elephant", "Settings", "judge"]
 
@@ -73,7 +73,7 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RivalSettings):
     """What the study depends on.
 
     Args:
@@ -100,10 +100,6 @@ class Settings:
     samples: int = 100
     drawn: int = 40
     kept: float = 0.95
-    methods: tuple[str, ...] = ()
-
-    def relevant(self, variant: str) -> dict[str, Any]:
-        return relevant(self)
 
 
 class Elephant(RivalStudy):

@@ -16,7 +16,7 @@ from flowbnn.studies.base import Findings, Metric, Parts
 from flowbnn.studies.figures import figure, short
 from flowbnn.studies.job import Job
 from flowbnn.studies.lineup import Rival
-from flowbnn.studies.rivalry import RivalStudy, best_by, relevant, samples_of, words
+from flowbnn.studies.rivalry import RivalSettings, RivalStudy, best_by, samples_of, words
 
 __all__ = ["Regression1d", "Settings", "growth_of", "scaled"]
 
@@ -57,7 +57,7 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RivalSettings):
     """What the study depends on.
 
     Args:
@@ -85,10 +85,6 @@ class Settings:
     prior: float = 1.0
     samples: int = 200
     grid: int = 121
-    methods: tuple[str, ...] = ()
-
-    def relevant(self, variant: str) -> dict[str, Any]:
-        return relevant(self)
 
 
 def scaled(inputs: Tensor) -> Tensor:

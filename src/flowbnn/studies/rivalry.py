@@ -1,7 +1,7 @@
 """What studies that set all methods against each other share: one variant for each method, all trained alike."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,14 +15,24 @@ from flowbnn.studies.base import Metric, Parts, Study, Variant
 from flowbnn.studies.job import Job
 from flowbnn.studies.lineup import Rival, find_rivals, rivals
 
-__all__ = ["RivalStudy", "best_by", "relevant", "samples_of", "words"]
+__all__ = ["RivalSettings", "RivalStudy", "best_by", "samples_of", "words"]
 
 OPTIONS = ("seed", "accelerator", "precision", "progress", "checkpoint", "checkpoint_every", "resume")
 
 
-def relevant(settings: Any) -> dict[str, Any]:
-    """What one method's result depends on: all settings but the list of the methods."""
-    return {name: value for name, value in asdict(settings).items() if name != "methods"}
+@dataclass(frozen=True, kw_only=True)
+class RivalSettings:
+    """What every study of methods can be told.
+
+    Args:
+        methods: keys of :mod:`~flowbnn.studies.lineup`; none for all.
+    """
+
+    methods: tuple[str, ...] = ()
+
+    def relevant(self, variant: str) -> dict[str, Any]:
+        """What one method's result depends on: all settings but the list of the methods."""
+        return {name: value for name, value in asdict(self).items() if name != "methods"}
 
 
 def samples_of(posterior: Posterior, wanted: int) -> int:
@@ -35,8 +45,7 @@ def samples_of(posterior: Posterior, wanted: int) -> int:
 class RivalStudy(Study):
     """A study with a row for each method. Subclasses define ``judged`` instead of ``train``, and ``findings``.
 
-    Their settings have ``methods`` (keys of :mod:`~flowbnn.studies.lineup`, none for all), ``epochs`` and ``lr``, and
-    ``relevant`` as here. What single methods need beyond that stands in ``specific``.
+    Their settings are :class:`RivalSettings` with ``epochs`` and ``lr``. What single methods need beyond that stands in ``specific``.
     """
 
     partial = True

@@ -150,7 +150,7 @@ CASES: dict[str, Case] = {
         slow=True,
     ),
     "sgld": Case(
-        lambda **more: fb.SGLD(**{"epochs": 60, "lr": 0.02, "samples": 6, "cycles": 2} | more),
+        lambda **more: fb.SGLD(**TRAINED | {"samples": 6, "cycles": 2} | more),
         lambda: fb.SGLD(
             samples=1000, cycles=0, epochs=1250, lr=0.02, burn_in=0.2, preconditioned=False, prior_scale=PRIOR
         ),

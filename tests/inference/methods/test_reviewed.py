@@ -158,3 +158,28 @@ def test_what_is_wrong_is_said_in_one_line(wrong: Callable[[], Any], line: str) 
     with pytest.raises(fb.FlowBNNError, match=line) as caught:
         wrong()
     assert "\n" not in str(caught.value)
+
+
+def test_a_network_that_does_not_fit_its_data_is_told_in_one_line():
+    loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    with pytest.raises(
+        fb.FlowBNNError, match=r"the network fails on the first batch, of shape \(6, 4\): mat1 and mat2"
+    ) as told:
+        fb.MAP(epochs=1).fit(nn.Linear(5, 3), loader, progress=False)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("method", [fb.BayesByBackprop, fb.MNF])
+def test_a_resumed_bound_tells_that_its_weight_has_changed(method, tmp_path):
+    torch.manual_seed(0)
+    network, loader = nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
+    options = {"checkpoint": tmp_path, "progress": False, "seed": 0}
+    method(epochs=1).fit(network, loader, **options)
+    with pytest.warns(fb.FlowBNNWarning, match="beta was 1.0 when it began and is 3.0 from here on"):
+        method(epochs=2, beta=3.0).fit(network, loader, resume=True, **options)
+
+
+def test_a_comparison_of_nothing_is_refused():
+    loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    with pytest.raises(fb.FlowBNNError, match="there is no method to compare"):
+        fb.compare(nn.Linear(4, 3), loader, loader, methods=[])

@@ -284,6 +284,10 @@ def _chosen(methods: Any, common: dict[str, Any]) -> list[tuple[Rival, Method]]:
     if isinstance(methods, str | Method):
         methods = [methods]
     given = list(methods.items()) if isinstance(methods, Mapping) else [(None, one) for one in methods]
+    if not given:
+        raise FlowBNNError(
+            "there is no method to compare; name some, such as ['map', 'laplace'], or leave methods out for all"
+        )
     found: dict[str, tuple[Rival, Method]] = {}
     for label, one in given:
         if isinstance(one, str):

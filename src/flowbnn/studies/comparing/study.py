@@ -13,13 +13,13 @@ from flowbnn.studies.comparing.measuring import measure, warm_up
 from flowbnn.studies.comparing.registry import Bundle, count_weights, make_network, prepare_data
 from flowbnn.studies.job import Job
 from flowbnn.studies.lineup import PLAIN, Rival, find_rivals
-from flowbnn.studies.rivalry import RivalStudy, relevant
+from flowbnn.studies.rivalry import RivalSettings, RivalStudy
 
 __all__ = ["CompareStudy", "Settings"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RivalSettings):
     """What the comparison depends on.
 
     Args:
@@ -42,10 +42,6 @@ class Settings:
     samples: int = 64
     train: int = 0
     test: int = 0
-    methods: tuple[str, ...] = ()
-
-    def relevant(self, variant: str) -> dict[str, Any]:
-        return relevant(self)
 
 
 class CompareStudy(RivalStudy):
