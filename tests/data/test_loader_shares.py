@@ -47,6 +47,42 @@ def test_the_shares_of_all_workers_are_the_batches_of_one(augment, shuffle, worl
         assert min(sizes) >= 1
 
 
+@pytest.mark.parametrize("together", [2, 3, 9])
+@pytest.mark.parametrize("augment", [None, CropAndFlip(padding=2, cutout=3)])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_batches_made_together_are_those_made_one_by_one(together, augment, shuffle, world):
+    data = image_set(23)
+
+    def loader(number: int | None) -> TensorLoader:
+        normal = data.normalizer()
+        made = TensorLoader(
+            data.images, data.labels, batch_size=4, shuffle=shuffle, augment=augment, prepare=normal,
+            generator=seeded(), together=number,
+        )  # fmt: skip
+        return made.sharded(world - 1, world)
+
+    one, several = loader(None), loader(together)
+    for _ in range(2):
+        for first, second in zip(one, several, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert torch.equal(one.generator.get_state(), several.generator.get_state())
+
+
+def test_a_function_of_the_users_sees_one_batch_at_a_time():
+    seen = []
+
+    def prepare(images: Tensor) -> Tensor:
+        seen.append(len(images))
+        return images
+
+    list(TensorLoader(torch.arange(10), batch_size=4, prepare=prepare, together=5))
+    list(TensorLoader(torch.arange(10), batch_size=4, augment=lambda x, _: prepare(x), together=5))
+    assert seen == 2 * [4, 4, 2]
+    with pytest.raises(FlowBNNError, match="together is a number of batches, at least 1, not 0"):
+        TensorLoader(torch.arange(10), batch_size=4, together=0)
+
+
 def test_passes_stay_alike_on_all_workers():
     loaders = [
         device_loader(image_set(20), 8, shuffle=True, augment=noisy, generator=seeded()).sharded(rank, 2)
