@@ -12,7 +12,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
+from flowbnn.layers import InputNoise, NormalInvConv, divergences
 from flowbnn.transforms import PlanarLU, fused, fused_plan
 from flowbnn.transforms.chain import _forward
 
@@ -151,6 +153,30 @@ def test_parts_of_rows_are_few_and_none_is_empty(rows):
     assert (parts == 1) == (rows <= fused_plan.FEW)
 
 
+def test_noise_that_will_be_rounded_may_be_coarse_and_its_divergence_never_is(monkeypatch):
+    asked = []
+
+    def watched(flows, starts, log_det, coarse=False):
+        asked.append(coarse)
+        return [starts[0]], [starts[0].new_zeros(len(starts[0]))] if log_det else None
+
+    monkeypatch.setattr(fused, "available", lambda z: True)
+    monkeypatch.setattr(fused, "push_many", watched)
+    recipe = NormalInvConv(site="position")
+    layer = to_stochastic(torch.nn.Conv2d(3, 4, 3), {"*": recipe})
+    images = torch.randn(2, 3, 5, 5)
+    layer(images)
+    assert asked == [False]
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(images)
+        assert asked == [False, True]
+        noise = next(part for part in layer.modules() if isinstance(part, InputNoise))
+        divergences({"layer": noise})
+        noise.push(torch.zeros(2, 3))
+    assert len(asked) > 2
+    assert not any(asked[2:])
+
+
 @needs_triton
 def test_the_kernels_agree_with_the_chains_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -197,6 +223,24 @@ def test_on_a_gpu_many_rows_are_added_up_in_parts(case, rows):
     first, second = (derived(fused.push_many, flows, wide, case, True) for _ in range(2))
     assert error(first, truth(flows, wide, case, True)) < 1e-5
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "rows"), [(128, 32768), (256, 2048), (40, 600)])
+def test_on_a_gpu_coarse_products_are_good_to_a_thousandth_and_few_rows_stay_exact(dim, rows):
+    case = [(dim, DOCUMENT)]
+    flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
+
+    def coarse(flows, starts, log_det):
+        return fused.push_many(flows, starts, log_det, coarse=True)
+
+    first, again = (derived(coarse, flows, wide, case, True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert 1e-5 < error(first, truth(flows, wide, case, True)) < 5e-3
+    few = wide_of(case, 100, "cuda")
+    exact, same = (derived(push, flows, few, case, True) for push in (fused.push_many, coarse))
+    assert all(torch.equal(a, b) for a, b in zip(exact, same, strict=True))
 
 
 @needs_gpu

@@ -66,25 +66,29 @@ class InputNoise(Noise):
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
+        coarse = self._rounded
         with self._in_full_precision():
-            return self._end(self._begin(shape, generator))
+            return self._end(self._begin(shape, generator), coarse)
 
     def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
         if self.share is None or self.reads_batch:
             return super().draw_rows(rows, at)
+        coarse = self._rounded
         with self._in_full_precision():
             # only the start is drawn for the whole batch; the flow sees the rows that are here
-            return self._end(self.share.of(rows, lambda number: self._begin((number, *at), self.generator)))
+            start = self.share.of(rows, lambda number: self._begin((number, *at), self.generator))
+            return self._end(start, coarse)
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
         if self.start is None or self.reads_batch or not self.draws_plainly:
             return super().draw_each(at, generators)
+        coarse = self._rounded
         with self._in_full_precision():  # the normals one by one, and all that follows at once
             base, affine, _ = self.start
             mean, deviation, _ = affine.push_normal(base.loc, base.scale)
             shape = torch.Size((*at, self.layout.dim))
             normal = [standard_normal(shape, mean.dtype, mean.device, source) for source in generators]
-            return self._end(torch.addcmul(mean, torch.stack(normal), deviation))
+            return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
 
     @property
     def draws_plainly(self) -> bool:
@@ -96,11 +100,19 @@ class InputNoise(Noise):
         """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
         return any(not getattr(part, "started", False) for part in self.normalising)
 
-    def _in_full_precision(self) -> AbstractContextManager[Any]:
-        device = next(
+    @property
+    def _device(self) -> str:
+        return next(
             self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
         ).device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+    @property
+    def _rounded(self) -> bool:
+        """Whether the noise goes into a product of half precision, which rounds it."""
+        return torch.is_autocast_enabled(self._device)
+
+    def _in_full_precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device, enabled=False) if self._rounded else nullcontext()
 
     def _begin(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         if self.start is None:
@@ -109,14 +121,14 @@ class InputNoise(Noise):
         mean, deviation, _ = affine.push_normal(base.loc, base.scale)
         return DiagonalNormal(mean, deviation).rsample(shape, generator)
 
-    def _end(self, z: Tensor) -> Tensor:
-        return self.transform(z)[0] if self.start is None else self.push(z, log_det=False)[0]
+    def _end(self, z: Tensor, coarse: bool = False) -> Tensor:
+        return self.transform(z)[0] if self.start is None else self.push(z, False, coarse)[0]
 
-    def push(self, z: Tensor, log_det: bool = True) -> tuple[Tensor, Tensor | None]:
-        """What follows the learnable Gaussian."""
+    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What follows the learnable Gaussian; ``coarse``: as in :func:`flowbnn.transforms.fused.push_many`."""
         total: Tensor | None = None
         for part in self.rest:
-            z, found = _chain(part, z, log_det) if isinstance(part, PlanarLU) else part(z)
+            z, found = _chain(part, z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
             if log_det and found is not None:
                 found = sum_rightmost(found, 1 - part.event_dim)
                 total = found if total is None else total + found
@@ -144,9 +156,9 @@ class InputNoise(Noise):
         return f"{self.label}, dim={self.layout.dim}, site={self.site}"
 
 
-def _chain(part: PlanarLU, z: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
+def _chain(part: PlanarLU, z: Tensor, log_det: bool, coarse: bool) -> tuple[Tensor, Tensor | None]:
     """A chain of planar and LU maps, in kernels of its own where the device has them."""
     if not fused.available(z):
         return part.push(z, log_det)
-    ends, found = fused.push_many([part], [z.reshape(-1, z.shape[-1])], log_det)
+    ends, found = fused.push_many([part], [z.reshape(-1, z.shape[-1])], log_det, coarse)
     return ends[0].view(z.shape), None if found is None else found[0].view(z.shape[:-1])

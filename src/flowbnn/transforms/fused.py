@@ -4,7 +4,7 @@ A flow of document 000 on a layer of a few hundred channels is some hundred tiny
 than to do. :func:`push_many` evaluates the :class:`~flowbnn.transforms.PlanarLU` flows of all layers together, with kernels written
 in Triton: a flow on at most 32 numbers is one launch, and the stages of longer ones (a run of planar maps, one triangular factor) are
 one launch each for all layers. Gradients are written by hand, of first order, and the same from run to run to the last bit.
-Products are as good as float32 (three passes of TF32, or plain float32 where they are small).
+Products are as good as float32 (three passes of TF32, or plain float32 where they are small), unless the caller allows less.
 
 ``torch.compile`` sees one operator, without a graph break, and a CUDA graph captures it.
 """
@@ -43,7 +43,7 @@ def available(z: Tensor) -> bool:
 
 
 def push_many(
-    flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool
+    flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool, coarse: bool = False
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Every flow applied to its own rows: ``flow.push(start, log_det)`` for each pair, all at once where that is possible.
 
@@ -51,6 +51,8 @@ def push_many(
         flows: the flows.
         starts: ``[rows, dim]`` for each, with one number of rows; columns of one wide tensor are welcome.
         log_det: whether the log-dets are wanted.
+        coarse: the values will be rounded to half precision anyway: the products of many rows may be made in one pass of TF32, with
+            errors of about a thousandth, instead of three.
 
     Returns:
         ``[rows, dim]`` for each flow, columns of one wide tensor where the flows went together; and the log-dets ``[rows]`` or None.
@@ -73,7 +75,7 @@ def push_many(
     totals: list[Any] = [None] * len(flows)
     together = [i for i in range(len(flows)) if _served(flows[i], starts[i], starts[0])]
     if together:
-        _together(flows, starts, log_det, together, ends, totals)
+        _together(flows, starts, (log_det, coarse), together, ends, totals)
     for i, (flow, start) in enumerate(zip(flows, starts, strict=True)):
         if ends[i] is None:
             weights = flow._weights()
@@ -93,15 +95,15 @@ def _served(flow: PlanarLU, start: Tensor, first: Tensor) -> bool:
 def _together(
     flows: Sequence[PlanarLU],
     starts: Sequence[Tensor],
-    log_det: bool,
+    options: tuple[bool, bool],
     some: list[int],
     ends: list[Any],
     totals: list[Any],
 ) -> None:
-    x, lines = _launch([flows[i] for i in some], [starts[i] for i in some], log_det)
+    x, lines = _launch([flows[i] for i in some], [starts[i] for i in some], *options)
     for i, end in zip(some, x.split([flows[i].dim for i in some], -1), strict=True):
         ends[i] = end
-    if log_det:
+    if options[0]:
         for i, line in zip(some, lines.unbind(), strict=True):
             totals[i] = line
 
@@ -129,13 +131,15 @@ def push_packed(flows: Sequence[PlanarLU], wide: Tensor, log_det: bool) -> tuple
     return torch.cat(ends, -1), None if totals is None else torch.stack(totals)
 
 
-def _launch(flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool) -> tuple[Tensor, Tensor]:
+def _launch(
+    flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool, coarse: bool = False
+) -> tuple[Tensor, Tensor]:
     """One start for each flow, or one for all of them."""
     given = [start if start.stride(1) == 1 else start.contiguous() for start in starts]
     weights = [weight.contiguous() for flow in flows for weight in flow._weights()]
     dims, (runs, limits) = [flow.dim for flow in flows], write([flow.plan for flow in flows])
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *weights))
-    x, lines, _ = torch.ops.flowbnn.push_flows(given, weights, dims, runs, limits, log_det, keep)
+    x, lines, _ = torch.ops.flowbnn.push_flows(given, weights, dims, runs, limits, log_det, keep, coarse)
     return x, lines
 
 
@@ -150,8 +154,8 @@ def _on(tensor: Tensor) -> AbstractContextManager[Any]:
 @torch.library.custom_op(
     "flowbnn::push_flows",
     mutates_args=(),
-    schema="(Tensor[] starts, Tensor[] weights, int[] dims, int[] runs, float[] limits, bool log_det, bool keep)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor[] starts, Tensor[] weights, int[] dims, int[] runs, float[] limits, bool log_det, bool keep,"
+    " bool coarse) -> (Tensor, Tensor, Tensor)",
 )
 def _push(
     starts: Sequence[Tensor],
@@ -161,6 +165,7 @@ def _push(
     limits: Sequence[float],
     log_det: bool,
     keep: bool,
+    coarse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flowbnn.transforms.fused_launch import forward  # Triton is loaded when it is first used
 
@@ -168,13 +173,15 @@ def _push(
     totals = x.new_empty((len(dims), x.shape[0]) if log_det else 0)
     with _on(x):
         kept = forward(
-            read(tuple(runs), tuple(limits)), log_det, keep, _cut(starts, dims), weights, x, totals
+            read(tuple(runs), tuple(limits)), log_det, keep, coarse, _cut(starts, dims), weights, x, totals
         )
     return x, totals, kept
 
 
 @_push.register_fake
-def _(starts: Any, weights: Any, dims: Any, runs: Any, limits: Any, log_det: bool, keep: bool) -> Any:
+def _(
+    starts: Any, weights: Any, dims: Any, runs: Any, limits: Any, log_det: bool, keep: bool, coarse: bool
+) -> Any:
     rows = starts[0].shape[0]
     kept = rows * sum(kept_numbers(read(tuple(runs), tuple(limits)), dims)) if keep else 0
     empty = starts[0].new_empty
@@ -184,8 +191,8 @@ def _(starts: Any, weights: Any, dims: Any, runs: Any, limits: Any, log_det: boo
 @torch.library.custom_op(
     "flowbnn::push_flows_backward",
     mutates_args=(),
-    schema="(Tensor[] starts, Tensor[] weights, Tensor kept, Tensor of_x, Tensor? of_totals, int[] dims, int[] runs, float[] limits)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor[] starts, Tensor[] weights, Tensor kept, Tensor of_x, Tensor? of_totals, int[] dims, int[] runs, float[] limits,"
+    " bool coarse) -> (Tensor, Tensor)",
 )
 def _push_backward(
     starts: Sequence[Tensor],
@@ -196,22 +203,33 @@ def _push_backward(
     dims: Sequence[int],
     runs: Sequence[int],
     limits: Sequence[float],
+    coarse: bool,
 ) -> tuple[Tensor, Tensor]:
     from flowbnn.transforms.fused_launch import backward
 
     with _on(of_x):
-        return backward(read(tuple(runs), tuple(limits)), _cut(starts, dims), weights, kept, of_x, of_totals)
+        return backward(
+            read(tuple(runs), tuple(limits)), coarse, _cut(starts, dims), weights, kept, of_x, of_totals
+        )
 
 
 @_push_backward.register_fake
 def _(
-    starts: Any, weights: Any, kept: Any, of_x: Any, of_totals: Any, dims: Any, runs: Any, limits: Any
+    starts: Any,
+    weights: Any,
+    kept: Any,
+    of_x: Any,
+    of_totals: Any,
+    dims: Any,
+    runs: Any,
+    limits: Any,
+    coarse: bool,
 ) -> Any:
     return of_x.new_empty(of_x.shape), of_x.new_empty(sum(weight.numel() for weight in weights))
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    starts, weights, ctx.dims, ctx.runs, ctx.limits, _, _ = inputs
+    starts, weights, ctx.dims, ctx.runs, ctx.limits, _, _, ctx.coarse = inputs
     ctx.count = len(starts)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
@@ -225,13 +243,13 @@ def _back(ctx: Any, of_x: Tensor | None, of_totals: Tensor | None, of_kept: Tens
     if of_x is None:
         of_x = starts[0].new_zeros((starts[0].shape[0], sum(dims)))
     of_starts, flat = torch.ops.flowbnn.push_flows_backward(
-        starts, weights, kept, of_x, of_totals, dims, ctx.runs, ctx.limits
+        starts, weights, kept, of_x, of_totals, dims, ctx.runs, ctx.limits, ctx.coarse
     )
     order = flat_order(read(tuple(ctx.runs), tuple(ctx.limits)), dims)
     found = dict(zip(order, flat.split([weights[place].numel() for place in order]), strict=True))
     of_weights = [found[place].view(weight.shape) for place, weight in enumerate(weights)]
     whole = [of_starts] if ctx.count == 1 else list(of_starts.split(dims, -1))
-    return whole, of_weights, None, None, None, None, None
+    return whole, of_weights, None, None, None, None, None, None
 
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:

@@ -50,13 +50,14 @@ def forward(
     plans: tuple[Plan, ...],
     log_det: bool,
     keep: bool,
+    coarse: bool,
     starts: Sequence[Tensor],
     weights: Sequence[Tensor],
     x: Tensor,
     totals: Tensor,
 ) -> Tensor:
     """Fill ``x`` ``[rows, numbers]`` and ``totals`` ``[flows, rows]``; what :func:`backward` needs, if it is to be kept."""
-    call = Call(plans, starts, weights)
+    call = Call(plans, starts, weights, coarse)
     ends = x.split(call.dims, -1)
     lines = totals.unbind() if log_det else [x] * len(starts)
     kept = x.new_empty(call.rows * sum(kept_numbers(call.plans, call.dims)) if keep else 0)
@@ -90,6 +91,7 @@ def forward(
 
 def backward(
     plans: tuple[Plan, ...],
+    coarse: bool,
     starts: Sequence[Tensor],
     weights: Sequence[Tensor],
     kept: Tensor,
@@ -97,7 +99,7 @@ def backward(
     of_totals: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients to the starts ``[rows, numbers]`` and to all parameters, end to end in the order of :func:`flat_order`."""
-    call = Call(plans, starts, weights)
+    call = Call(plans, starts, weights, coarse)
     of_x = of_x if of_x.stride(1) == 1 else of_x.contiguous()
     of_starts = torch.empty(of_x.shape, dtype=of_x.dtype, device=of_x.device)
     order = flat_order(call.plans, call.dims)
@@ -194,7 +196,7 @@ def _large_backward(
             factors=tuple(call.weights[i]["f"][stage.first] for i, _, stage in some),
             of_factors=tuple(into[i]["f"][stage.first] for i, _, stage in some), totals=_some(log["lines"], flows),
             **call.numbers(flows, "dims", "scales", "bounds"), **rest, **rows_cut, rows_in_all=call.rows, side=side,
-            COUNT=len(some), **FACTORS,
+            COUNT=len(some), PRECISION=call.precision, **FACTORS,
         )  # fmt: skip
 
 
@@ -202,11 +204,11 @@ def _triangle(
     call: Call, flows: Sequence[int], stages: Sequence[Stage], common: Arguments, upper: bool, back: bool
 ) -> None:
     widest = max(call.dims[i] for i in flows)
-    tile = FEW_ROWS if row_parts(call.rows)[0] == 1 else MANY_ROWS
+    tile = MANY_ROWS if call.many else FEW_ROWS
     triangle[(-(-widest // tile["COLUMNS"]), -(-call.rows // tile["ROWS"]), len(flows))](
         **common, factors=tuple(call.weights[i]["f"][s.first] for i, s in zip(flows, stages, strict=True)),
         **call.numbers(flows, "dims", "scales", "bounds"), rows_in_all=call.rows, COUNT=len(flows),
-        WIDTH=call.width(flows), UPPER=upper, BACKWARD=back, **tile,
+        WIDTH=call.width(flows), UPPER=upper, BACKWARD=back, PRECISION=call.precision, **tile,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ __all__ = ["factors_backward", "triangle"]
 def triangle(
     zs, z_strides, xs, x_strides, factors, totals, dims, fresh, scales, bounds, rows_in_all,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr, UPPER: tl.constexpr, BACKWARD: tl.constexpr, LOG_DET: tl.constexpr,
+    BLOCKS: tl.constexpr, UPPER: tl.constexpr, BACKWARD: tl.constexpr, LOG_DET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     r"""One triangular factor of every flow: :math:`x = z T^\top`, or :math:`x = z T` on the way back, blocks of zeros left out.
 
@@ -48,7 +48,7 @@ def triangle(
                     part = tl.where(summed[:, None] > columns[None, :], part, 0.0)
                 else:
                     part = tl.where(summed[:, None] < columns[None, :], part, 0.0)
-                total = tl.dot(z, part, total, input_precision="tf32x3")
+                total = tl.dot(z, part, total, input_precision=PRECISION)
         if BLOCKS == 1:
             diagonal = tl.load(z_at + columns[None, :], mask=both, other=0.0)
         if UPPER:
@@ -70,7 +70,7 @@ def triangle(
 def factors_backward(
     zs, z_strides, middles, of_middles, gs, g_strides, factors, of_factors, totals, dims, scales, bounds,
     rows_in_all, rows_each, side, total_stride, part_stride,
-    COUNT: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, LOG_DET: tl.constexpr,
+    COUNT: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, LOG_DET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     r"""Gradients to the factors of every LU map, a square block of one triangle a program: :math:`\bar y^\top z`.
 
@@ -106,7 +106,7 @@ def factors_backward(
                 mask=here[:, None] & in_down[None, :],
                 other=0.0,
             )
-            found = tl.dot(g, z, found, input_precision="tf32x3")
+            found = tl.dot(g, z, found, input_precision=PRECISION)
         places, both = across[:, None] * dim + down[None, :], in_across[:, None] & in_down[None, :]
         keep = down[None, :] < across[:, None]
         into = pick(of_factors, one, COUNT) + tl.program_id(1).to(tl.int64) * part_stride

@@ -143,12 +143,17 @@ def kept_numbers(plans: Sequence[Plan], dims: Sequence[int]) -> list[int]:
 class Call:
     """The tensors and numbers of one call, flow by flow."""
 
-    def __init__(self, plans: tuple[Plan, ...], starts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self, plans: tuple[Plan, ...], starts: Sequence[Tensor], weights: Sequence[Tensor], coarse: bool
+    ) -> None:
         self.plans, self.starts = plans, starts
         self.rows, self.dims = starts[0].shape[0], [start.shape[1] for start in starts]
         self.small = [i for i, plan in enumerate(self.plans) if is_small(plan, self.dims[i])]
         self.large = [i for i, plan in enumerate(self.plans) if not is_small(plan, self.dims[i])]
         self.weights = by_flow(self.plans, weights)
+        self.many = row_parts(self.rows)[0] > 1
+        # of a float32's accuracy, or of TF32's, where time goes into products and nobody sees more
+        self.precision = "tf32" if coarse and self.many else "tf32x3"
 
     def parts(self, kept: Tensor) -> list[Tensor]:
         numbers = [n * self.rows for n in kept_numbers(self.plans, self.dims)]

@@ -90,8 +90,9 @@ def measure_cost(
     }
     number = min(IMAGES, len(pictures.judged))
     rows = number * settings.samples
+    where = "a GPU" if pictures.device.type == "cuda" else "a processor"
     caption = (
-        f"Ratios to the plain network in the same run: batch {settings.plain.batch}, precision {precision}, medians of "
+        f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
         f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update. "
         f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images. "
         "Memory is the peak in training, less the data."

@@ -5,7 +5,7 @@ from typing import Any
 
 from flowbnn.studies.base import Metric, Parts, Variant
 from flowbnn.studies.images.published import Published
-from flowbnn.studies.images.recipes import SITES, split_key
+from flowbnn.studies.images.recipes import METHODS, SITES, split_key
 from flowbnn.studies.images.settings import ImageSettings
 from flowbnn.studies.statistics import Paired, paired, summary
 
@@ -200,7 +200,9 @@ def _reached(
     return [f"Best means: {', '.join(told)}."] if told else []
 
 
-def notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings) -> list[str]:
+def notes(
+    parts: Parts, variants: Sequence[Variant], settings: ImageSettings, published: Published
+) -> list[str]:
     """How the numbers came about, for the reader who wants to doubt them."""
     document, best = (
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
@@ -221,4 +223,31 @@ def notes(parts: Parts, variants: Sequence[Variant], settings: ImageSettings) ->
         "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
         "KL averaged over positions, which tempers it.",
     ]
-    return told + parts.warnings(variants)
+    return told + _pace(parts, settings, published) + parts.warnings(variants)
+
+
+def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
+    """How well the document's recipe fits the training images at its end, here and there."""
+    own, theirs = [], []
+    for method, curves in (("gaussian", published.gaussian), ("flow", published.flow)):
+        ends = [
+            part["curves"]["log_likelihood"][-1]
+            for part in parts.of(f"document-{method}-position")
+            if part.get("curves", {}).get("log_likelihood")
+        ]
+        if ends:
+            own.append(f"{sum(ends) / len(ends):.2f} ({METHODS[method]})")
+            theirs.append(f"{curves['log_likelihood'][-1]:.2f}")
+    if not own:
+        return []
+    unsaid = (
+        "does not state its batch"
+        if settings.document.padding
+        else "states neither its batch nor whether its images were moved and mirrored"
+    )
+    return [
+        f"Document 000 {unsaid}; here the plain network has "
+        f"{settings.start.batch} images in a step and what starts from it {settings.document.batch}. At the end of its recipe the "
+        f"log-likelihood of a training image is {_listed(own)} here, {_listed(theirs)} in its figure: where the two are far apart, "
+        "so are the ECEs, and the document's recipe is not quite this one."
+    ]

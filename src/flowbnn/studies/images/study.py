@@ -81,7 +81,7 @@ class ImageStudy(Study):
             shown,
             table,
             figures(parts, variants, self.published, self.novel, self.source),
-            notes(parts, variants, settings),
+            notes(parts, variants, settings, self.published),
             comparisons(parts, shown),
         )
 
