@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "inference")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "inference", "report")]
 
 
 @pytest.fixture(autouse=True)
