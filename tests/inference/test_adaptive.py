@@ -74,6 +74,34 @@ def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
     assert torch.equal(found.labels[~early], full.labels[~early])
 
 
+def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
+    """Leads from -0.02 to 0.02 whose noise is far below the tolerance: only the order of the two classes is open."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, samples = 4000, 64
+    lead = 0.04 * torch.rand(inputs, generator=generator) - 0.02
+    lead = lead + 0.01 * torch.randn(samples, inputs, generator=generator)
+    full = CategoricalPredictive(logits_of(lead)).labels
+    turned, cost = {}, {}
+    for number in (0.0, 1.0, 2.0):
+        rule = fb.Adaptive(tolerance=0.01, certainty=0.999, start=8, lead=number)
+        outputs, spent = adaptive_outputs(
+            drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
+        )
+        turned[number] = float((CategoricalPredictive(outputs, spent).labels != full).double().mean())
+        cost[number] = float(spent.double().mean()) / samples
+    assert cost[0.0] == 8 / samples
+    assert turned[2.0] < turned[1.0] < turned[0.0] / 2
+    assert cost[0.0] < cost[1.0] < cost[2.0] < 0.5
+
+
+def test_a_tie_that_no_sample_breaks_costs_no_more():
+    rule = fb.Adaptive(start=4)
+    _, spent = adaptive_outputs(
+        drawing(torch.zeros(64, 3, 2)), torch.arange(3), 64, rule, CategoricalPredictive
+    )
+    assert spent.tolist() == [4, 4, 4]
+
+
 def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
     """The error of those that stopped is that of a mean with the asked standard error, not more."""
     generator = torch.Generator().manual_seed(1)
@@ -180,6 +208,7 @@ def test_a_point_and_a_regression():
         (lambda: fb.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', not 'sure'"),
         (lambda: fb.Adaptive(start=1), "at least 2 samples, not 1"),
         (lambda: fb.Adaptive(growth=1.0), "above 1, not 1.0"),
+        (lambda: fb.Adaptive(lead=-1.0), "at least 0, not -1.0"),
         (lambda: as_adaptive(True), "a tolerance such as 0.01, or an Adaptive"),
         (lambda: as_adaptive("fast"), "not a str"),
         (

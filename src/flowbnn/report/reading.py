@@ -43,7 +43,7 @@ def load_results(source: Path | str | dict[str, Any]) -> dict[str, Any]:
 
 
 def find_results(folder: Path | str) -> list[Path]:
-    """Every ``results.json`` in the folder itself or in one of its immediate subfolders, by name.
+    """Every ``results.json`` in the folder itself or in one of its immediate subfolders, by name; or the file itself, if it is one.
 
     Each one is read and checked, so that what comes back can be drawn.
 
@@ -55,6 +55,9 @@ def find_results(folder: Path | str) -> list[Path]:
     flowbnn.errors.FlowBNNError: there is no folder no-such-folder; give the folder a study wrote to
     """
     root = Path(folder)
+    if root.is_file():
+        load_results(root)
+        return [root]
     if not root.is_dir():
         raise FlowBNNError(f"there is no folder {root}; give the folder a study wrote to")
     try:
