@@ -1,6 +1,7 @@
 """Likelihoods: how the outputs of a network speak of its targets."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,10 @@ class Likelihood(nn.Module):
         """Targets in the form that predictives and metrics take."""
         return targets
 
+    def average(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The outputs whose prediction is the mean of the predictions of these, which are of one shape."""
+        raise FlowBNNError(f"a {type(self).__name__} likelihood cannot average predictions; leave out views")
+
     def to_dict(self) -> dict[str, Any]:
         return {"likelihood": type(self).__name__}
 
@@ -51,6 +56,9 @@ class Categorical(Likelihood):
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets.long()
+
+    def average(self, outputs: Sequence[Tensor]) -> Tensor:
+        return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs, spent)
@@ -89,6 +97,10 @@ class Bernoulli(Likelihood):
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets.flatten().long()
+
+    def average(self, outputs: Sequence[Tensor]) -> Tensor:
+        logits = _stacked(outputs)
+        return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1), spent)
@@ -155,6 +167,14 @@ class Gaussian(Likelihood):
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
 
+    def average(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Of a predicted noise, the Gaussian with the mean and the variance of the mixture."""
+        if self.noise != "predicted":
+            return _stacked(outputs).mean(0)
+        means, variances = self.moments(_stacked(outputs))
+        variance = variances.mean(0) + means.var(0, correction=0)
+        return torch.cat([means.mean(0), variance.log()], -1)
+
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
         return GaussianPredictive(*self.moments(outputs), spent)
 
@@ -187,6 +207,10 @@ class Gaussian(Likelihood):
 
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def _stacked(outputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.float() if part.dtype in _HALF else part for part in outputs])
 
 
 def make_likelihood(

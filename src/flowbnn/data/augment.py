@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["CropAndFlip"]
+__all__ = ["CropAndFlip", "mirrored"]
 
 
 class CropAndFlip:
@@ -128,3 +128,12 @@ def _gather(images: Tensor, source: Tensor) -> Tensor:
         return moved.view(number, height, width, channels).permute(0, 3, 1, 2)
     flat = images.reshape(number, channels, pixels)
     return flat.gather(2, index.unsqueeze(1).expand(-1, channels, -1)).view(images.shape)
+
+
+def mirrored(images: Tensor) -> Tensor:
+    """Images ``[..., H, W]`` with left and right exchanged: another view, for ``posterior.predict(images, views=[mirrored])``.
+
+    >>> mirrored(torch.tensor([[1, 2, 3]]))
+    tensor([[3, 2, 1]])
+    """
+    return images.flip(-1)

@@ -1,6 +1,6 @@
 """One judge for every posterior."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.adaptive import Adaptive
 from flowbnn.inference.passes import Compile
 from flowbnn.inference.posterior import Posterior
+from flowbnn.inference.views import View
 from flowbnn.metrics import novelty_aupr, novelty_auroc
 
 __all__ = ["evaluate"]
@@ -23,6 +24,7 @@ def evaluate(
     shared: bool = True,
     seed: int = 0,
     adaptive: Adaptive | float | None = None,
+    views: Sequence[View] = (),
     precision: str | None = None,
     compile: Compile = "auto",
     progress: bool = True,
@@ -33,7 +35,7 @@ def evaluate(
         loader: batches of ``(inputs, targets)``, or one such pair.
         novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
             input has a larger predictive entropy than a known one, and the average precision of finding it so.
-        samples, shared, seed, adaptive, precision, compile, progress: as in :meth:`Posterior.predict`; adaptive sampling adds
+        samples, shared, seed, adaptive, views, precision, compile, progress: as in :meth:`Posterior.predict`; adaptive sampling adds
             ``samples_spent``, the mean over the inputs of ``loader``.
     """
     if not isinstance(posterior, Posterior):
@@ -45,6 +47,7 @@ def evaluate(
         "shared": shared,
         "seed": seed,
         "adaptive": adaptive,
+        "views": views,
         "precision": precision,
         "compile": compile,
         "progress": progress,

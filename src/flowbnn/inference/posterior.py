@@ -4,7 +4,7 @@ A posterior gives samples of outputs, ``[S, B, ...]``; everything else (the pred
 of those samples by the same code for every method. To write one, subclass :class:`Posterior` and define ``outputs``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import islice
@@ -23,6 +23,7 @@ from flowbnn.inference.inputs import check_finite, checked_batch, is_batch
 from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
 from flowbnn.inference.running import Passes, PointPasses
 from flowbnn.inference.stored import Stored
+from flowbnn.inference.views import View, check_views, viewing
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.predictive.base import NotFinite
@@ -106,6 +107,7 @@ class Posterior:
         seed: int | None = None,
         max_batch: int | None = None,
         adaptive: Adaptive | float | None = None,
+        views: Sequence[View] = (),
         precision: str | None = None,
         compile: Compile = "auto",
         sharded: Sharded = "auto",
@@ -124,6 +126,9 @@ class Posterior:
             adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
                 certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and
                 ``samples_spent`` of the result tells what each had.
+            views: functions from a batch of inputs to as many others that mean the same, such as :func:`flowbnn.data.mirrored`: every
+                sampled network answers by the mean of its predictions for the input and for its views (test-time
+                augmentation), at the price of as many more passes.
             precision: ``"bf16"`` lets layers compute in bfloat16 (autocast), while noise and flows stay in float32.
             compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute
                 once per network, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
@@ -141,6 +146,7 @@ class Posterior:
             seed=seed,
             max_batch=max_batch,
             adaptive=adaptive,
+            views=views,
             precision=precision,
             compile=compile,
             sharded=sharded,
@@ -156,6 +162,7 @@ class Posterior:
         seed: int | None = None,
         max_batch: int | None = None,
         adaptive: Adaptive | float | None = None,
+        views: Sequence[View] = (),
         precision: str | None = None,
         compile: Compile = "auto",
         sharded: Sharded = "auto",
@@ -167,7 +174,17 @@ class Posterior:
         try:
             with gathering(inputs, sharded, shared) as together:
                 return self._predict(
-                    inputs, samples, together, shared, seed, max_batch, adaptive, precision, compile, progress
+                    inputs,
+                    samples,
+                    together,
+                    shared,
+                    seed,
+                    max_batch,
+                    adaptive,
+                    check_views(views),
+                    precision,
+                    compile,
+                    progress,
                 )
         except NotFinite as error:
             half = half_of(precision)
@@ -199,6 +216,7 @@ class Posterior:
         seed: int | None,
         max_batch: int | None,
         adaptive: Adaptive | float | None,
+        views: tuple[View, ...],
         precision: str | None,
         compile: Compile,
         progress: bool,
@@ -209,13 +227,16 @@ class Posterior:
         rule = as_adaptive(adaptive)
         if rule is not None and not shared:
             raise FlowBNNError("adaptive sampling needs the same draws for all inputs; leave shared=True")
+        if views and not shared:
+            raise FlowBNNError("views need the same draws for all inputs; leave shared=True")
         seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
 
         def drawing(index: int = 0) -> AbstractContextManager[Any]:
             own = seed if shared else seed + index  # every batch its own draws
-            return self.drawing(
+            drawn = self.drawing(
                 samples, shared=shared, seed=own, max_batch=max_batch, precision=precision, compile=compile
             )
+            return viewing(drawn, views, self.likelihood) if views else drawn
 
         if is_batch(inputs):
             check_finite(inputs)
@@ -379,6 +400,7 @@ class PointPosterior(Posterior):
 
 def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int]:
     """How many rows to put through together: full passes, and several of them where the settled ones leave gaps."""
+    draw = getattr(draw, "passes", draw)
     if not isinstance(draw, Passes):
         return rows
     draw.total = total

@@ -1,11 +1,14 @@
 """Judging one trained variant: on the test images, on novel ones, and on corrupted ones. All of it for all methods alike."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from flowbnn.data import mirrored
 from flowbnn.inference import PointPosterior, Posterior
 from flowbnn.inference.adaptive import Adaptive
+from flowbnn.inference.views import View
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.studies.base import CLASSIFICATION, Metric
@@ -17,6 +20,7 @@ __all__ = ["RULE", "curves_of", "image_metrics", "judge", "predict", "score"]
 
 RULE = Adaptive()
 ROWS = 16384
+MIRROR = "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation)."
 
 
 def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
@@ -25,7 +29,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         "Chance that a novel image ({}) has a higher predictive entropy than a test image; 0.5 is guessing."
     )
     mutual = "The same ({}) by the mutual information of label and network; a single network has none."
-    shifted, costs = "Novel and corrupted images", "Cost"
+    shifted, costs, mirror = "Novel and corrupted images", "Cost", "An image and its mirror image together"
     return (
         *CLASSIFICATION,
         *(
@@ -52,6 +56,9 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
             "ECE on the same images, mean over the same.",
             shifted,
         ),
+        Metric("mirror_accuracy", "Accuracy, two views", "higher", ".4f", MIRROR, mirror),
+        Metric("mirror_nll", "NLL, two views", "lower", ".4f", MIRROR, mirror),
+        Metric("mirror_ece", "ECE, two views", "lower", ".4f", MIRROR, mirror),
         Metric(
             "step",
             "Training step",
@@ -105,7 +112,12 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
 
 
 def predict(
-    posterior: Posterior, images: Tensor, samples: int, precision: str, adaptive: Adaptive | None = None
+    posterior: Posterior,
+    images: Tensor,
+    samples: int,
+    precision: str,
+    adaptive: Adaptive | None = None,
+    views: Sequence[View] = (),
 ) -> CategoricalPredictive:
     """The predictive on the device, with the same draws for all images and at every call, in the precision of the training."""
     half = images.device.type == "cuda" and precision.startswith("bf16")
@@ -114,6 +126,7 @@ def predict(
         1 if isinstance(posterior, PointPosterior) else samples,
         seed=0,
         adaptive=adaptive,
+        views=views,
         max_batch=ROWS if images.device.type == "cuda" else None,  # several jobs share one GPU's memory
         precision="bf16" if half else None,
         progress=False,
@@ -145,9 +158,13 @@ def curves_of(posterior: Posterior, number: int) -> dict[str, list[float]]:
 
 
 def judge(
-    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str, mirror: bool = False
 ) -> dict[str, Any]:
-    """Everything the table and the figures need of one trained network."""
+    """Everything the table and the figures need of one trained network.
+
+    Args:
+        mirror: also judge the predictions for an image and its mirror image together, where training has mirrored images too.
+    """
     images, labels = pictures.test
     noisy = not isinstance(posterior, PointPosterior)
     known = predict(posterior, images, settings.samples, precision)
@@ -164,6 +181,9 @@ def judge(
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
         del sparing
     del known
+    if mirror:
+        both = predict(posterior, images, settings.samples, precision, views=[mirrored]).evaluate(labels)
+        values |= {f"mirror_{name}": both[name] for name in ("accuracy", "nll", "ece")}
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
     content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}

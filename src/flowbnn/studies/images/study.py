@@ -69,7 +69,7 @@ class ImageStudy(Study):
             settings.curve_samples if watched else 0,
         )
         posterior.save(job.posterior)
-        return judge(posterior, pictures, settings, job.precision)
+        return judge(posterior, pictures, settings, job.precision, training.flip)
 
     def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
         variants = self.variants(settings)
