@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch sees no CUDA device on this machine")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore", fb.FlowBNNWarning)

@@ -19,7 +19,17 @@ from flowbnn.training import TrainingOptions, capturable
 from flowbnn.training.capture import Recorder
 from flowbnn.training.options import Clock
 
-__all__ = ["MODELS", "Stepping", "arguments", "interleave", "report", "rules", "shape_of", "write"]
+__all__ = [
+    "MODELS",
+    "Stepping",
+    "arguments",
+    "interleave",
+    "positive",
+    "report",
+    "rules",
+    "shape_of",
+    "write",
+]
 
 MODELS = {"lenet": LeNet, "vgg16": VGG16}
 FLOWS = {
@@ -145,23 +155,32 @@ def report(title: str, times: Mapping[str, list[float]], base: str = "plain") ->
     return rows
 
 
-def arguments(description: str | None, **extra: dict[str, Any]) -> argparse.Namespace:
-    """The options that every benchmark has, and those of this one."""
+def positive(text: str) -> int:
+    """A whole number of at least 1, for an option."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text}")
+    return int(text)
+
+
+def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, Any]) -> argparse.Namespace:
+    """The options that every benchmark has, and those of this one; ``on_cpu``: half precision means something there too."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="lenet")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=60)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", default="32-true", help="32-true or bf16-mixed")
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of a GPU")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     for name, settings in extra.items():
         parser.add_argument(f"--{name}", **settings)
     found = parser.parse_args()
     if found.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device on this machine")
+    if found.device == "cpu" and found.precision != "32-true" and not on_cpu:
+        parser.error("--precision bf16-mixed is for --device cuda: on a processor steps are taken in float32")
     torch.set_num_threads(found.threads)
     return found
 

@@ -115,6 +115,7 @@ def measure(found: argparse.Namespace, name: str) -> int:
 def main() -> None:
     found = arguments(
         __doc__,
+        on_cpu=True,
         acceleration={"default": "off", "choices": ("off", "compile")},
         only={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )

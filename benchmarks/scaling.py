@@ -17,14 +17,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import MODELS, arguments, rules, shape_of, write
+from common import MODELS, arguments, positive, rules, shape_of, write
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.training import is_main_process
 
 EXTRA: dict[str, dict[str, Any]] = {
-    "processes": {"type": int, "nargs": "*", "help": "default: 1 and 2, or 1, 2, 4, ... as there are GPUs"},
+    "processes": {
+        "type": positive,
+        "nargs": "*",
+        "help": "default: 1 and 2, or 1, 2, 4, ... as there are GPUs",
+    },
     "steps": {"type": int, "default": 40, "help": "in an epoch"},
     "site": {"choices": ("channel", "position"), "default": "channel"},
     "worker": {

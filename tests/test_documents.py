@@ -23,7 +23,7 @@ def blocks(name: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # ten images teach the noise nothing
 def test_the_readmes_ten_lines_run():
-    (code,) = blocks("README.md")
+    code, _ = blocks("README.md")
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 11
     images, labels = torch.randn(10, 1, 28, 28), torch.arange(10)
@@ -37,6 +37,24 @@ def test_the_readmes_ten_lines_run():
         warnings.simplefilter("ignore", FlowBNNWarning)
         exec(code.replace("epochs=20", "epochs=1, progress=False").replace("samples=128", "samples=4"), names)
     assert names["prediction"].probabilities.shape == (10, 10)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs teach the noise nothing
+def test_the_readmes_program_runs(tmp_path, monkeypatch, capsys):
+    _, code = blocks("README.md")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(
+        code.replace("epochs=20", "epochs=2, progress=False").replace(
+            "epochs=10", "epochs=2, progress=False"
+        ),
+        names,
+    )
+    told = capsys.readouterr().out
+    assert "novelty_auroc" in told
+    assert names["novel"].probabilities.shape == (10, 9)
+    assert (tmp_path / "digits.safetensors").exists()
 
 
 def test_the_lines_of_the_page_on_prediction_run():

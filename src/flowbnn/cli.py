@@ -191,7 +191,9 @@ def compare(
     ] = "digits",
     methods: Annotated[
         str | None,
-        typer.Option("--methods", help="Names with commas between, as in: map,laplace.", show_default="all"),
+        typer.Option(
+            "--methods", help="Names or globs with commas between, as in: map,laplace*.", show_default="all"
+        ),
     ] = None,
     epochs: Annotated[
         int | None, typer.Option("--epochs", help="Epochs of training.", show_default="30")

@@ -1,5 +1,6 @@
 """A trained network becomes a stochastic one, and back."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.layers import (
     Layout,
     Noise,
@@ -165,6 +166,7 @@ def _choose(
     first = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
     for rule, recipe in rules.items():
+        _check_rule(rule)
         if isinstance(recipe, type) and issubclass(recipe, Recipe):
             raise FlowBNNError(f"rule {_show(rule)}: write {recipe.__name__}() with its brackets")
         if recipe is not None and not isinstance(recipe, Recipe):
@@ -188,6 +190,15 @@ def _choose(
             "the rules leave every layer plain; give at least one layer a recipe such as NormalAffine()"
         )
     return wrapped
+
+
+def _check_rule(rule: Any) -> None:
+    if isinstance(rule, int) and not isinstance(rule, bool):
+        raise FlowBNNError(f"rule {rule}: layers are named by text: '{rule}'")
+    if not isinstance(rule, str) and not callable(rule):
+        raise FlowBNNError(
+            f"rule {rule!r:.60} is no layer's name, glob, module class or function of (name, module)"
+        )
 
 
 def _show(rule: Rule) -> str:
@@ -254,7 +265,8 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
 
     Args:
         absorb: multiply the mean of each layer's noise into its weights, so that the plain network computes what the
-            stochastic one does with its noise held at the mean. Linear and convolution layers only.
+            stochastic one does with its noise held at the mean. Linear and convolution layers only. After training the
+            means are no longer one, and without this the network is not the one that was trained: a warning says so.
         inplace: take the noise off the given network itself.
 
     >>> from flowbnn import NormalAffine
@@ -266,6 +278,8 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     if not noise_layers(model):
         raise FlowBNNError("this network has no noise to take off")
     model = model if inplace else deepcopy(model)
+    if not absorb:
+        _warn_of_means(model)
     for name, noise in noise_layers(model).items():
         module = model.get_submodule(name)
         if absorb:
@@ -281,6 +295,24 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
             module.use_nested_tensor = True
             del vars(module)["flowbnn_nested"]
     return model
+
+
+def _warn_of_means(model: nn.Module) -> None:
+    """Trained noise has means that the plain weights have come to rely on."""
+    with torch.no_grad():
+        moved = {
+            name: float((noise.mean() - 1).square().mean().sqrt())
+            for name, noise in noise_layers(model).items()
+            if noise.fitted
+        }
+    if moved and max(moved.values()) > 0.02:
+        name = max(moved, key=moved.__getitem__)
+        warnings.warn(
+            f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
+            "to_deterministic(model, absorb=True) keeps them in the weights",
+            FlowBNNWarning,
+            stacklevel=3,
+        )
 
 
 def _unhook(module: nn.Module, owner: object) -> None:

@@ -1,9 +1,9 @@
 """The one exception users meet, and the helper that names the nearest right word."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "some_of"]
 
 
 class FlowBNNError(ValueError):
@@ -14,7 +14,26 @@ class FlowBNNError(ValueError):
 
 
 class FlowBNNWarning(UserWarning):
-    """Something that is allowed but rarely meant: a collapsed posterior, a layer that is never called."""
+    """Something that is allowed but rarely meant: a collapsed posterior, a layer that is never called.
+
+    Args:
+        message: the line.
+        each: where it is about several layers, the line of each by itself.
+    """
+
+    def __init__(self, message: str = "", each: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.each = tuple(each)
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some_of(["fc1", "fc2", "fc3"], most=2)
+    "'fc1', 'fc2' and 1 more"
+    """
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> str:

@@ -55,6 +55,10 @@ class Categorical(Likelihood):
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
     def canonical(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point() and not bool((targets == targets.round()).all()):
+            raise FlowBNNError(
+                "class labels are whole numbers, but these have fractions; give integers, or probabilities' argmax(1)"
+            )
         return targets.long()
 
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -69,10 +73,14 @@ class Categorical(Likelihood):
                 f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
             )
         if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
+            advice = "for real-valued targets use likelihood='gaussian'"
+            if not targets.is_floating_point() and targets.shape == (len(outputs), 1):
+                advice = "give labels.squeeze(1)"
+            elif not targets.is_floating_point() and targets.shape == outputs.shape:
+                advice = "of one-hot labels give labels.argmax(1)"
             raise FlowBNNError(
                 f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
-                f"not {targets.dtype} of shape {tuple(targets.shape)}; "
-                "for real-valued targets use likelihood='gaussian'"
+                f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
             )
         classes = outputs.shape[1]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
@@ -111,7 +119,10 @@ class Bernoulli(Likelihood):
                 f"a Bernoulli likelihood takes one logit per example, but the network gives {tuple(outputs.shape)}"
             )
         if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
-            raise FlowBNNError("the targets of a Bernoulli likelihood are 0 or 1, one for each example")
+            raise FlowBNNError(
+                "the targets of a Bernoulli likelihood are 0 or 1, one for each example; for numbers to be predicted say "
+                "likelihood='gaussian', for more classes give the network an output for each"
+            )
 
 
 class Gaussian(Likelihood):
@@ -180,8 +191,10 @@ class Gaussian(Likelihood):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.ndim != 2:
+            advice = "; leave out its last squeeze" if outputs.ndim == 1 else ""
             raise FlowBNNError(
-                f"a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives {tuple(outputs.shape)}"
+                "a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives "
+                f"{tuple(outputs.shape)}{advice}"
             )
         width = outputs.shape[1]
         if self.noise == "predicted":
@@ -192,7 +205,7 @@ class Gaussian(Likelihood):
             width //= 2
         if self.noise == "learned" and width != self.dim:
             raise FlowBNNError(f"the network gives {width} targets; say Gaussian(dim={width})")
-        if targets.numel() != outputs.shape[0] * width:
+        if targets.numel() != outputs.shape[0] * width or targets.shape[:1] != outputs.shape[:1]:
             raise FlowBNNError(
                 f"targets of shape {tuple(targets.shape)} do not fit {outputs.shape[0]} rows of {width} predicted values"
                 + (
@@ -229,13 +242,21 @@ def make_likelihood(
     if isinstance(likelihood, dict):
         settings = dict(likelihood)
         likelihood = str(settings.pop("likelihood")).lower()
+    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        raise FlowBNNError(
+            f"likelihood is the class {likelihood.__name__}; give an instance: {likelihood.__name__}()"
+        )
+    if not isinstance(likelihood, str):
+        raise FlowBNNError(
+            f"likelihood is a name such as 'gaussian', or an instance such as Gaussian(), not a {type(likelihood).__name__}"
+        )
     if likelihood == "auto":
         if targets is None:
             raise FlowBNNError(
                 "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
             )
         if targets.is_floating_point():
-            _refuse_labels(targets)
+            _refuse_labels(targets, outputs)
         likelihood = "gaussian" if targets.is_floating_point() else "categorical"
         if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
             likelihood = "bernoulli"
@@ -251,13 +272,12 @@ def make_likelihood(
     return kinds[likelihood](**settings)
 
 
-def _refuse_labels(targets: Tensor) -> None:
-    """Class labels in the form of real numbers would be taken for regression without a word."""
-    if (
-        len(targets) < 2
-        or not bool(((targets == 0) | (targets == 1)).all())
-        or bool((targets == targets[0]).all())
-    ):
+def _refuse_labels(targets: Tensor, outputs: Tensor | None) -> None:
+    """Class labels in the form of real numbers would be taken for regression without a word.
+
+    A first batch of noughts alone is refused too: of rare positives it says nothing.
+    """
+    if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return
     if targets.ndim == 2 and targets.shape[1] > 1 and bool((targets.sum(1) == 1).all()):
         raise FlowBNNError(
@@ -265,7 +285,12 @@ def _refuse_labels(targets: Tensor) -> None:
             "if these are real numbers"
         )
     if targets.numel() == len(targets):
+        labels = "likelihood='bernoulli' if these are labels (or give them as integers)"
+        if outputs is not None and outputs.numel() > len(outputs):
+            labels = (
+                "likelihood='categorical' if these are labels, and give them as integers (targets.long())"
+            )
         raise FlowBNNError(
-            "the targets are real numbers that are all 0 or 1; say likelihood='bernoulli' if these are labels (or give them as "
-            "integers), 'gaussian' if not"
+            "the targets are real numbers, and those of the first batch are all 0 or 1; say "
+            f"{labels}, likelihood='gaussian' if not"
         )

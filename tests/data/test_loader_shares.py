@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowbnn.data import CropAndFlip, ImageSet, TensorLoader, device_loader
+from flowbnn.data import CropAndFlip, ImageSet, Normalize, TensorLoader, device_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import count_data
 from flowbnn.training.randomness import loader_generators
@@ -81,6 +81,26 @@ def test_a_function_of_the_users_sees_one_batch_at_a_time():
     assert seen == 2 * [4, 4, 2]
     with pytest.raises(FlowBNNError, match="together is a number of batches, at least 1, not 0"):
         TensorLoader(torch.arange(10), batch_size=4, together=0)
+
+
+def test_what_is_derived_from_our_augmentation_is_called_itself():
+    class Inverted(CropAndFlip):
+        def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+            return 255 - super().__call__(images, generator)
+
+    class Centred(Normalize):
+        def __call__(self, images: Tensor) -> Tensor:
+            return super().__call__(images) - len(images)
+
+    data = image_set(6)
+    ((inverted, _), _) = device_loader(data, 3, augment=Inverted(0, False))
+    assert torch.equal(inverted, data.normalizer()(255 - data.images[:3]))
+    centred = Centred(data.mean, data.deviation)
+    batches = [
+        batch
+        for batch, _ in TensorLoader(data.images, data.labels, batch_size=3, prepare=centred, together=2)
+    ]
+    assert torch.equal(batches[0], data.normalized()[:3] - 3)
 
 
 def test_passes_stay_alike_on_all_workers():

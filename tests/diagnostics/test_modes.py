@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.diagnostics import count_modes, marginal, posterior_health
+from flowbnn.diagnostics import LayerHealth, count_modes, health_warnings, marginal, posterior_health
 from flowbnn.errors import FlowBNNError
 from flowbnn.layers import noise_layers
 
@@ -50,6 +50,20 @@ def test_health():
     assert [h.state for h in health] == ["prior", "point", "healthy"]
     assert health[2].kl == pytest.approx(3 * 0.5 * 0.25 / 0.25, rel=1e-5)
     assert health[1].spread == pytest.approx(math.exp(8 * math.tanh(-5.0 / 8)), rel=0.1)
+
+
+def test_layers_of_one_ailment_share_a_warning():
+    ill = [LayerHealth(f"fc{n}", 0.0, 0.0001 * n, 1.0, "prior") for n in range(7)]
+    ill += [LayerHealth("conv", 9.0, 3.0, 0.01, "point"), LayerHealth("out", 1.0, 0.1, 0.9, "healthy")]
+    point, prior = health_warnings(ill)
+    assert "the noise of layer 'conv' has collapsed to a point (its spread is 1.0% of" in str(point)
+    assert point.each == (str(point),) == (ill[7].message,)
+    assert str(prior).startswith(
+        "the noise of layers 'fc0', 'fc1', 'fc2', 'fc3', 'fc4' and 2 more has fallen back onto its prior (KL at most 0.0006 nats"
+    )
+    assert str(prior).count("train longer") == 1
+    assert prior.each == tuple(health.message for health in ill[:7])
+    assert health_warnings(ill[8:]) == []
 
 
 def test_refusals():

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import flowbnn as fb
 from flowbnn.cli import app
 from flowbnn.data import TensorLoader, clusters, ring
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.report import load_results
 from flowbnn.report.figures_pareto import front_of
 from flowbnn.studies import Parts
-from flowbnn.studies.comparing.findings import pareto_front, with_ratios
+from flowbnn.studies.comparing.findings import answer, pareto_front, with_ratios
 from flowbnn.studies.comparing.measuring import kept_numbers
 from flowbnn.studies.comparing.registry import DATA, NETWORKS, make_network, prepare_data
 from flowbnn.studies.lineup import find_rivals
@@ -137,6 +137,9 @@ def test_numbers_are_compared_too():
         ({"methods": ["mapp"]}, "did you mean 'map'"),
         ({"methods": [3]}, "names or methods"),
         ({"resume": True}, "needs the folder"),
+        ({"seeds": 0}, "seeds are a number of at least 1"),
+        ({"seeds": [1, 1]}, "seeds are a number of at least 1"),
+        ({"lr": -1.0}, r"Maximum likelihood \('mle'\): lr"),
         ({"network": 3}, "takes a network"),
         ({"test_loader": iter([])}, "gone through once for every method"),
     ],
@@ -147,6 +150,75 @@ def test_what_cannot_be_compared_is_told_in_a_line(change, message):
     with pytest.raises(FlowBNNError, match=message) as caught:
         fb.compare(**given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_few_epochs_suit_every_method(epochs):
+    train, test, _ = loaders()
+    options = {"methods": ["swag", "sgld", "laplace"], "samples": 4, "progress": False}
+    found = fb.compare(network(), train, test, epochs=epochs, **options)
+    assert {row["key"] for row in found.rows} == {"mle", "swag", "sgld", "laplace"}
+
+
+def test_a_method_that_so_few_epochs_do_not_suit_is_left_out():
+    train, test, _ = loaders()
+    options = {"methods": ["swag", "map"], "samples": 4, "progress": False}
+    with pytest.warns(FlowBNNWarning, match=r"SWAG \('swag'\) is left out of the comparison: .*more epochs"):
+        found = fb.compare(network(), train, test, epochs=1, **options)
+    assert {row["key"] for row in found.rows} == {"mle", "map"}
+    assert any(note.startswith("SWAG is not in the table: ") for note in found.findings.notes)
+
+
+def test_a_method_that_fails_is_told_once_by_name():
+    class Refusing(fb.MAP):
+        def fit(self, *given, **options):
+            raise FlowBNNError("not today")
+
+    train, test, _ = loaders()
+    options = {"methods": {"mine": Refusing(epochs=1)}, "epochs": 1, "samples": 2, "progress": False}
+    with pytest.warns(FlowBNNWarning) as caught:
+        found = fb.compare(network(), train, test, seeds=2, **options)
+    told = [str(one.message) for one in caught]
+    assert told == ["mine ('mine') is left out of the comparison: not today"]
+    assert found.findings.notes == ["mine is not in the table: not today."]
+
+
+def test_a_score_worse_than_guessing_is_not_praised():
+    parts = made(mle=(2.0, 0.5), map=(3.0, 0.6))
+    for (key, _), part in parts.content.items():
+        part["values"]["auroc"] = {"mle": 0.2, "map": 0.33}[key]
+    chosen = find_rivals(["mle", "map"])
+    told = answer(parts, chosen)
+    assert (
+        "No method tells novel inputs from known ones (best: MAP 0.330 AUROC, where 0.5 is guessing)" in told
+    )
+    assert "Best at telling" not in told
+    parts.content["map", 0]["values"]["auroc"] = 0.9
+    assert "Best at telling novel inputs: MAP 0.900 (AUROC)" in answer(parts, chosen)
+
+
+def test_seeds_times_and_the_call(tmp_path):
+    train, test, strange = loaders()
+    options = {"methods": ["map", fb.MCDropout(epochs=1)], "epochs": 1, "samples": 4, "progress": False}
+    options |= {"novel": strange, "accelerator": "cpu"}
+    one = fb.compare(network(), train, test, **options)
+    assert "several (seeds=3) do" in one.findings.answer
+    found = fb.compare(network(), train, test, seeds=2, folder=tmp_path, **options)
+    assert found.parts.seeds == [0, 1]
+    assert "2 seeds" in found.findings.answer
+    assert "±" in found.table()
+    assert "One seed" not in found.findings.answer
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == sorted(
+        f"{key}-seed{seed}.json" for key in ("mle", "map", "mc-dropout") for seed in (0, 1)
+    )
+    results = load_results(tmp_path)
+    assert results["command"] == (
+        "flowbnn.compare(network, train_loader, test_loader, novel=novel, methods=['map', flowbnn.MCDropout(epochs=1)], "
+        "epochs=1, samples=4, seeds=2, accelerator='cpu')"
+    )
+    again = fb.compare(network(), train, test, seeds=2, folder=tmp_path, resume=True, **options)
+    assert again.rows == found.rows
+    assert again.seconds == found.seconds > 0
 
 
 def test_the_command_line_compares_and_goes_on(tmp_path):

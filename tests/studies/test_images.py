@@ -164,6 +164,37 @@ def test_pictures_are_the_same_for_every_method_and_kept_apart():
         assert not torch.allclose(first[0], tested.test[0][:4])
 
 
+@pytest.mark.parametrize("wrong", ["plain.batch", "flow_channel.epochs", "samples", "shift_images"])
+def test_settings_of_nought_are_refused(wrong):
+    with pytest.raises(FlowBNNError, match="is at least 1, not 0"):
+        get_study("lenet-fashion").make_settings(quick=True, **{wrong: 0})
+
+
+def test_a_run_that_cannot_start_clears_nothing(tmp_path, monkeypatch):
+    study, settings = small("lenet-fashion")
+    run(study, settings, tmp_path, only=["best-plain"])
+    parts = sorted(tmp_path.glob("lenet-fashion/parts/*"))
+    assert parts
+    for changes in ({"plain.optimizer": "adagrad"}, {"plain.schedule": "steps"}, {"source": "files"}):
+        monkeypatch.setenv("FLOWBNN_DATA", str(tmp_path / "nowhere"))
+        bad = study.make_settings(quick=True, **{"generated": 40, **changes})
+        with pytest.raises(FlowBNNError):
+            run(study, bad, tmp_path, only=["best-plain"])
+        assert sorted(tmp_path.glob("lenet-fashion/parts/*")) == parts
+
+
+def test_rows_measured_with_another_rule_are_named(tmp_path):
+    study, settings = small("lenet-fashion", samples=16)
+    first = run(study, settings, tmp_path, only=["best-gaussian-channel"])
+    assert not any("earlier rule" in note for note in first["notes"])
+    for path in tmp_path.glob("lenet-fashion/parts/*.json"):
+        part = json.loads(path.read_text())
+        del part["content"]["adaptive_rule"]
+        path.write_text(json.dumps(part))
+    again = run(study, settings, tmp_path, collect=True)
+    assert any("earlier rule" in note and "Gaussian noise, channel" in note for note in again["notes"])
+
+
 def test_settings_are_named_by_group_and_glob():
     study = get_study("lenet-fashion")
     settings = study.make_settings(**{"flow_*.noise_lr": 1, "plain.optimizer": "sgd", "withhold": True})

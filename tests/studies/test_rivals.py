@@ -28,8 +28,26 @@ def test_every_method_has_a_rival_and_every_rival_a_method():
         )  # that of the noise, not of the weights
 
 
+def test_short_runs_get_settings_that_suit_them():
+    swag, sgld = find_rivals(["swag", "sgld"])
+    for epochs in (2, 3, 4, 5):
+        made = swag.make(epochs=epochs)
+        assert made.first >= 1
+        assert (made.epochs - made.first) * made.per_epoch >= 2
+    assert repr(swag.make(epochs=6)) == "SWAG(epochs=6)"
+    with pytest.raises(FlowBNNError, match="more epochs"):
+        swag.make(epochs=1)
+    for epochs, batches in ((2, 2), (3, 2), (3, 20), (20, 50)):
+        made = sgld.make(epochs=epochs, batches=batches)
+        assert len(made.plan(epochs * batches).kept) == made.samples >= 2
+    assert repr(made) == repr(sgld.make(epochs=20))
+    assert sgld.make(epochs=3, batches=20).cycles == 4
+
+
 def test_rivals_are_found_by_key_or_method():
     assert [rival.key for rival in find_rivals(["bayes-by-backprop", "mle"])] == ["mle", "bbb", "bbb-mixture"]
+    assert [rival.key for rival in find_rivals(["laplace", "map"])] == ["map", "laplace"]
+    assert [rival.key for rival in find_rivals(["laplace*"])] == ["laplace", "laplace-all"]
     with pytest.raises(FlowBNNError, match="did you mean 'laplace'"):
         find_rivals(["laplac"])
 

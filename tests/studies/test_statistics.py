@@ -51,6 +51,29 @@ def test_unequal_numbers_of_seeds_are_refused():
         paired([1.0, 2.0], [1.0])
 
 
+def test_a_warning_of_many_layers_counts_for_each():
+    import warnings
+
+    from flowbnn.diagnostics import LayerHealth, health_warnings
+    from flowbnn.studies.base import Parts, Variant, warned
+
+    names = [f"fc{n}" for n in range(7)]
+    content = {}
+    for seed, some in enumerate((names, names[:1])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for one in health_warnings(LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in some):
+                warnings.warn(one)
+            warnings.warn("something else")
+        content["a", seed] = {"warnings": warned(caught)}
+    fates, other = Parts([0, 1], content).warnings([Variant("a", "First")])
+    assert fates.startswith(
+        "First: the noise has fallen back onto its prior at fc0 (2 of 2 seeds), fc1 (1 of 2 seeds)"
+    )
+    assert fates.endswith("fc6 (1 of 2 seeds)")
+    assert other == "First: something else (in 2 of 2 seeds)"
+
+
 def test_layers_of_one_fate_are_told_in_one_line():
     from flowbnn.studies.base import Parts, Variant
 

@@ -2,11 +2,11 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from flowbnn.data.augment import CropAndFlip
 from flowbnn.data.images import ImageSet
 from flowbnn.data.normalize import Normalize, usable_device
 from flowbnn.errors import FlowBNNError
@@ -16,15 +16,6 @@ __all__ = ["Augment", "TensorLoader", "device_loader"]
 Augment = Callable[[Tensor, torch.Generator | None], Tensor]
 
 _BLOCK, _MOST = 2**24, 64  # bytes, and batches, that are made together on a GPU
-
-
-@runtime_checkable
-class _Drawn(Protocol):
-    """An augmentation whose draws can be had apart from their use: a worker then transforms its own rows only."""
-
-    def draw(self, number: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor: ...
-
-    def apply(self, images: Tensor, draws: Tensor) -> Tensor: ...
 
 
 class TensorLoader:
@@ -41,9 +32,10 @@ class TensorLoader:
         augment: ``(images, generator) -> images`` on the first tensor of a batch, :class:`CropAndFlip` for instance.
         prepare: ``images -> images`` after that, such as :meth:`ImageSet.normalizer`.
         drop_last: leave out a last batch that is smaller; ``num_data`` counts what one pass gives.
-        together: batches that are gathered, augmented and prepared in one go, which spares a GPU some thirty launches a batch; the
-            batches are the same. None is as many as make 16 MiB on a GPU and one elsewhere; one also where ``augment`` or
-            ``prepare`` is a function of your own, which may look at its whole batch.
+        together: batches that are gathered, augmented and prepared in one go, which spares a GPU some thirty launches a batch. With
+            a ``generator`` of the loader's own and whole passes the batches are the same as one by one. None is as many as make
+            16 MiB on a GPU and one elsewhere; one also where ``augment`` or ``prepare`` is of your own making (anything but
+            :class:`CropAndFlip` and :class:`Normalize` themselves), since it may look at its whole batch.
 
     >>> loader = TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=2)
     >>> len(loader), loader.num_data, [targets.tolist() for _, targets in loader]
@@ -110,8 +102,9 @@ class TensorLoader:
     @property
     def _separable(self) -> bool:
         """Whether an example comes out the same whatever else is in its batch."""
-        return (self.augment is None or isinstance(self.augment, _Drawn)) and (
-            self.prepare is None or isinstance(self.prepare, Normalize)
+        return type(self.augment) in (type(None), CropAndFlip) and type(self.prepare) in (
+            type(None),
+            Normalize,
         )
 
     def _in_blocks(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
@@ -129,7 +122,7 @@ class TensorLoader:
                 places = torch.cat(own).to(device)
                 places = places if order is None else order[places]
             block = self._taken(places)
-            if isinstance(self.augment, _Drawn):
+            if isinstance(self.augment, CropAndFlip):
                 draws = [
                     self.augment.draw(number, device, self.generator)[..., rows]
                     for number, rows in zip(numbers, shares, strict=True)

@@ -1,7 +1,7 @@
 """Is the posterior any good?"""
 
 from flowbnn.diagnostics.chains import effective_sample_size, split_rhat, standard_error
-from flowbnn.diagnostics.collapse import LayerHealth, posterior_health
+from flowbnn.diagnostics.collapse import LayerHealth, health_warnings, posterior_health
 from flowbnn.diagnostics.modes import Marginal, count_modes, marginal
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Marginal",
     "count_modes",
     "effective_sample_size",
+    "health_warnings",
     "marginal",
     "posterior_health",
     "split_rhat",

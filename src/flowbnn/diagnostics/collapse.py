@@ -1,14 +1,16 @@
 """Has a layer's posterior collapsed to a point, or fallen back onto its prior?"""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from flowbnn.errors import FlowBNNWarning, some_of
 from flowbnn.layers import InputNoise, noise_layers
 
-__all__ = ["LayerHealth", "posterior_health"]
+__all__ = ["LayerHealth", "health_warnings", "posterior_health"]
 
 POINT = 0.05  # a posterior narrower than this share of its prior is a point
 PRIOR = 0.002  # nats per dimension: a posterior nearer to its prior than this has learned nothing
@@ -34,17 +36,31 @@ class LayerHealth:
 
     @property
     def message(self) -> str:
-        if self.state == "point":
-            return (
-                f"the noise of layer '{self.layer}' has collapsed to a point (its spread is {self.spread:.1%} of the prior's), so it "
-                "says nothing about uncertainty; a larger beta, or gamma > 0, keeps it open"
-            )
-        if self.state == "prior":
-            return (
-                f"the noise of layer '{self.layer}' has fallen back onto its prior (KL {self.kl_per_dim:.4f} nats per dimension): "
-                "it has learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the layer plain"
-            )
-        return f"layer '{self.layer}' is healthy"
+        return f"layer '{self.layer}' is healthy" if self.state == "healthy" else _ailment([self])
+
+
+def _ailment(ill: Sequence[LayerHealth]) -> str:
+    """One line about layers in the same state."""
+    several = len(ill) > 1
+    noise = f"the noise of layer{'s' if several else ''} {some_of([health.layer for health in ill])}"
+    most = "at most " if several else ""
+    if ill[0].state == "point":
+        return (
+            f"{noise} has collapsed to a point (its spread is {most}{max(h.spread for h in ill):.1%} of the prior's), so it "
+            "says nothing about uncertainty; a larger beta, or gamma > 0, keeps it open"
+        )
+    return (
+        f"{noise} has fallen back onto its prior (KL {most}{max(h.kl_per_dim for h in ill):.4f} nats per dimension): it has "
+        "learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the "
+        f"layer{'s' if several else ''} plain"
+    )
+
+
+def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
+    """One warning for each ailment, about all the layers that have it; ``each`` has a line for every layer."""
+    found = list(healths)
+    ill = ([health for health in found if health.state == state] for state in ("point", "prior"))
+    return [FlowBNNWarning(_ailment(some), [health.message for health in some]) for some in ill if some]
 
 
 @torch.no_grad()

@@ -44,7 +44,9 @@ class Adaptive:
 
     Two classes can be so close that either leads while all probabilities have settled. With ``until="either"`` such an input goes on
     until the leader is ahead by ``lead`` standard deviations of that difference: it will then lead at the end with a probability of
-    0.97 or more for ``lead=2``, and few inputs are that close.
+    0.95 or more for ``lead=2``, and few inputs are that close. What a decided input was spared shows in its probabilities: with
+    ``until="either"`` they are those of a few samples, further from the full ones than ``tolerance``, and so are NLL, ECE and the
+    epistemic part; where these matter, use ``until="probabilities"``.
 
     Args:
         tolerance: the standard error that is small enough.

@@ -190,7 +190,7 @@ class DeepEnsemble(Method):
                 f"no reset_parameters() gives {', '.join(repr(name) for name in left[:3])}{more} a new start, so all members begin "
                 "with the given values there; say initialize= to start them yourself",
                 FlowBNNWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return network
 

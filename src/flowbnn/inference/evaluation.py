@@ -33,8 +33,9 @@ def evaluate(
 
     Args:
         loader: batches of ``(inputs, targets)``, or one such pair.
-        novel: inputs of a kind the network has not seen; adds ``novelty_auroc`` and ``novelty_aupr``, the chance that a novel
-            input has a larger predictive entropy than a known one, and the average precision of finding it so.
+        novel: inputs of a kind the network has not seen, a loader or a pair likewise, or a tensor; adds ``novelty_auroc`` and
+            ``novelty_aupr``, the chance that a novel input has a larger predictive entropy than a known one, and the average
+            precision of finding it so.
         samples, shared, seed, adaptive, views, precision, compile, progress: as in :meth:`Posterior.predict`; adaptive sampling adds
             ``samples_spent``, the mean over the inputs of ``loader``.
     """
@@ -52,8 +53,7 @@ def evaluate(
         "compile": compile,
         "progress": progress,
     }
-    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
-        loader = [loader]  # one pair of inputs and targets
+    loader = _as_loader(loader)
     predictive, targets = posterior.predict_with_targets(loader, **options)
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")
@@ -61,10 +61,17 @@ def evaluate(
     if adaptive is not None:
         report["samples_spent"] = float(predictive.samples_spent.double().mean())
     if novel is not None:
-        strange = posterior.predict(novel, **options)
+        strange = posterior.predict(_as_loader(novel), **options)
         known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
         if known_score is None or novel_score is None:
             known_score, novel_score = predictive.epistemic.sum(-1), strange.epistemic.sum(-1)
         report["novelty_auroc"] = float(novelty_auroc(known_score, novel_score))
         report["novelty_aupr"] = float(novelty_aupr(known_score, novel_score))
     return report
+
+
+def _as_loader(data: Any) -> Any:
+    """One pair of inputs and targets is a loader of one batch."""
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        return [data]
+    return data

@@ -1,24 +1,34 @@
 """What every method that trains by gradients shares."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import fields
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.batches import apply, call, move, split_batch, tensors_of
+from flowbnn.inference.inputs import failure
 from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sampling import device_of, dtype_of, evaluating
-from flowbnn.likelihoods import Likelihood, make_likelihood
+from flowbnn.layers import Recipe, noise_layers
+from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, make_likelihood
 from flowbnn.training import History, Step, TrainingOptions, train
+from flowbnn.training.changes import RECIPES
 from flowbnn.training.randomness import loader_generators
 
 __all__ = [
     "Bundle",
     "check_loader",
+    "check_optimizer",
+    "check_rate",
+    "check_schedule",
     "first_batch",
     "optimizer_for",
     "prepare",
@@ -109,6 +119,7 @@ def prepare(
         outputs = _tried(model, inputs)
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
+    _warn_of_probabilities(model, chosen, outputs)
     chosen.start(outputs, targets.to(outputs.device))
     like = outputs[:1].detach()
 
@@ -124,9 +135,25 @@ def _tried(model: nn.Module, inputs: Any) -> Tensor:
     try:
         return call(model, inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        sizes = ", ".join(str(tuple(part.shape)) for part in tensors_of(inputs))
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise FlowBNNError(f"the network fails on the first batch, of shape {sizes}: {said[0]}") from error
+        raise FlowBNNError(f"the network fails on the first batch, of {failure(inputs, error)}") from error
+
+
+def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
+    """The likelihoods take logits: a network that ends in a softmax or a sigmoid would be squeezed twice."""
+    inside = bool(((outputs >= 0) & (outputs <= 1)).all())
+    last = list(model.modules())[-1]
+    found = ""
+    if isinstance(likelihood, Categorical) and inside and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()):
+        found = "probabilities (every row sums to one)"
+    elif isinstance(likelihood, Bernoulli) and inside and isinstance(last, nn.Sigmoid):
+        found = "probabilities (it ends in a Sigmoid)"
+    if found:
+        warnings.warn(
+            f"the network gives {found}, where logits are expected: it will be far less sure than it could be; leave out "
+            "its last softmax or sigmoid",
+            FlowBNNWarning,
+            stacklevel=3,
+        )
 
 
 def optimizer_for(
@@ -134,9 +161,42 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     if not groups:
         raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
+    check_optimizer(optimizer)
     if optimizer is None:  # one fused kernel for all the small vectors of the noise
         return torch.optim.Adam(groups, fused=True)
-    return optimizer(groups)
+    made = optimizer(groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise FlowBNNError(f"optimizer must give a torch.optim.Optimizer, but gave a {type(made).__name__}")
+    return made
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what makes no optimizer: a name, or an optimizer itself."""
+    if optimizer is not None and (not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
+        raise FlowBNNError(
+            "optimizer is a function from parameter groups to an optimizer, such as torch.optim.Adam, "
+            f"not {_told(optimizer)}"
+        )
+
+
+def check_schedule(schedule: Any) -> None:
+    """Refuse what makes no learning-rate schedule."""
+    if schedule is not None and not callable(schedule):
+        raise FlowBNNError(
+            "schedule is a function from (optimizer, total steps) to a learning-rate schedule, such as "
+            f"torch.optim.lr_scheduler.CosineAnnealingLR, not {_told(schedule)}"
+        )
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Refuse what is no finite number of at least 0."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) < math.inf:
+        raise FlowBNNError(f"{name} is a number of at least 0, not {_told(value)}")
+
+
+def _told(value: Any) -> str:
+    """A plain value as it is, anything else by its kind."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def run(
@@ -157,6 +217,7 @@ def run(
         around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
         settings: plain values of the method, kept in the checkpoint, so that a resumed run tells which of them have changed.
     """
+    check_schedule(schedule)
     if schedule is not None and not hasattr(loader, "__len__"):
         raise FlowBNNError("a learning-rate schedule needs a loader with a length")
     model = posterior.model if around is None else around
@@ -169,11 +230,25 @@ def run(
         options,
         schedule=None if schedule is None else schedule(engine, len(loader) * options.epochs),
         validate=None if validation is None else validator(posterior, validation, samples),
-        extra=settings,
+        extra={**(settings or {}), **_recipes(posterior.model)},
         names_below="network" if around is None else "network.network",
     )
     model.eval()
     return history
+
+
+def _recipes(model: nn.Module) -> dict[str, Any]:
+    """The noise of each layer as plain values, under the name that a checkpoint has for it; nothing for a plain network."""
+    found = {name: _settings_of(layer.recipe) for name, layer in noise_layers(model).items()}
+    return {RECIPES: found} if found else {}
+
+
+def _settings_of(recipe: Any) -> dict[str, Any]:
+    if not isinstance(recipe, Recipe):  # code, which does not travel to other processes
+        return {"recipe": "FlowNoise"}
+    settings = {one.name: getattr(recipe, one.name) for one in fields(recipe)}
+    plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float | None)}
+    return {"recipe": type(recipe).__name__, **plain}
 
 
 def run_options(epochs: int, options: dict[str, Any], description: str) -> TrainingOptions:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import split_batch
+from flowbnn.inference.batches import split_batch, tensors_of
 
-__all__ = ["check_finite", "checked_batch", "is_batch"]
+__all__ = ["check_finite", "checked_batch", "failure", "is_batch"]
 
 
 def checked_batch(batch: Any) -> Any:
@@ -41,3 +41,14 @@ def check_finite(inputs: Any) -> None:
             raise FlowBNNError(
                 f"the inputs hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows; clean them before predicting"
             )
+
+
+def failure(inputs: Any, error: Exception) -> str:
+    """Why a network does not take inputs, in a line: their shapes, what it said, and what may help."""
+    tensors = list(tensors_of(inputs))
+    sizes = ", ".join(str(tuple(part.shape)) for part in tensors)
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    advice = ""
+    if any(part.dtype == torch.uint8 for part in tensors):
+        advice = "; bytes are made numbers by images.float() / 255"
+    return f"shape {sizes}: {said[0]}{advice}"

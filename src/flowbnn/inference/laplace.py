@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.inference.fitting import prepare, run_options
+from flowbnn.inference.fitting import check_optimizer, check_schedule, prepare, run_options
 from flowbnn.inference.laplace_curvature import Curvature, gradient, is_direct, measure, settle_noise
 from flowbnn.inference.laplace_layers import Survey, chosen_layers, survey
 from flowbnn.inference.laplace_memory import bytes_needed, check_memory
@@ -83,6 +83,8 @@ class Laplace(Method):
         check_whole("epochs", self.epochs, least=0)
         check_whole("newton", self.newton, least=0)
         check_scale("lr", self.lr)
+        check_optimizer(self.optimizer)
+        check_schedule(self.schedule)
         if self.prior_scale != EVIDENCE:
             if isinstance(self.prior_scale, str):
                 raise FlowBNNError(

@@ -1,6 +1,7 @@
 """A saved posterior of any kind."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ __all__ = ["load_posterior"]
 
 
 def load_posterior(path: str | Path | Stored, network: nn.Module) -> Posterior:
-    """Read what ``posterior.save(path)`` wrote, of whatever method, into ``network``, the plain network it was made from.
+    """Read what ``posterior.save(path)`` wrote, of whatever method, into a copy of ``network``, the plain network it was made from.
 
     Raises:
-        FlowBNNError: where the file is damaged or was made from another architecture; the network is then as it was.
+        FlowBNNError: where the file is damaged or was made from another architecture.
     """
     if not isinstance(network, nn.Module):
         raise FlowBNNError(
@@ -31,7 +32,8 @@ def load_posterior(path: str | Path | Stored, network: nn.Module) -> Posterior:
         raise FlowBNNError(
             f"'{path}' holds a {kind or 'file of another kind'}, which is no posterior of this version"
         )
-    return kinds[kind].load(path, network)
+    # a copy, as fit makes one: a second posterior read into the same network must not change the first
+    return kinds[kind].load(path, deepcopy(network))
 
 
 def _descendants(kind: type[Posterior]) -> Iterator[type[Posterior]]:

@@ -10,7 +10,8 @@ A method is a frozen dataclass of its settings, so that it prints, compares and 
 mle torch.Size([1, 3])
 map torch.Size([1, 3])
 
-To write one, subclass :class:`Method`, give it ``name`` and ``label``, and define ``fit``. The rules, which one suite checks for all:
+To write one, subclass :class:`Method`, give it ``name`` and ``label``, and define ``fit``, whose options are checked before it begins
+(:func:`check_options`). The rules, which one suite checks for all:
 
 * the caller's network is copied, never changed; ``epochs=0`` takes it as it is trained, for methods that start from a trained one;
 * ``seed`` (an option of the run) makes everything repeatable; torch's global generator is used for nothing else;
@@ -22,6 +23,8 @@ import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,17 +32,19 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.batches import call, count_data, move, split_batch
-from flowbnn.inference.fitting import check_loader, prepare, undisturbed
+from flowbnn.inference.fitting import check_loader, check_optimizer, check_schedule, prepare, undisturbed
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.inference.point import fit_point
 from flowbnn.inference.posterior import PointPosterior, Posterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.training import TrainingOptions
 
 __all__ = [
     "METHODS",
     "LikelihoodName",
     "Method",
+    "check_options",
     "check_scale",
     "check_whole",
     "make_method",
@@ -94,10 +99,18 @@ class Method:
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
     prior_scale: float = 1.0
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Every ``fit`` that a method defines has its options checked first."""
+        super().__init_subclass__(**more)
+        if "fit" in vars(cls):
+            cls.fit = _checking(cls.fit)  # type: ignore[method-assign]
+
     def __post_init__(self) -> None:
         check_whole("epochs", self.epochs, least=0)
         check_scale("lr", self.lr)
         check_scale("prior_scale", self.prior_scale)
+        check_optimizer(self.optimizer)
+        check_schedule(self.schedule)
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
@@ -107,6 +120,10 @@ class Method:
             if field.repr and (value := getattr(self, field.name)) != field.default
         ]
         return f"{type(self).__name__}({', '.join(told)})"
+
+    def with_setting(self, name: str, value: Any) -> str:
+        """How a setting is given, as a message tells it."""
+        return f"{type(self).__name__}({name}={' '.join(repr(value).split()):.60})"
 
     def fit(
         self,
@@ -188,6 +205,37 @@ class Method:
         check_loader(loader)
         found = count_data(loader) if num_data is None else num_data
         return check_whole("num_data", found)
+
+
+def _checking(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """``fit``, with its options checked first; what it names itself is its own."""
+    own = set(signature(fit).parameters)
+
+    @wraps(fit)
+    def checked(self: Method, *given: Any, **options: Any) -> Any:
+        check_options(self, {name: value for name, value in options.items() if name not in own})
+        if options.get("num_data") is not None:
+            check_whole("num_data", options["num_data"])
+        return fit(self, *given, **options)
+
+    return checked
+
+
+def check_options(method: Method, options: dict[str, Any]) -> None:
+    """Refuse an option of ``fit`` that is a setting of the method, or one of the run that cannot be.
+
+    >>> import flowbnn as fb
+    >>> check_options(fb.MAP(), {"epochs": 5})
+    Traceback (most recent call last):
+    ...
+    flowbnn.errors.FlowBNNError: epochs is a setting of the method: MAP(epochs=5)
+    """
+    settings = {field.name for field in fields(method)}
+    for name, value in options.items():
+        if name in settings:
+            raise FlowBNNError(f"{name} is a setting of the method: {method.with_setting(name, value)}")
+    known = TrainingOptions.__dataclass_fields__
+    TrainingOptions(**{name: value for name, value in options.items() if name in known})
 
 
 def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.convert import to_deterministic, to_stochastic
-from flowbnn.diagnostics import posterior_health
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.diagnostics import health_warnings, posterior_health
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
 from flowbnn.inference.axes import align_batch_axes
 from flowbnn.inference.batches import count_data, repeat_each, rows, split_batch
-from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
+from flowbnn.inference.fitting import check_rate, optimizer_for, prepare, run, run_options
 from flowbnn.inference.plans import observe
 from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sampling import Sampler, device_of
@@ -104,7 +104,10 @@ class NoisePosterior(Posterior):
             network = to_stochastic(
                 network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
             )
-        return cls.restore(network, tensors, document, path)
+        restored = cls.restore(network, tensors, document, path)
+        for layer in noise_layers(restored.model).values():
+            layer.fitted = True
+        return restored
 
 
 def fit(
@@ -150,13 +153,19 @@ def fit(
     Returns:
         A posterior that predicts. Its ``history`` has ELBO, log-likelihood, KL and entropy of every epoch in nats, those of
         each layer as ``kl/name`` and ``entropy/name``. A layer whose posterior has collapsed to a point or fallen back onto
-        its prior is warned of by name.
+        its prior is warned of by name, all of one kind in one warning.
     """
     if not noise_layers(model):
         raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
-    if samples < 1:
-        raise FlowBNNError(f"samples is at least 1, not {samples}")
-    if not 0.0 <= warmup <= 1.0:
+    for name, value in (("samples", samples), ("validation_samples", validation_samples)):
+        if not isinstance(value, int) or value < 1:
+            raise FlowBNNError(f"{name} is at least 1, not {value!r}")
+    rates = {"weight_lr": weight_lr, "noise_lr": noise_lr, "weight_decay": weight_decay}
+    for name, rate in {**rates, "beta": beta, "gamma": gamma}.items():
+        check_rate(name, rate)
+    if num_data is not None and (not isinstance(num_data, int) or num_data < 1):
+        raise FlowBNNError(f"num_data is a whole number of at least 1, not {num_data!r}")
+    if not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise")
     if settings.precision in ("bf16-true", "16-true"):
@@ -167,11 +176,12 @@ def fit(
         )
     chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
     align_batch_axes(model, inputs)
-    idle = set(noise_layers(model)) - set(observe(model, inputs))
-    for name in sorted(idle):
+    idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
+    if idle:
+        subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
         warnings.warn(
-            f"layer '{name}' carries noise but the network never calls it (its weights are read by another module), so its noise "
-            "has no effect; leave it plain with None in the rules",
+            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} ({their} "
+            f"weights are read by another module), so {their} noise has no effect; leave {them} plain with None in the rules",
             FlowBNNWarning,
         )
     objective = ELBO(chosen, count_data(loader) if num_data is None else num_data, beta, gamma)
@@ -214,9 +224,11 @@ def fit(
             },
         )
     for layer in noise_layers(model).values():
+        layer.fitted = True
         if layer.group is not None:
             layer.group.prepared = []
-    for health in posterior_health(model) if is_main_process() else ():
-        if health.state != "healthy":
-            warnings.warn(health.message, FlowBNNWarning)
+    if is_main_process():
+        called = (health for health in posterior_health(model) if health.layer not in idle)
+        for ailment in health_warnings(called):
+            warnings.warn(ailment)
     return posterior

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import split_batch
-from flowbnn.inference.fitting import optimizer_for, prepare, run, run_options
+from flowbnn.inference.fitting import check_rate, optimizer_for, prepare, run, run_options
 from flowbnn.inference.posterior import PointPosterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood
@@ -39,6 +39,8 @@ def fit_point(
         raise FlowBNNError(
             "this network has noise; fit_point trains plain networks, fit trains stochastic ones"
         )
+    check_rate("lr", lr)
+    check_rate("weight_decay", weight_decay)
     settings = run_options(epochs, options, "training the network")
     chosen, _, check = prepare(model, loader, likelihood, settings.seed)
     groups = [

@@ -19,7 +19,7 @@ from flowbnn.inference.adaptive import Adaptive, adaptive_outputs, as_adaptive
 from flowbnn.inference.batches import call, move, rows, split_batch
 from flowbnn.inference.collecting import Store, expected_rows, in_groups
 from flowbnn.inference.gathering import Gathering, Sharded, gathering
-from flowbnn.inference.inputs import check_finite, checked_batch, is_batch
+from flowbnn.inference.inputs import check_finite, checked_batch, failure, is_batch
 from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
 from flowbnn.inference.running import Passes, PointPasses
 from flowbnn.inference.stored import Stored
@@ -224,6 +224,8 @@ class Posterior:
         samples = self.default_samples if samples is None else samples
         if not isinstance(samples, int) or samples < 1:
             raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        if seed is not None and not hasattr(seed, "__index__"):
+            raise FlowBNNError(f"seed is a whole number, or None for new draws, not {seed!r:.60}")
         rule = as_adaptive(adaptive)
         if rule is not None and not shared:
             raise FlowBNNError("adaptive sampling needs the same draws for all inputs; leave shared=True")
@@ -280,9 +282,14 @@ class Posterior:
         self, draw: Any, inputs: Any, samples: int, rule: Adaptive | None, place: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs ``[samples, batch, ...]``, written to ``place`` where that is given, and what each input had of them."""
-        if rule is None:
-            return draw(inputs, 0, samples, place), None
-        return adaptive_outputs(draw, inputs, samples, rule, self._predictive)
+        try:
+            if rule is None:
+                return draw(inputs, 0, samples, place), None
+            return adaptive_outputs(draw, inputs, samples, rule, self._predictive)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, FlowBNNError | torch.OutOfMemoryError):
+                raise
+            raise FlowBNNError(f"the network fails on inputs of {failure(inputs, error)}") from error
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         home = next((parameter.device for parameter in self.likelihood.parameters()), outputs.device)

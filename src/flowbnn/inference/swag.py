@@ -21,6 +21,7 @@ from flowbnn.inference.point import fit_point
 from flowbnn.inference.posterior import PointPosterior
 from flowbnn.inference.swag_posterior import SWAGPosterior, trained_parameters
 from flowbnn.training import Clock, History, track, train, unwrap
+from flowbnn.training.guard import single_row_told
 
 __all__ = ["SWAG"]
 
@@ -273,8 +274,9 @@ def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
             layer.reset_running_stats()  # type: ignore[operator]
             layer.momentum = None  # type: ignore[assignment]
             layer.train()
-        for batch in loader:
-            call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+        for index, batch in enumerate(loader):
+            with single_row_told(batch, 0, index):
+                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

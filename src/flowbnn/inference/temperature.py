@@ -189,6 +189,11 @@ class Temperature(Method):
             return self.method
         return MAP(**{given.name: getattr(self, given.name) for given in fields(Method)})
 
+    def with_setting(self, name: str, value: Any) -> str:
+        if self.method is not None and name in {given.name for given in fields(Method)}:
+            return f"Temperature({self.method.with_setting(name, value)})"
+        return super().with_setting(name, value)
+
     def fit(
         self,
         network: nn.Module,

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Part = Literal["weights", "noise"]
+FROZEN = "_frozen_by_flowbnn"
 
 
 def noise_layers(model: nn.Module) -> dict[str, Noise]:
@@ -126,16 +127,35 @@ def _choose(model: nn.Module, part: Part) -> list[nn.Parameter]:
     return noise_parameters(model) if part == "noise" else weight_parameters(model)
 
 
+def _frozen(model: nn.Module) -> Iterator[tuple[set[str], str, nn.Parameter]]:
+    """Every module's parameters, with the names of those that :func:`freeze` froze; they are kept by the module and copied with it."""
+    for module in model.modules():
+        marks = module.__dict__.setdefault(FROZEN, set())
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield marks, name, parameter
+
+
 def freeze(model: nn.Module, part: Part) -> None:
-    """Stop training the ``"weights"`` or the ``"noise"``."""
-    for parameter in _choose(model, part):
-        parameter.requires_grad_(False)
+    """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`."""
+    chosen = {id(parameter) for parameter in _choose(model, part) if parameter.requires_grad}
+    for marks, name, parameter in _frozen(model):
+        if id(parameter) in chosen:
+            marks.add(name)
+            parameter.requires_grad_(False)
 
 
 def unfreeze(model: nn.Module, part: Part) -> None:
-    """Train the ``"weights"`` or the ``"noise"`` again."""
-    for parameter in _choose(model, part):
-        parameter.requires_grad_(True)
+    """Train those of the ``"weights"`` or the ``"noise"`` again that :func:`freeze` froze.
+
+    What was frozen by other means stays so: ``requires_grad_(True)`` on a layer or a network thaws all of it.
+    """
+    chosen = {id(parameter) for parameter in _choose(model, part)}
+    thawed = {id(parameter) for marks, name, parameter in _frozen(model) if name in marks} & chosen
+    for marks, name, parameter in _frozen(model):
+        if id(parameter) in thawed:
+            marks.discard(name)
+            parameter.requires_grad_(True)
 
 
 def parameter_groups(

@@ -46,6 +46,7 @@ class Noise(nn.Module):
         self.layout, self.site = layout, site
         self.label = type(self).__name__  # what the conversion's table shows
         self.recipe: Any = None  # what this noise was built from, for saving
+        self.fitted = False  # whether its parameters have been trained or read from a file
         self.mode: Mode = "sample"
         self.samples = 1
         self.repeat = 1  # > 1: this layer is where the sample axis enters the batch

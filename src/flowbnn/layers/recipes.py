@@ -5,6 +5,7 @@ A recipe holds plain values only, so that it prints, compares and saves; :meth:`
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase
@@ -65,6 +66,12 @@ class Recipe:
     positions: int | Literal["mean"] = "mean"
     kl_samples: int = 16
     batch_axis: int | Literal["none"] | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if type(one.default) in (int, float) and not isinstance(value, Real):
+                raise FlowBNNError(f"{type(self).__name__} takes a number as {one.name}, not {value!r:.60}")
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
@@ -198,7 +205,7 @@ class FlowNoise(Recipe):
     factory: Callable[[int], Transform] | None = None
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        if self.factory is None or isinstance(self.factory, Transform):
+        if not callable(self.factory) or isinstance(self.factory, Transform):
             raise FlowBNNError(
                 "FlowNoise needs a function of the dimension, such as FlowNoise(lambda dim: Planar(dim))"
             )

@@ -23,6 +23,7 @@ class Predictive:
     """
 
     uncertainties: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()  # those of them that lie in [0, 1]
     _tensors: tuple[Tensor, ...]
     _spent: Tensor | None = None  # [1, B], where inputs differ in it
 
@@ -156,9 +157,17 @@ class Predictive:
         return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
 
     def _above(self, threshold: float, by: str) -> Tensor:
+        if not isinstance(threshold, int | float):
+            raise FlowBNNError(f"abstain_above is a number, not a {type(threshold).__name__}")
         if math.isnan(threshold):
             raise FlowBNNError("abstain_above is NaN; give a number, or infinity to answer always")
-        return self.uncertainty(by) > threshold
+        uncertainty = self.uncertainty(by)  # which knows the names
+        if threshold < 0 or (by in self.shares and 1 < threshold < math.inf):
+            bounds = "from 0 to 1" if by in self.shares else "at least 0"
+            raise FlowBNNError(
+                f"by={by!r} abstain_above is {bounds}, not {threshold}; infinity answers always"
+            )
+        return uncertainty > threshold
 
 
 class NotFinite(FlowBNNError):

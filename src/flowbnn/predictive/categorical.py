@@ -38,6 +38,7 @@ class CategoricalPredictive(Predictive):
     """
 
     uncertainties = ("entropy", "risk", "epistemic", "total_variance", "aleatoric")
+    shares = ("entropy", "risk")
 
     def __init__(self, logits: Tensor, spent: Tensor | None = None) -> None:
         logits = as_float(logits, "logits")

@@ -170,7 +170,7 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
             axes.xaxis.set_major_locator(nice_ticks(5))
             axes.xaxis.set_major_formatter(FuncFormatter(tick))
-            axes.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=5)
+            axes.set_title("share of inputs", loc="left", color=light("muted"), fontsize=10, pad=5)
             axes.set_xlabel(data.get("x_label") or "")
 
         return Panel(panel["title"], draw)

@@ -75,7 +75,7 @@ KEYS = [
 
 
 def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
-    """Accuracy against confidence for each model, above the share of samples in each bin."""
+    """Accuracy against confidence for each model, above the share of inputs in each bin."""
     models = data["models"]
     top = _top_share(models)
 
@@ -88,7 +88,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
             _share(lower, model["bins"], colour, top)
             upper.tick_params(axis="x", length=0, labelbottom=False)
             lower.yaxis.set_major_locator(nice_ticks(2))
-            lower.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=4)
+            lower.set_title("share of inputs", loc="left", color=light("muted"), fontsize=10, pad=4)
             lower.set_xlabel("confidence")
 
         note = f"ECE {decimal(model['ece'])}" if model.get("ece") is not None else ""
@@ -168,7 +168,7 @@ def _field_row(
     def share(figure: Figure) -> None:
         axes = figure.subplots()
         _share(axes, model["bins"], colour, top)
-        axes.set_title("share of samples", loc="left", color=light("muted"), fontsize=10, pad=5)
+        axes.set_title("share of inputs", loc="left", color=light("muted"), fontsize=10, pad=5)
         axes.set_xlabel("confidence")
 
     def accuracy(figure: Figure) -> None:

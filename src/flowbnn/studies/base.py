@@ -6,8 +6,9 @@ resuming, ``results.json``) is the same for all studies and lives in :mod:`flowb
 """
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,7 +18,12 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.studies.job import Job
 from flowbnn.studies.statistics import summary
 
-__all__ = ["CLASSIFICATION", "Findings", "Metric", "Parts", "Study", "Variant"]
+__all__ = ["CLASSIFICATION", "Findings", "Metric", "Parts", "Study", "Variant", "warned"]
+
+
+def warned(caught: Iterable[warnings.WarningMessage]) -> list[str]:
+    """What warnings say, one about several layers as a line for each, so that :meth:`Parts.warnings` can count them."""
+    return [text for one in caught for text in getattr(one.message, "each", ()) or (str(one.message),)]
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,9 @@ class Study:
     def findings(self, settings: Any, parts: Parts) -> Findings:
         """Rows, figures and the answer, from the numbers alone."""
         raise NotImplementedError(f"{type(self).__name__} must define findings(settings, parts)")
+
+    def check(self, settings: Any, jobs: Sequence[Any]) -> None:
+        """Refuse what cannot be run, in one line, before the results of an earlier run are cleared for it."""
 
     def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
         """The settings, with changes by name; ``quick`` gives a smoke run whose numbers mean nothing.

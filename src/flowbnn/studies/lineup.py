@@ -4,12 +4,14 @@ A rival is the name of a method, settings that make it that one, and words for i
 leaves out, it leaves out by name and says why.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.inference import METHODS, Method, make_method
+from flowbnn.inference import METHODS, SGLD, Method, make_method
 
 __all__ = ["FAMILIES", "PLAIN", "RIVALS", "Rival", "find_rivals", "rivals"]
 
@@ -40,6 +42,7 @@ class Rival:
         cost: of one training, roughly, against the plain network's: the dear ones are begun first.
         held_out: whether it learns from held-out data, as calibration does.
         most_weights: networks of more weights than this are not given to it, because it would take hours.
+        short: settings for a number of epochs of so many batches, where the method's defaults do not suit so few.
     """
 
     key: str
@@ -51,16 +54,43 @@ class Rival:
     cost: float = 1.0
     held_out: bool = False
     most_weights: int | None = None
+    short: Callable[[int, int | None], Mapping[str, Any]] | None = None
 
     @property
     def colour(self) -> str:
         return FAMILIES[self.family][1]
 
-    def make(self, specific: Mapping[str, Any] | None = None, **common: Any) -> Method:
-        """The method: of the common settings those that it has, then its own, then what is specific to a study."""
+    def make(
+        self, specific: Mapping[str, Any] | None = None, *, batches: int | None = None, **common: Any
+    ) -> Method:
+        """The method: of the common settings those that it has, then its own, then what is specific to a study.
+
+        ``batches`` is how many an epoch has, None where nobody knows.
+        """
         known = {one.name for one in fields(METHODS[self.method])} - set(self.own)
         given = {name: value for name, value in common.items() if name in known}
-        return make_method(self.method, **{**given, **self.settings, **(specific or {})})
+        suited = self.short(given["epochs"], batches) if self.short and "epochs" in given else {}
+        return make_method(self.method, **{**given, **suited, **self.settings, **(specific or {})})
+
+
+def _short_chain(epochs: int, batches: int | None) -> dict[str, Any]:
+    """How SGLD keeps as many of its snapshots as fit into a short run: with fewer cycles where there are not even two."""
+    if epochs < 1 or batches is None:
+        return {}
+    usual = SGLD()
+    for cycles in (usual.cycles, 1, 0):
+        for samples in range(usual.samples, 1, -1):
+            with suppress(FlowBNNError):
+                SGLD(cycles=cycles, samples=samples).plan(epochs * batches)
+                return {"cycles": cycles, "samples": samples}
+    return {}
+
+
+def _short_walk(epochs: int, batches: int | None) -> dict[str, Any]:
+    """How SWAG collects two sets of weights in a run too short for its defaults; one epoch leaves none to train in before."""
+    if epochs == 3:
+        return {"begin": 1 / 3}
+    return {"per_epoch": 2} if epochs == 2 else {}
 
 
 RIVALS: tuple[Rival, ...] = (
@@ -69,7 +99,7 @@ RIVALS: tuple[Rival, ...] = (
     Rival("temperature", "Temperature scaling", "temperature", "point", cost=1.2, held_out=True),
     Rival("mc-dropout", "MC dropout", "mc-dropout", "dropout", cost=2),
     Rival("ensemble", "Deep ensemble of 5", "ensemble", "ensemble", {"members": 5}, cost=5),
-    Rival("swag", "SWAG", "swag", "ensemble", cost=1.5),
+    Rival("swag", "SWAG", "swag", "ensemble", cost=1.5, short=_short_walk),
     Rival("bbb", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
     Rival(
         "bbb-mixture",
@@ -90,7 +120,7 @@ RIVALS: tuple[Rival, ...] = (
         own=("prior_scale",),
         cost=2,
     ),
-    Rival("sgld", "SGLD", "sgld", "chain", own=("optimizer",), cost=3),
+    Rival("sgld", "SGLD", "sgld", "chain", own=("optimizer",), cost=3, short=_short_chain),
     Rival(
         "hmc",
         "HMC",
@@ -131,14 +161,24 @@ def rivals(without: Iterable[str] = ()) -> list[Rival]:
 
 
 def find_rivals(keys: Sequence[str]) -> list[Rival]:
-    """Rivals by key, or by the name of their method, which may stand for several; in the order of the tables.
+    """Rivals in the order of the tables: by key, which means that one alone; else by the name of their method or a glob of keys,
+    which may stand for several.
 
-    >>> [rival.key for rival in find_rivals(["node-noise", "map"])]
-    ['map', 'noise-gaussian', 'noise-mixture', 'noise-planar']
+    >>> [rival.key for rival in find_rivals(["node-noise", "map", "laplace"])]
+    ['map', 'laplace', 'noise-gaussian', 'noise-mixture', 'noise-planar']
+    >>> [rival.key for rival in find_rivals(["laplace*"])]
+    ['laplace', 'laplace-all']
     """
     there = rivals()
+    found: set[str] = set()
     for key in keys:
-        if not any(key in (rival.key, rival.method) for rival in there):
+        meant = (
+            {rival.key for rival in there if rival.key == key}
+            or {rival.key for rival in there if rival.method == key}
+            or {rival.key for rival in there if fnmatchcase(rival.key, key)}
+        )
+        if not meant:
             names = [*(rival.key for rival in there), *(rival.method for rival in there)]
             raise FlowBNNError(f"there is no method '{key}' to compare{nearest(key, names)}")
-    return [rival for rival in there if rival.key in keys or rival.method in keys]
+        found |= meant
+    return [rival for rival in there if rival.key in found]

@@ -98,7 +98,7 @@ class RivalStudy(Study):
             "optimizer": partial(torch.optim.Adam, fused=True) if job.accelerator == "cpu" else None,
             **settings,
         }
-        method = rival.make(self.specific.get(rival.key), **common)
+        method = rival.make(self.specific.get(rival.key), batches=steps, **common)
         options = job.options(s.epochs, steps)
         return method, {name: value for name, value in options.items() if name in OPTIONS}
 

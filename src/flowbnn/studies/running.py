@@ -91,6 +91,8 @@ def run_study(
         for seed in _seeds((variant.seeds or study.seeds) if seeds is None else seeds)
     ]
     chosen = choose(study, every, only)
+    if not collect:
+        study.check(settings, chosen)  # before anything that is there is cleared
     alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
     done = alone(
         lambda: [

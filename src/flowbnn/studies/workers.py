@@ -16,6 +16,7 @@ from multiprocessing.connection import wait as wait_for
 import torch
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.studies.base import warned
 from flowbnn.studies.job import Job
 from flowbnn.training import alone, processes
 
@@ -47,7 +48,7 @@ def work(job: Job) -> Job:
     for warning in caught:
         if warning not in ours:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    content["warnings"] = [str(warning.message) for warning in ours]
+    content["warnings"] = warned(ours)
     content["seconds"] = time.monotonic() - started
     content["machine"] = {
         "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),

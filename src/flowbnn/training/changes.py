@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["changed_settings"]
+__all__ = ["RECIPES", "changed_noise", "changed_settings"]
 
 OPTIMIZER = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
+RECIPES = "recipes"  # the noise of each layer among the settings: what has changed there is refused, not told
 
 
 def changed_settings(
@@ -29,7 +30,7 @@ def changed_settings(
     ["lr of 'noise' stays 0.1, as it was when it began, and is not 0.2"]
     """
     for name, value in now.items():
-        if name in begun and begun[name] != value:
+        if name != RECIPES and name in begun and begun[name] != value:
             yield f"{name} was {begun[name]} when it began and is {value} from here on"
     stored = optimizer.get("param_groups", []) if isinstance(optimizer, dict) else []
     for number, (old, new) in enumerate(zip(stored, groups, strict=False)):
@@ -41,6 +42,35 @@ def changed_settings(
             if _plain(had) != _plain(has):
                 told = new.get("name") or (f"group {number}" if len(groups) > 1 else "")
                 yield f"{name}{f' of {told!r}' if told else ''} stays {_plain(had)}, as it was when it began, and is not {_plain(has)}"
+
+
+def changed_noise(begun: Any, now: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The first layer whose noise is not what it was, in words; None where all is as before or the file does not say.
+
+    Args:
+        begun, now: the recipe of each layer as plain values, those of the file and those of the caller.
+
+    >>> old, new = ({"recipe": "NormalAffine", "prior_scale": scale} for scale in (0.5, 0.1))
+    >>> changed_noise({"0": old}, {"0": new})
+    "the noise of layer '0' was NormalAffine(prior_scale=0.5) and is now NormalAffine(prior_scale=0.1)"
+    """
+    if not isinstance(begun, dict) or not all(isinstance(recipe, dict) for recipe in begun.values()):
+        return None
+    for name in (*now, *(name for name in begun if name not in now)):
+        had, has = begun.get(name, {}), now.get(name, {})
+        # the batch axis is found out from the data; a setting that only one of the two knows is of another version
+        names = [
+            key for key in has if key in had and key != "batch_axis" and _plain(had[key]) != _plain(has[key])
+        ]
+        if names or bool(had) != bool(has):
+            place = f"layer '{name}'" if name else "the network"
+            return f"the noise of {place} was {_told(had, names)} and is now {_told(has, names)}"
+    return None
+
+
+def _told(recipe: Mapping[str, Any], names: list[str]) -> str:
+    settings = [f"{name}={recipe[name]!r}" for name in names if name != "recipe"]
+    return f"{recipe['recipe']}({', '.join(settings)})" if "recipe" in recipe else "none"
 
 
 def _plain(value: Any) -> Any:

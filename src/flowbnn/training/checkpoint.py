@@ -193,6 +193,7 @@ def write_run(
     random: Mapping[str, Any],
     scaler: Mapping[str, Any],
     extra: Mapping[str, Any],
+    epochs: int | None = None,
 ) -> None:
     """Write the run's state to ``path``, atomically; :mod:`flowbnn.training.schema` says what the document holds."""
     tensors: dict[str, Tensor] = {}
@@ -214,6 +215,7 @@ def write_run(
         "schedule": None if trained.schedule is None else type(trained.schedule).__name__,
         "state": {name: encode_state(value, name, tensors) for name, value in parts.items()},
         "extra": dict(extra),
+        "epochs": epochs,
         "torch": torch.__version__,
     }
     save_tensors(path, tensors, document)

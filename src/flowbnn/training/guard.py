@@ -22,6 +22,7 @@ __all__ = [
     "is_finite",
     "name_below",
     "named_tensors",
+    "single_row_told",
 ]
 
 
@@ -57,6 +58,20 @@ def batch_size(batch: Any) -> int:
     for _, tensor in named_tensors(batch):
         return tensor.shape[0] if tensor.dim() else 1
     return 1
+
+
+@contextmanager
+def single_row_told(batch: Any, epoch: int, index: int) -> Iterator[None]:
+    """Around a pass in training mode: BatchNorm, which has nothing to normalize in a single example, says so in one line."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error) or batch_size(batch) != 1:
+            raise
+        raise FlowBNNError(
+            f"epoch {epoch + 1}, batch {index + 1}: the batch has a single example, which BatchNorm cannot be trained on; "
+            "give the loader drop_last=True or another batch size"
+        ) from error
 
 
 def check_finite_batch(batch: Any, epoch: int, index: int) -> None:

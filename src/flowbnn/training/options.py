@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,10 +77,12 @@ class EarlyStop:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise FlowBNNError(f"EarlyStop mode must be 'min' or 'max', got {self.mode!r}")
-        if self.patience < 1:
-            raise FlowBNNError(f"EarlyStop patience must be at least 1 epoch, got {self.patience}")
-        if not self.min_delta >= 0:
-            raise FlowBNNError(f"EarlyStop min_delta must be zero or more, got {self.min_delta}")
+        if not isinstance(self.monitor, str):
+            raise FlowBNNError(f"EarlyStop monitor is a name in the epoch's record, got {self.monitor!r}")
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise FlowBNNError(f"EarlyStop patience must be at least 1 epoch, got {self.patience!r}")
+        if not isinstance(self.min_delta, Real) or not self.min_delta >= 0:
+            raise FlowBNNError(f"EarlyStop min_delta must be zero or more, got {self.min_delta!r}")
 
     def read(self, record: Mapping[str, float]) -> float:
         """The monitored value of one epoch."""
@@ -151,25 +155,36 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         _whole("epochs", self.epochs)
+        _place("checkpoint", self.checkpoint, "a file or a folder, such as checkpoint='runs/first'")
+        _place("tensorboard", self.tensorboard, "a folder, such as tensorboard='logs'")
+        if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):
+            wanted = self.early_stop
+            patience = (
+                wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else 5
+            )
+            raise FlowBNNError(
+                f"early_stop must be an EarlyStop, such as EarlyStop(patience={patience}), got {_told(wanted)}"
+            )
         if self.checkpoint_every is not None:
             _whole("checkpoint_every", self.checkpoint_every)
             if self.checkpoint is None:
                 raise FlowBNNError("checkpoint_every needs a file: give checkpoint='folder' as well")
         if self.resume and self.checkpoint is None:
             raise FlowBNNError("resume=True needs to know the file: give checkpoint='folder' as well")
-        if self.clip_gradient is not None and not self.clip_gradient > 0:
-            raise FlowBNNError(f"clip_gradient must be a positive norm, got {self.clip_gradient}")
+        norm = self.clip_gradient
+        if norm is not None and not (isinstance(norm, Real) and norm > 0):
+            raise FlowBNNError(f"clip_gradient must be a positive norm, got {norm!r:.60}")
         if self.schedule_every not in ("step", "epoch"):
             raise FlowBNNError(f"schedule_every must be 'step' or 'epoch', got {self.schedule_every!r}")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise FlowBNNError(f"seed must lie in 0 .. 2**32 - 1, got {self.seed}")
+        if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**32):
+            raise FlowBNNError(f"seed must lie in 0 .. 2**32 - 1, got {self.seed!r:.60}")
         if self.acceleration not in ACCELERATIONS:
             raise FlowBNNError(
                 f"acceleration {self.acceleration!r} is not known{nearest(str(self.acceleration), ACCELERATIONS)}"
             )
         if self.strategy not in STRATEGIES:
             raise FlowBNNError(
-                f"strategy {self.strategy!r} is not supported{nearest(self.strategy, STRATEGIES)}"
+                f"strategy {self.strategy!r} is not supported{nearest(str(self.strategy), STRATEGIES)}"
             )
 
     @property
@@ -179,6 +194,18 @@ class TrainingOptions:
             return None
         path = Path(self.checkpoint)
         return path if path.suffix == ".safetensors" else path / "last.safetensors"
+
+
+def _place(name: str, value: Any, wanted: str) -> None:
+    if value is not None and not isinstance(value, str | PathLike):
+        raise FlowBNNError(f"{name} must be {wanted}, got {_told(value)}")
+
+
+def _told(value: Any) -> str:
+    """A plain value as it is, a class by its name, anything else by its kind."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def _whole(name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.training.changes import changed_settings
+from flowbnn.training.changes import RECIPES, changed_noise, changed_settings
 from flowbnn.training.checkpoint import Position, Trained, read_run, write_run
 from flowbnn.training.engine import make_engine
 from flowbnn.training.guard import first_nonfinite_tensor
@@ -23,8 +23,9 @@ from flowbnn.training.launching import Children
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.progress import Display, open_tensorboard
 from flowbnn.training.randomness import Randomness, host_state, loader_generators, seed_all
+from flowbnn.training.schema import check_document
 from flowbnn.training.stepping import Step, Stepper
-from flowbnn.training.storage import check_writable
+from flowbnn.training.storage import check_writable, keep_as, load_document
 
 __all__ = ["Run", "loader_length"]
 
@@ -37,6 +38,24 @@ def loader_length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _unfinished(path: Path, epochs: int) -> tuple[int, str] | None:
+    """Steps and words of how far a run has come that was cut; None where there is none, or nothing of it can be used.
+
+    Args:
+        epochs: it was to have, where an older file does not say.
+    """
+    try:
+        document = load_document(path)
+        check_document(document, path)
+    except FlowBNNError:
+        return None
+    position, wanted = document["position"], document.get("epochs") or epochs
+    epoch, batches, step = position["epoch"], position["batches"], position["step"]
+    if step == 0 or document["history"]["stopped_early"] or epoch >= wanted:
+        return None
+    return step, f"{epoch} of {wanted} epochs" + (f" and {batches} batches" if batches else "")
 
 
 class Run:
@@ -81,6 +100,11 @@ class Run:
             self.resume(self.path, parts)
         elif options.seed is not None:
             seed_all(options.seed)
+        self.kept_as: Path | None = (
+            None  # where the checkpoint of an earlier run goes before the first of this one
+        )
+        if parts is None and self.path is not None and self.main:
+            self.tell_former(self.path)
         rule = options.early_stop
         self.position.batches_per_epoch = self.steps_per_epoch
         self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
@@ -88,6 +112,11 @@ class Run:
 
     def resume(self, path: Path, parts: Mapping[str, Any]) -> None:
         """Take over the parts of the file, which are known to fit, or change nothing."""
+        other = changed_noise(parts["extra"].get(RECIPES), self.extra.get(RECIPES) or {})
+        if other is not None:
+            raise FlowBNNError(
+                f"'{path}': {other}; convert the network as before, or begin anew with resume=False"
+            )
         position, random = self.position, parts["random"]
         position.go_on(self.options, self.steps_per_epoch, path)
         if self.main:
@@ -114,6 +143,24 @@ class Run:
             warnings.warn(
                 f"going on with '{path}': {'; '.join(found)}; resume=False begins anew", FlowBNNWarning
             )
+
+    def tell_former(self, path: Path) -> None:
+        """Warn where this run takes the place of one that was cut, whose checkpoint is then kept under another name."""
+        former = _unfinished(path, self.options.epochs)
+        if former is None:
+            return
+        steps, words = former
+        before = path.with_name(f"{path.stem}-before{path.suffix}")
+        longer = _unfinished(before, self.options.epochs)
+        if longer is None or longer[0] <= steps:
+            self.kept_as, kept = before, f"keeps it as '{before.name}'"
+        else:
+            kept = f"'{before.name}', which had come further, stays"
+        warnings.warn(
+            f"'{path}' is of a run that was cut after {words}; this run begins anew, replaces it and {kept}: "
+            "to go on from it, stop here and give resume=True",
+            FlowBNNWarning,
+        )
 
     @property
     def finished(self) -> bool:
@@ -288,7 +335,11 @@ class Run:
             raise FlowBNNError(f"parameter {broken!r} is not finite {position.words}{position.last_good}")
         now = {**host_state(), **(self.random_now or self.randomness.torch_state())}
         random = {"now": now, "epoch_start": self.random_start or {}}
-        write_run(self.path, self.trained, position, random, self.engine.scaler_state(), self.extra)
+        if self.kept_as is not None:
+            keep_as(self.path, self.kept_as)
+            self.kept_as = None
+        scaler, epochs = self.engine.scaler_state(), self.options.epochs
+        write_run(self.path, self.trained, position, random, scaler, self.extra, epochs)
         position.saved_in, self.saved_step = self.path, position.step
 
     def end_without_others(self, error: Exception, interrupts: Interrupts) -> None:

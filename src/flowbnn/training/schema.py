@@ -92,6 +92,7 @@ DOCUMENT = {
     "schedule": TEXT_OR_NONE,
     "state": MAPPING,
     "extra": MAPPING,
+    "epochs": WHOLE_OR_NONE,
     "torch": TEXT,
 }
 PARTS = {"position": POSITION, "averages": AVERAGES, "history": HISTORY, "state": STATE}
@@ -135,7 +136,7 @@ def check_document(document: Mapping[str, Any], source: str | Path) -> None:
 
 
 def _all_complaints(document: Mapping[str, Any]) -> Iterator[str]:
-    yield from complaints(document, DOCUMENT)
+    yield from complaints({"epochs": None, **document}, DOCUMENT)  # older files do not tell their epochs
     for name, fields in PARTS.items():
         yield from complaints(document[name], fields, name)
     position, history, averages = document["position"], document["history"], document["averages"]

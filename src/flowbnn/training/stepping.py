@@ -21,6 +21,7 @@ from flowbnn.training.guard import (
     check_finite_batch,
     explain_nonfinite_loss,
     first_nonfinite_tensor,
+    single_row_told,
 )
 from flowbnn.training.options import Clock, TrainingOptions
 from flowbnn.training.randomness import Randomness
@@ -81,7 +82,8 @@ class Stepper:
         clock = Clock(position.epoch, position.step, steps_per_epoch, self.options.epochs)
         before = self.randomness.torch_state()
         self.optimizer.zero_grad()
-        loss, logs = _checked(self.step(self.model, batch, clock))
+        with single_row_told(batch, position.epoch, position.batches):
+            loss, logs = _checked(self.step(self.model, batch, clock))
         if not self.gate.ask(loss):
             self.blame_loss(batch, clock, position, logs, before)
         self.engine.backward(loss)
@@ -110,7 +112,8 @@ class Stepper:
         batch = move_batch(batch, self.engine.device)
         clock = Clock(position.epoch, position.step, steps_per_epoch, self.options.epochs)
         try:
-            taken = self.recorder.take(batch, clock)
+            with single_row_told(batch, position.epoch, position.batches):
+                taken = self.recorder.take(batch, clock)
         except NotRecordable as error:
             self.settle(position)
             self.recorder = None

@@ -7,6 +7,7 @@ Nothing is ever unpickled.
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["check_writable", "load_tensors", "save_tensors"]
+__all__ = ["check_writable", "keep_as", "load_document", "load_tensors", "save_tensors"]
 
 FORMAT = 1
 HEADER = "flowbnn"
@@ -88,6 +89,41 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if header is None:
         raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it")
     return _with_document(path, tensors, header)
+
+
+def load_document(path: str | Path) -> dict[str, Any]:
+    """The document alone of what :func:`save_tensors` wrote, without reading the tensors; as strict as :func:`load_tensors`."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            header = (opened.metadata() or {}).get(HEADER)
+            names = dict.fromkeys(opened.keys(), torch.empty(0))
+    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        raise FlowBNNError(f"'{path}' is cut short or no safetensors file ({_reason(error)})") from None
+    if header is None:
+        raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it")
+    return _with_document(path, names, header)[1]
+
+
+def keep_as(path: Path, other: Path) -> None:
+    """Give a file a second name, atomically; what had that name is replaced. ``path`` stays where it is."""
+    temporary = _temporary(other)
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, temporary)
+            _flush(temporary)
+        os.replace(temporary, other)
+        _flush(other.parent)
+    except OSError as error:
+        raise FlowBNNError(
+            f"cannot keep '{path}' as '{other}' ({_reason(error)}); it stays as it is: name another folder"
+        ) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def check_writable(path: str | Path) -> None:

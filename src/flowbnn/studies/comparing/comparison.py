@@ -1,5 +1,6 @@
 """A comparison of methods on a network and loaders of the user's own."""
 
+import inspect
 import platform
 import re
 import time
@@ -19,8 +20,9 @@ from flowbnn.inference import Method
 from flowbnn.inference.batches import count_data
 from flowbnn.inference.method import LikelihoodName
 from flowbnn.inference.passes import device_of
-from flowbnn.studies.base import Findings, Metric, Parts, Variant
+from flowbnn.studies.base import Findings, Metric, Parts, Variant, warned
 from flowbnn.studies.comparing.findings import conclude
+from flowbnn.studies.comparing.fingerprint import fingerprint
 from flowbnn.studies.comparing.measuring import measure, warm_up
 from flowbnn.studies.comparing.registry import count_weights
 from flowbnn.studies.lineup import PLAIN, RIVALS, Rival, find_rivals, rivals
@@ -37,9 +39,10 @@ class Comparison:
     Args:
         findings: rows sorted by NLL, metrics, figures, the answer.
         parts: what was measured for each method.
-        seconds: the whole took.
+        seconds: of all fits and predictions, those that an earlier call has done included.
         settings: of the comparison, as plain values.
         device: the machine, in words.
+        command: the call that makes it again.
     """
 
     findings: Findings
@@ -47,6 +50,7 @@ class Comparison:
     seconds: float
     settings: dict[str, Any]
     device: str
+    command: str = "flowbnn.compare(network, train_loader, test_loader)"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -85,7 +89,7 @@ class Comparison:
             "question": "On this network and this data, which method should one use, and what does it cost?",
             "answer": found.answer,
             "source": "",
-            "command": "flowbnn.compare(network, train_loader, test_loader)",
+            "command": self.command,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds, 1),
             "device": self.device,
@@ -138,6 +142,7 @@ def compare(
     lr: float = 1e-3,
     samples: int = 128,
     seed: int = 0,
+    seeds: int | Sequence[int] = 1,
     likelihood: LikelihoodName = "auto",
     folder: str | Path | None = None,
     resume: bool = False,
@@ -152,13 +157,16 @@ def compare(
         novel: inputs, or a loader of inputs, that training has not seen; adds the novelty AUROC.
         validation: held-out batches for methods that learn from them, as temperature scaling does; else it takes a part of the
             training data.
-        methods: names (:mod:`flowbnn.studies.lineup`), methods, or methods by label; None for all.
-        epochs, lr: of methods that are given by name.
+        methods: names (:mod:`flowbnn.studies.lineup`) or globs of names, methods, or methods by label; None for all.
+        epochs, lr: of methods that are given by name; one that so few epochs do not suit is left out with a warning.
         samples: networks averaged in a prediction.
         seed: of everything that is drawn.
+        seeds: how often each method is fitted, with ``seed``, ``seed + 1``, ..., or the seeds themselves; the network begins with
+            the given weights in all of them.
         likelihood: as in :meth:`~flowbnn.inference.Method.fit`.
         folder: keeps each method's numbers as soon as it is done, and the results.
-        resume: take over what an earlier call has finished in ``folder``.
+        resume: take over what an earlier call has finished in ``folder``, with the same network and data. Of the training data,
+            which may be augmented at random, only the number, the shape and the targets are looked at.
         progress: show a bar over the methods, on a terminal.
         options: of every fit, such as ``accelerator``.
 
@@ -168,27 +176,33 @@ def compare(
     >>> sorted(row["key"] for row in found.rows)
     ['map', 'mc-dropout', 'mle']
     """
-    started = time.monotonic()
     _check(network, train_loader, test_loader, folder, resume)
     common = {"epochs": epochs, "lr": lr}
-    chosen = _chosen(methods, common)
+    numbers = _seeds(seed, seeds)
+    chosen, left = _chosen(methods, {**common, "batches": _batches(train_loader)})
     weights, device = count_weights(network), device_of(network)
     identity = {
         "weights": {name: list(value.shape) for name, value in network.named_parameters()},
         "examples": _length(train_loader),
         "samples": samples,
-        "seed": seed,
         "novel": novel is not None,
         "flowbnn": version("flowbnn"),
     }
+    data: dict[str, Any] = {}
+    held_out = None
+    if folder is not None:
+        data = {"train": fingerprint(train_loader, inputs=False), "test": fingerprint(test_loader)}
+        data["novel"], held_out = fingerprint(novel), fingerprint(validation)
     content: dict[tuple[str, int], dict[str, Any]] = {}
     warm = False
-    for rival, method in track(chosen, "comparing", progress):
-        own = plain({**identity, "method": repr(method)})
-        path = None if folder is None else Path(folder) / "parts" / f"{rival.key}-seed{seed}.json"
+    trainings = [(rival, method, number) for rival, method in chosen for number in numbers]
+    for rival, method, number in track(trainings, "comparing", progress):
+        data["validation"] = held_out if rival.held_out else None
+        own = plain({**identity, "seed": number, "method": repr(method), "data": data})
+        path = None if folder is None else Path(folder) / "parts" / f"{rival.key}-seed{number}.json"
         stored = read_json(path) if path is not None and resume else None
         if stored is not None and stored.get("identity") == own:
-            content[rival.key, seed] = stored["content"]
+            content[rival.key, number] = stored["content"]
             continue
         if methods is None and rival.most_weights is not None and weights > rival.most_weights:
             part: dict[str, Any] = {
@@ -199,6 +213,7 @@ def compare(
             if not warm:
                 warm_up(network, train_loader, likelihood)
                 warm = True
+            started = time.monotonic()
             try:
                 part = _measured(
                     method,
@@ -209,25 +224,29 @@ def compare(
                     validation=validation if rival.held_out else None,
                     likelihood=likelihood,
                     samples=samples,
-                    seed=seed,
+                    seed=number,
                     **options,
                 )
             except FlowBNNError as error:
-                if rival.key == PLAIN:
-                    raise  # what the plain network cannot do, no method can
+                if rival.key == PLAIN:  # what the plain network cannot do, no method can
+                    raise FlowBNNError(f"{rival.label} ('{rival.key}'): {error}") from error
+                if not any(content.get((rival.key, other), {}).get("refused") for other in numbers):
+                    _leave_out(rival, error)
                 part = {"values": {}, "refused": str(error)}
-        content[rival.key, seed] = part
+            part["seconds"] = time.monotonic() - started
+        content[rival.key, number] = part
         if path is not None:
             write_json(path, {"identity": own, "content": part})
-    parts = Parts([seed], content)
+    parts = Parts(numbers, content)
     every = [rival for rival, _ in chosen]
-    notes = [
-        f"{rival.label} is not in the table: {content[rival.key, seed]['refused'].rstrip('.')}."
-        for rival in every
-        if content[rival.key, seed].get("refused")
+    left += [
+        (rival, part["refused"]) for rival in every for part in parts.of(rival.key) if part.get("refused")
     ]
+    refusals = [f"{rival.label} is not in the table: {reason.rstrip('.')}." for rival, reason in left]
+    notes = list(dict.fromkeys(refusals))
     notes += parts.warnings([Variant(rival.key, rival.label) for rival in every])
-    findings = conclude(parts, [r for r in every if content[r.key, seed]["values"]], notes)
+    shown = [rival for rival in every if any(part["values"] for part in parts.of(rival.key))]
+    findings = conclude(parts, shown, notes, more="seeds=3")
     settings = {
         "network": type(network).__name__,
         "weights": weights,
@@ -236,9 +255,14 @@ def compare(
         "samples": samples,
         "methods": {rival.key: repr(method) for rival, method in chosen},
     }
+    command = _command(
+        {"novel": novel, "validation": validation, "methods": methods, "epochs": epochs, "lr": lr},
+        {"samples": samples, "seed": seed, "seeds": seeds, "likelihood": likelihood, **options},
+    )
     threads = torch.get_num_threads()
     place = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
-    made = Comparison(findings, parts, time.monotonic() - started, settings, place)
+    seconds = sum(part.get("seconds", 0.0) for part in content.values())
+    made = Comparison(findings, parts, seconds, settings, place, command)
     if folder is not None:
         made.save(folder)
     return made
@@ -253,7 +277,7 @@ def _measured(*given: Any, **options: Any) -> dict[str, Any]:
     for warning in caught:
         if warning not in ours:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return {**part, "warnings": [str(warning.message) for warning in ours]}
+    return {**part, "warnings": warned(ours)}
 
 
 def _check(network: Any, train: Any, test: Any, folder: str | Path | None, resume: bool) -> None:
@@ -270,6 +294,58 @@ def _check(network: Any, train: Any, test: Any, folder: str | Path | None, resum
         check_writable(Path(folder) / "results.json")
 
 
+def _seeds(first: int, seeds: int | Sequence[int]) -> list[int]:
+    if isinstance(seeds, int):
+        numbers = [first + more for more in range(seeds)]
+    else:
+        numbers = list(seeds) if isinstance(seeds, Sequence) else []
+    whole = all(isinstance(number, int) and number >= 0 for number in numbers)
+    if not numbers or not whole or len(set(numbers)) < len(numbers):
+        raise FlowBNNError(
+            f"seeds are a number of at least 1, or different numbers of at least 0, not {seeds}"
+        )
+    return numbers
+
+
+def _command(*given: Mapping[str, Any]) -> str:
+    """The call with what differs from its defaults; what has no words of its own stands by its name."""
+    usual = {name: one.default for name, one in inspect.signature(compare).parameters.items()}
+    words = ["network", "train_loader", "test_loader"]
+    for name, value in (pair for some in given for pair in some.items()):
+        if name == "methods":
+            words += [] if value is None else [f"methods={_words(value)}"]
+        elif name in ("novel", "validation"):
+            words += [] if value is None else [f"{name}={name}"]
+        elif name not in usual or (value is not usual[name] and value != usual[name]):
+            simple = value is None or isinstance(value, str | int | float | list | tuple | range)
+            words.append(f"{name}={value!r}" if simple else f"{name}={name}")
+    return f"flowbnn.compare({', '.join(words)})"
+
+
+def _words(methods: Any) -> str:
+    """Methods as one writes them in a call."""
+    if isinstance(methods, Mapping):
+        return "{" + ", ".join(f"{label!r}: {_words(one)}" for label, one in methods.items()) + "}"
+    if isinstance(methods, Method):
+        ours = type(methods).__module__.partition(".")[0] == "flowbnn"
+        return f"flowbnn.{methods!r}" if ours else repr(methods)
+    if isinstance(methods, list | tuple):
+        return "[" + ", ".join(_words(one) for one in methods) + "]"
+    return repr(methods)
+
+
+def _leave_out(rival: Rival, error: FlowBNNError) -> None:
+    warnings.warn(f"{rival.label} ('{rival.key}') is left out of the comparison: {error}", FlowBNNWarning)
+
+
+def _batches(loader: Any) -> int | None:
+    """Batches of an epoch; None where the loader does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def _length(loader: Any) -> int | None:
     try:
         return count_data(loader)
@@ -277,10 +353,28 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _chosen(methods: Any, common: dict[str, Any]) -> list[tuple[Rival, Method]]:
-    """The methods with their names, the plain network first."""
+def _chosen(
+    methods: Any, common: dict[str, Any]
+) -> tuple[list[tuple[Rival, Method]], list[tuple[Rival, str]]]:
+    """The methods with their names, the plain network first, and those that these settings do not suit, with the reason."""
+    left: dict[str, tuple[Rival, str]] = {}
+    found: dict[str, tuple[Rival, Method]] = {}
+
+    def add(chosen: Iterable[Rival]) -> None:
+        for rival in chosen:
+            try:
+                found[rival.key] = (rival, rival.make(**common))
+            except FlowBNNError as error:
+                if rival.key == PLAIN:
+                    raise FlowBNNError(f"{rival.label} ('{rival.key}'): {error}") from error
+                if rival.key not in left:
+                    _leave_out(rival, error)
+                left[rival.key] = (rival, str(error))
+
+    add(find_rivals([PLAIN]))
     if methods is None:
-        return [(rival, rival.make(**common)) for rival in rivals()]
+        add(rivals())
+        return list(found.values()), list(left.values())
     if isinstance(methods, str | Method):
         methods = [methods]
     given = list(methods.items()) if isinstance(methods, Mapping) else [(None, one) for one in methods]
@@ -288,10 +382,9 @@ def _chosen(methods: Any, common: dict[str, Any]) -> list[tuple[Rival, Method]]:
         raise FlowBNNError(
             "there is no method to compare; name some, such as ['map', 'laplace'], or leave methods out for all"
         )
-    found: dict[str, tuple[Rival, Method]] = {}
     for label, one in given:
         if isinstance(one, str):
-            found |= {rival.key: (rival, rival.make(**common)) for rival in find_rivals([one])}
+            add(find_rivals([one]))
         elif isinstance(one, Method):
             rival = _rival_of(one, label, found)
             found[rival.key] = (rival, one)
@@ -299,10 +392,7 @@ def _chosen(methods: Any, common: dict[str, Any]) -> list[tuple[Rival, Method]]:
             raise FlowBNNError(
                 f"methods are names or methods, such as 'map' or fb.MAP(), not a {type(one).__name__}"
             )
-    if PLAIN not in found:
-        rival = find_rivals([PLAIN])[0]
-        found = {PLAIN: (rival, rival.make(**common)), **found}
-    return list(found.values())
+    return list(found.values()), list(left.values())
 
 
 def _rival_of(method: Method, label: str | None, taken: Mapping[str, Any]) -> Rival:

@@ -119,7 +119,9 @@ def _number(value: float) -> float | None:
     return value if value == value else None
 
 
-def conclude(parts: Parts, chosen: Sequence[Rival], notes: list[str], plain: str = PLAIN) -> Findings:
+def conclude(
+    parts: Parts, chosen: Sequence[Rival], notes: list[str], plain: str = PLAIN, more: str = "--seeds 3"
+) -> Findings:
     """The sorted table, the figures and the answer.
 
     Args:
@@ -127,6 +129,7 @@ def conclude(parts: Parts, chosen: Sequence[Rival], notes: list[str], plain: str
         chosen: the methods.
         notes: what to say besides.
         plain: key of the plain network.
+        more: how the caller is told to take several seeds.
     """
     parts = with_ratios(parts, plain)
     ordered = best_by(parts, chosen, "nll")
@@ -147,10 +150,10 @@ def conclude(parts: Parts, chosen: Sequence[Rival], notes: list[str], plain: str
                 parts,
             )
         )
-    return Findings(answer(parts, ordered), metrics, rows, figures, notes)
+    return Findings(answer(parts, ordered, more), metrics, rows, figures, notes)
 
 
-def answer(parts: Parts, ordered: Sequence[Rival]) -> str:
+def answer(parts: Parts, ordered: Sequence[Rival], more: str = "--seeds 3") -> str:
     """Which to use, and what it costs."""
     if not ordered:
         return "No method has numbers yet."
@@ -163,7 +166,7 @@ def answer(parts: Parts, ordered: Sequence[Rival]) -> str:
         else f"{best.label} is the only method here, with an NLL of {parts.mean(best.key, 'nll'):.4f}."
     )
     if len(ordered) > 1:
-        text += chance(parts, ordered)
+        text += chance(parts, ordered, more)
     cost = parts.mean(best.key, "training")
     if cost == cost:
         text += (
@@ -180,15 +183,18 @@ def answer(parts: Parts, ordered: Sequence[Rival]) -> str:
     calibrated, telling = best_by(parts, ordered, "ece"), best_by(parts, ordered, "auroc", higher=True)
     if calibrated:
         text += f" Best calibrated: {words(parts, calibrated[:1], 'ece', '.4f')} (ECE)."
-    if telling:
+    if telling and parts.mean(telling[0].key, "auroc") <= 0.5:
+        told = words(parts, telling[:1], "auroc")
+        text += f" No method tells novel inputs from known ones (best: {told} AUROC, where 0.5 is guessing)."
+    elif telling:
         text += f" Best at telling novel inputs: {words(parts, telling[:1], 'auroc')} (AUROC)."
     return text
 
 
-def chance(parts: Parts, ordered: Sequence[Rival]) -> str:
+def chance(parts: Parts, ordered: Sequence[Rival], more: str = "--seeds 3") -> str:
     """How far the first place can be trusted."""
     if len(parts.seeds) < 2:
-        return " One seed does not tell a lead from chance; several (--seeds 3) do."
+        return f" One seed does not tell a lead from chance; several ({more}) do."
     first = [value for value in parts.values(ordered[0].key, "nll") if value is not None]
     near = [
         rival.label

@@ -1,9 +1,11 @@
 """What the studies on images conclude, from their parts alone: rows, paired comparisons, the answer and the notes."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from flowbnn.studies.base import Metric, Parts, Variant
+from flowbnn.studies.images.measures import RULE
 from flowbnn.studies.images.published import Published
 from flowbnn.studies.images.recipes import METHODS, SITES, split_key
 from flowbnn.studies.images.settings import ImageSettings
@@ -122,6 +124,21 @@ def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) 
     return text, [kind for kind, lines in told.items() for _ in lines]
 
 
+def _elsewhere(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
+    """Where else the two differ by more than chance: on corrupted and on novel images."""
+    told = []
+    for metric in metrics:
+        if metric.key not in ("shift_accuracy", "shift_ece") and not metric.key.startswith("auroc"):
+            continue
+        result = compare(parts, first, second, metric.key)
+        if result is not None and verdict(result, metric.better == "higher") != "even":
+            kind = verdict(result, metric.better == "higher")
+            told.append(
+                f"{kind} in {metric.label} by {result.mean:+.3f} ({result.low:+.3f} to {result.high:+.3f})"
+            )
+    return f" (besides, {_listed(told)})" if told else ""
+
+
 def _listed(words: list[str]) -> str:
     """Words as a sentence lists them.
 
@@ -139,7 +156,8 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             text, kinds = statement(parts, f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", metrics)
             if text:
                 number = len(parts.common(f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", "nll")[0])
-                told.append(f"{words}, {site}, {number} seeds: {text}")
+                rest = _elsewhere(parts, f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", metrics)
+                told.append(f"{words}, {site}, {number} seeds: {text}{rest}")
                 counted += kinds
     lines = []
     if counted:
@@ -223,7 +241,27 @@ def notes(
         "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
         "KL averaged over positions, which tempers it.",
     ]
-    return told + _pace(parts, settings, published) + parts.warnings(variants)
+    return (
+        told + _pace(parts, settings, published) + _earlier_rule(parts, variants) + parts.warnings(variants)
+    )
+
+
+def _earlier_rule(parts: Parts, variants: Sequence[Variant]) -> list[str]:
+    """Rows whose adaptive sampling was measured when its rule was another."""
+    names = [
+        variant.label
+        for variant in present(parts, variants)
+        if any(
+            "adaptive" in part["values"] and part.get("adaptive_rule") != asdict(RULE)
+            for part in parts.of(variant.key)
+        )
+    ]
+    if not names:
+        return []
+    return [
+        "Adaptive samples and same decisions were measured with an earlier rule, which let an input stop at a tie, in these rows: "
+        f"{', '.join(names)}."
+    ]
 
 
 def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:

@@ -1,6 +1,7 @@
 """Judging one trained variant: on the test images, on novel ones, and on corrupted ones. All of it for all methods alike."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -179,6 +180,7 @@ def judge(
         sparing = predict(posterior, images, settings.samples, precision, RULE)
         values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
+        content["adaptive_rule"] = asdict(RULE)
         del sparing
     del known
     if mirror:

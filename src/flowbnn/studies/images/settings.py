@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flowbnn.errors import FlowBNNError
+
 __all__ = ["GROUPS", "ImageSettings", "Training", "quick_settings"]
 
 GROUPS = (
@@ -66,6 +68,11 @@ class Training:
     rate: float = 0.2
     dropped: str = "fc*"
 
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "samples", "components"):
+            if getattr(self, name) < 1:
+                raise FlowBNNError(f"{name} is at least 1, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class ImageSettings:
@@ -107,6 +114,11 @@ class ImageSettings:
     gaussian_position: Training = Training()
     flow_position: Training = Training()
     mixture_position: Training = Training()
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "shift_samples", "shift_images"):
+            if getattr(self, name) < 1:
+                raise FlowBNNError(f"{name} is at least 1, not {getattr(self, name)}")
 
     def group(self, variant: str) -> str:
         """The field that holds a variant's training.

@@ -14,9 +14,9 @@ from flowbnn.studies.images.findings import answer, comparisons, notes, rows
 from flowbnn.studies.images.measures import image_metrics, judge, score
 from flowbnn.studies.images.pictures import Pictures, load_pictures
 from flowbnn.studies.images.published import Published
-from flowbnn.studies.images.recipes import image_variants, make_network
+from flowbnn.studies.images.recipes import image_variants, make_network, rules_for
 from flowbnn.studies.images.settings import ImageSettings
-from flowbnn.studies.images.training import fit_variant
+from flowbnn.studies.images.training import fit_variant, make_optimizer, make_schedule
 from flowbnn.studies.job import Job
 
 __all__ = ["ImageStudy"]
@@ -45,6 +45,15 @@ class ImageStudy(Study):
         device = usable_device("cuda" if accelerator in ("cuda", "gpu") else accelerator)
         return load_pictures(settings, self.data, list(self.novel), device, validation)
 
+    def check(self, settings: ImageSettings, jobs: Sequence[Job]) -> None:
+        for variant in {job.variant for job in jobs} - {"cost"}:
+            training = settings.training(variant)
+            make_optimizer(training)
+            make_schedule(training)
+            rules_for(self.architecture, variant, training)
+        if jobs:
+            self.pictures(settings, "cpu")
+
     def train(self, job: Job) -> dict[str, Any]:
         settings: ImageSettings = job.settings
         pictures = self.pictures(settings, job.accelerator)
@@ -54,7 +63,7 @@ class ImageStudy(Study):
         training = settings.training(job.variant)
         network = make_network(self.architecture, pictures.channels, settings.width)
         if job.after is not None:
-            PointPosterior.load(job.start, network)
+            network = PointPosterior.load(job.start, network).model
         watched = settings.curves or not job.variant.startswith("best-")
         steps = max(1, pictures.num_data // training.batch)
         posterior = fit_variant(

@@ -1,0 +1,77 @@
+"""A last batch of one row, which BatchNorm cannot be trained on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn import FlowBNNError
+from flowbnn.inference import Method
+from flowbnn.training import TrainingOptions, train
+
+QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
+
+
+def loader(batch_size: int = 8, **more: Any) -> DataLoader[Any]:
+    inputs = torch.linspace(-1.0, 1.0, 68).reshape(17, 4)
+    return DataLoader(TensorDataset(inputs, torch.arange(17) % 3), batch_size=batch_size, **more)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+METHODS: list[Method] = [
+    fb.MAP(epochs=1),
+    fb.MCDropout(0.1, epochs=1),
+    fb.DeepEnsemble(2, epochs=1),
+    fb.SWAG(epochs=4, batch_norm_samples=2),
+    fb.Temperature(fb.MLE(epochs=1), share=0.01),
+    fb.Laplace(epochs=1),
+    fb.BayesByBackprop(epochs=1),
+    fb.MNF(epochs=1),
+    fb.SGLD(epochs=4, samples=2, cycles=1),
+    fb.HMC(samples=4, warmup=2, chains=2, steps=2, epochs=1),
+    fb.NodeNoise("gaussian", epochs=1),
+]
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_method_says_what_to_do(method: Method) -> None:
+    with pytest.raises(
+        FlowBNNError,
+        match="the batch has a single example, which BatchNorm cannot be trained on; .*drop_last=True",
+    ) as caught:
+        method.fit(network(), loader(), validation=loader(), **QUIET)
+    assert "Expected more than 1 value per channel" in str(caught.value.__cause__)
+    assert str(caught.value).startswith("epoch 1, batch 3: ")
+
+
+def test_the_advice_helps() -> None:
+    for good in (loader(drop_last=True), loader(batch_size=5)):
+        fb.MAP(epochs=1).fit(network(), good, **QUIET)
+
+
+def test_the_statistics_of_swag_say_it_too() -> None:
+    from flowbnn.inference.swag import refresh
+
+    with pytest.raises(FlowBNNError, match="epoch 1, batch 3: the batch has a single example"):
+        refresh(network(), loader(), seed=0)
+
+
+def test_other_errors_of_a_step_stay_as_they_are() -> None:
+    def broken(model: nn.Module, batch: Any, clock: Any) -> Any:
+        raise ValueError("Expected more than 1 value per channel" if len(batch[0]) > 1 else "something else")
+
+    for rows in (1, 2):
+        batches = [(torch.zeros(rows, 4), torch.zeros(rows))]
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError) as caught:
+            train(model, broken, optimizer, batches, TrainingOptions(epochs=1, accelerator="cpu"))
+        assert not isinstance(caught.value, FlowBNNError)
