@@ -20,7 +20,8 @@ from flowbnn.inference.node_noise import NoisePosterior, fit
 from flowbnn.inference.node_noise_method import NodeNoise
 from flowbnn.inference.nuts import NUTS
 from flowbnn.inference.point import fit_point
-from flowbnn.inference.posterior import PointPosterior, Posterior
+from flowbnn.inference.point_posterior import PointPosterior
+from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sgld import SGLD, SGLDPosterior
 from flowbnn.inference.swag import SWAG
 from flowbnn.inference.swag_posterior import SWAGPosterior

@@ -23,7 +23,7 @@ from flowbnn.inference.fitting import first_batch, prepare
 from flowbnn.inference.method import LikelihoodName, Method, check_whole, register_method
 from flowbnn.inference.passes import device_of, dtype_of
 from flowbnn.inference.point import fit_point
-from flowbnn.inference.posterior import PointPosterior
+from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.training import History
 
 __all__ = ["DeepEnsemble", "initialize_anew"]

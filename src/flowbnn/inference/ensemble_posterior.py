@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.members import MemberPosterior, check_members
-from flowbnn.inference.posterior import PointPosterior, Posterior
+from flowbnn.inference.point_posterior import PointPosterior
+from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.weights import WeightPasses
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.training import History

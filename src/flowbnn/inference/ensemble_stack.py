@@ -17,7 +17,7 @@ from flowbnn.inference.batches import apply, call, move, rows
 from flowbnn.inference.ensemble_order import Orders
 from flowbnn.inference.fitting import optimizer_for, run_options, validator
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
-from flowbnn.inference.posterior import PointPosterior
+from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.likelihoods import Likelihood
 from flowbnn.training import Clock, History, train
 

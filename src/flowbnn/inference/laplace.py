@@ -25,7 +25,7 @@ from flowbnn.inference.laplace_posterior import PREDICTIVES, LaplacePosterior
 from flowbnn.inference.laplace_prior import names_of, newton_step, with_prior
 from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
 from flowbnn.inference.passes import device_of
-from flowbnn.inference.posterior import PointPosterior
+from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.likelihoods import Gaussian
 from flowbnn.training import is_main_process, track
 

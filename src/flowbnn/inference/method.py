@@ -35,7 +35,8 @@ from flowbnn.inference.batches import call, count_data, move, split_batch
 from flowbnn.inference.fitting import check_loader, check_optimizer, check_schedule, prepare, undisturbed
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.inference.point import fit_point
-from flowbnn.inference.posterior import PointPosterior, Posterior
+from flowbnn.inference.point_posterior import PointPosterior
+from flowbnn.inference.posterior import Posterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.training import TrainingOptions

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import split_batch
 from flowbnn.inference.fitting import check_rate, optimizer_for, prepare, run, run_options
-from flowbnn.inference.posterior import PointPosterior
+from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood
 from flowbnn.training import Clock, capturable

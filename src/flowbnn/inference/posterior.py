@@ -21,7 +21,7 @@ from flowbnn.inference.collecting import Store, expected_rows, in_groups
 from flowbnn.inference.gathering import Gathering, Sharded, gathering
 from flowbnn.inference.inputs import check_finite, checked_batch, failure, is_batch
 from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
-from flowbnn.inference.running import Passes, PointPasses
+from flowbnn.inference.running import Passes
 from flowbnn.inference.stored import Stored
 from flowbnn.inference.views import View, check_views, viewing
 from flowbnn.layers import noise_layers
@@ -37,7 +37,7 @@ from flowbnn.training import (
     track,
 )
 
-__all__ = ["PointPosterior", "Posterior"]
+__all__ = ["Posterior"]
 
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
@@ -368,41 +368,6 @@ class Posterior:
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             )
         return cls(model, likelihood, history)
-
-
-class PointPosterior(Posterior):
-    """One network, taken at its word: the plain network behind the same interface, so that it is judged by the same code."""
-
-    kind = "point"
-    default_samples = 1
-
-    def drawing(
-        self,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-    ) -> AbstractContextManager[Any]:
-        return PointPasses(self.model, samples, max_batch, precision, compile)
-
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """A copy of the one network."""
-        return deepcopy(self.model).eval()
-
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """The weights of the one network, ``samples`` times."""
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
-        own = self.model.named_parameters()
-        return {name: value.detach().expand(samples, *value.shape).clone() for name, value in own}
-
-    @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``."""
-        return cls.restore(network, *cls.read(path), path)
 
 
 def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int]:

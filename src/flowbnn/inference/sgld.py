@@ -27,7 +27,8 @@ from flowbnn.inference.dropout import own_dropout
 from flowbnn.inference.fitting import prepare, run, run_options
 from flowbnn.inference.members import MemberPosterior, state_of
 from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
-from flowbnn.inference.posterior import PointPosterior, Posterior
+from flowbnn.inference.point_posterior import PointPosterior
+from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sgld_optimizer import Langevin, Plan
 from flowbnn.inference.swag import normalizers, refresh
 from flowbnn.likelihoods import Likelihood

@@ -18,7 +18,7 @@ from flowbnn.inference.fitting import Bundle, prepare, run_options, undisturbed,
 from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.inference.point import fit_point
-from flowbnn.inference.posterior import PointPosterior
+from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.inference.swag_posterior import SWAGPosterior, trained_parameters
 from flowbnn.training import Clock, History, track, train, unwrap
 from flowbnn.training.guard import single_row_told
