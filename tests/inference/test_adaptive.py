@@ -209,6 +209,7 @@ def test_a_point_and_a_regression():
         (lambda: fb.Adaptive(start=1), "at least 2 samples, not 1"),
         (lambda: fb.Adaptive(growth=1.0), "above 1, not 1.0"),
         (lambda: fb.Adaptive(lead=-1.0), "at least 0, not -1.0"),
+        (lambda: fb.Adaptive(tolerance="a"), "the tolerance of adaptive sampling is a number, not a str"),
         (lambda: as_adaptive(True), "a tolerance such as 0.01, or an Adaptive"),
         (lambda: as_adaptive("fast"), "not a str"),
         (

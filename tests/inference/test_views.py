@@ -80,6 +80,9 @@ def test_adaptive_samples_are_a_beginning_of_all():
     ("options", "line"),
     [
         ({"views": mirrored}, "a sequence of functions"),
+        ({"views": 3}, "a sequence of functions"),
+        ({"max_batch": "a"}, "max_batch is at least 1, and a whole number, not 'a'"),
+        ({"max_batch": 1.5}, "and a whole number, not 1.5"),
         ({"views": ["mirrored"]}, "a view is a function of a batch of inputs, not a str"),
         ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
         ({"views": [lambda x: None]}, "not a NoneType"),

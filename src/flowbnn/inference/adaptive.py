@@ -68,6 +68,10 @@ class Adaptive:
     lead: float = 2.0
 
     def __post_init__(self) -> None:
+        for name in ("tolerance", "certainty", "growth", "lead"):
+            if not isinstance(getattr(self, name), int | float):
+                kind = type(getattr(self, name)).__name__
+                raise FlowBNNError(f"the {name} of adaptive sampling is a number, not a {kind}")
         if not self.tolerance > 0:
             raise FlowBNNError(f"the tolerance of adaptive sampling is above 0, not {self.tolerance}")
         if not 0 < self.certainty < 1:

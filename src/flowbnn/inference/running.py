@@ -42,8 +42,8 @@ class Passes:
         precision: str | None = None,
         compile: Compile = "auto",
     ) -> None:
-        if max_batch is not None and max_batch < 1:
-            raise FlowBNNError(f"max_batch is at least 1, not {max_batch}")
+        if max_batch is not None and (not isinstance(max_batch, int) or max_batch < 1):
+            raise FlowBNNError(f"max_batch is at least 1, and a whole number, not {max_batch!r}")
         if compile not in (True, False, "auto"):
             raise FlowBNNError(f"compile is True, False or 'auto', not {compile!r}")
         self.model, self.max_batch, self.half, self.compile = model, max_batch, half_of(precision), compile

@@ -17,7 +17,7 @@ View = Callable[[Any], Any]
 
 def check_views(views: Sequence[View]) -> tuple[View, ...]:
     """Refuse what is no sequence of functions."""
-    if callable(views) or isinstance(views, str):
+    if not isinstance(views, list | tuple):
         raise FlowBNNError("views is a sequence of functions of a batch of inputs, such as [mirrored]")
     for view in views:
         if not callable(view):
