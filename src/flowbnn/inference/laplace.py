@@ -18,7 +18,7 @@ from torch import nn
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.fitting import check_optimizer, check_schedule, prepare, run_options
 from flowbnn.inference.laplace_curvature import Curvature, gradient, is_direct, measure, settle_noise
-from flowbnn.inference.laplace_layers import Survey, chosen_layers, survey
+from flowbnn.inference.laplace_layers import Survey, chosen_layers, survey, without_nested
 from flowbnn.inference.laplace_memory import bytes_needed, check_memory
 from flowbnn.inference.laplace_outputs import check_likelihood
 from flowbnn.inference.laplace_posterior import PREDICTIVES, LaplacePosterior
@@ -127,7 +127,7 @@ class Laplace(Method):
         """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
         settings = run_options(max(1, self.epochs), options, "training the network")
         number = self.count(loader, num_data) if self.epochs or num_data is not None else None
-        model, given = self.copied(network), _noise(likelihood)
+        model, given = without_nested(self.copied(network)), _noise(likelihood)
         chosen, inputs, check = prepare(model, loader, likelihood)
         untrained = not given and isinstance(chosen, Gaussian) and chosen.noise == "learned"
         check_likelihood(chosen)
@@ -143,7 +143,7 @@ class Laplace(Method):
             assert number is not None
             trained = replace(self, prior_scale=scale or 1.0)
             point = trained.start(network, loader, likelihood, number, validation, options)
-        point.model.eval()
+        without_nested(point.model).eval()
         model, chosen = point.model, point.likelihood
         seed = settings.seed
         devices = [device_of(model)] if device_of(model).type == "cuda" else []

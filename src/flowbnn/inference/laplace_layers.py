@@ -14,7 +14,16 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.inference.batches import call, rows, take
 from flowbnn.inference.passes import evaluating
 
-__all__ = ["NORMS", "PLAIN", "CoveredLayer", "Survey", "chosen_layers", "own_parameters", "survey"]
+__all__ = [
+    "NORMS",
+    "PLAIN",
+    "CoveredLayer",
+    "Survey",
+    "chosen_layers",
+    "own_parameters",
+    "survey",
+    "without_nested",
+]
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (
@@ -81,6 +90,14 @@ def holders(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if "parametrizations" not in name.split(".") and next(own_parameters(module), None) is not None
     }
+
+
+def without_nested(model: nn.Module) -> nn.Module:
+    """A network whose transformers keep to ordinary tensors: nested ones pass the layers by, and have no shape to be seen."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return model
 
 
 def survey(model: nn.Module, inputs: Any) -> Survey:

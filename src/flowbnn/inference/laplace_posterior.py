@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import move, take
 from flowbnn.inference.laplace_blocks import BLOCKS, Block, Full
+from flowbnn.inference.laplace_layers import without_nested
 from flowbnn.inference.laplace_passes import FeaturePasses, LinearizedPasses, ProbitPasses
 from flowbnn.inference.laplace_rows import Jacobian, flat_outputs
 from flowbnn.inference.passes import Compile, device_of, dtype_of, evaluating
@@ -47,7 +48,7 @@ class LaplacePosterior(WeightPosterior):
         told: Mapping[str, Any],
         history: History | None = None,
     ) -> None:
-        super().__init__(model, likelihood, history)
+        super().__init__(without_nested(model), likelihood, history)
         self.blocks, self.told = blocks, dict(told)
         own = dict(model.named_parameters())
         self.centre = {name: own[name].detach() for name in self.names}

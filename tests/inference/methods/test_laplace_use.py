@@ -263,3 +263,35 @@ def test_networks_as_people_write_them(structure):
     assert last.told["direct"] == "head"
     with pytest.raises(fb.FlowBNNError, match=r"layer 'first' \(ParametrizedLinear\) is not"):
         fb.Laplace("kron", layers="f*", epochs=0).fit(network, [(inputs, labels)], **QUIET)
+
+
+class Padded(nn.Module):
+    """Words of different number, padded by 0, which attention leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.words, self.body, self.head = (
+            nn.Embedding(20, 8),
+            nn.TransformerEncoder(layer, 1),
+            nn.Linear(8, 2),
+        )
+
+    def forward(self, x):
+        return self.head(self.body(self.words(x), src_key_padding_mask=x == 0).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the training before
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_a_transformer_with_padding(structure, tmp_path):
+    torch.manual_seed(0)
+    words = torch.randint(1, 20, (12, 6))
+    words[1:, -2:] = 0
+    network = Padded()
+    posterior = fb.Laplace(structure, epochs=1).fit(network, [(words, words[:, 0] % 2)], **QUIET)
+    found = posterior.predict(words, 8, seed=0).probabilities
+    assert bool(torch.isfinite(found).all())
+    posterior.save(tmp_path / "laplace")
+    again = load_posterior(tmp_path / "laplace", Padded()).predict(words, 8, seed=0).probabilities
+    torch.testing.assert_close(again, found)
+    assert network.body.use_nested_tensor, "the user's own network is left alone"
