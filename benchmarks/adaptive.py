@@ -4,7 +4,7 @@
                                   [--tolerance 0.01] [--threads 2] [--device cpu] [--out results]
 
 Trains a small network (LeNet on the image sets) and its flow noise, then predicts test images with all samples and adaptively, by each
-of the three rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
+of four rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
 inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs).
 """
 
@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,6 +59,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10, help="of the plain network, and again of the noise")
     parser.add_argument("--train", type=int, default=60_000, help="training images at most")
     parser.add_argument("--images", type=int, default=10_000, help="test images at most")
+    parser.add_argument(
+        "--validation",
+        action="store_true",
+        help="predict the last training images instead, and leave them out",
+    )
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--certainty", type=float, default=0.95)
@@ -71,6 +77,10 @@ def main() -> None:
     torch.manual_seed(0)
     warnings.simplefilter("ignore", fb.FlowBNNWarning)
     network, (x, y, images, labels) = load(arguments.data, arguments.root, arguments.device)
+    if arguments.validation:
+        images, labels = x[-arguments.images :], y[-arguments.images :]
+        x, y = x[: -arguments.images], y[: -arguments.images]
+    judged = "validation" if arguments.validation else "test"
     loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
     options = {"epochs": arguments.epochs, "progress": True, "accelerator": arguments.device}
     fb.fit_point(network, loader, lr=1e-3, **options)
@@ -82,18 +92,23 @@ def main() -> None:
     spent, full = seconds(lambda: posterior.predict(images, count, seed=1), arguments.device)
     other = posterior.predict(images, count, seed=2)
     print(
-        f"{arguments.data}, {len(images)} test images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
+        f"{arguments.data}, {len(images)} {judged} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
         f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {spent:.2f} s"
     )
     rows = []
-    for until in ("either", "decision", "probabilities"):
-        rule = fb.Adaptive(arguments.tolerance, arguments.certainty, until)
+    usual = fb.Adaptive(arguments.tolerance, arguments.certainty)
+    for name, rule in {
+        "either": usual,
+        "either, at ties too": replace(usual, lead=0.0),
+        "decision": replace(usual, until="decision"),
+        "probabilities": replace(usual, until="probabilities"),
+    }.items():
         taken, found = seconds(
             lambda rule=rule: posterior.predict(images, count, seed=1, adaptive=rule), arguments.device
         )
         gap = (found.probabilities - full.probabilities).abs().amax(-1)
         row = {
-            "until": until,
+            "until": name,
             "spent": float(found.samples_spent.double().mean()),
             "time": taken / spent,
             "same": float((found.labels == full.labels).double().mean()),
@@ -103,7 +118,7 @@ def main() -> None:
         }
         rows.append(row)
         print(
-            f"  until {until:14} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
+            f"  until {name:20} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
             f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most"
         )
     if arguments.out:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "some_of"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "some_of", "told"]
 
 
 class FlowBNNError(ValueError):
@@ -52,3 +52,14 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
         return ""
     shown = ", ".join(f"'{name}'" for name in known[:8])
     return f"; there is {shown}" + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+
+
+def told(value: object) -> str:
+    """A plain value as it is, a class by its name, anything else by its kind, for an error message.
+
+    >>> told("adam"), told(dict), told([1, 2])
+    ("'adam'", 'the class dict', 'a list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"

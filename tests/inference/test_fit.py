@@ -262,53 +262,6 @@ def test_dropout_behind_the_same_interface():
     assert prediction.epistemic.max() > 1e-4
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the further layers of these short fits
-def test_warnings_name_the_layer():
-    warnings.resetwarnings()
-    warnings.simplefilter("always", FlowBNNWarning)
-    with pytest.warns(FlowBNNWarning, match="layer '0' has fallen back onto its prior"):
-        fb.fit(
-            fb.to_stochastic(network(), {"0": fb.NormalAffine()}), loader(), epochs=1, noise_lr=1e-7, **QUIET
-        )
-    model = fb.to_stochastic(network(), {"2": fb.NormalAffine()})
-    with torch.no_grad():
-        fb.layers.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
-    with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point"):
-        fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)
-
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.read = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.used(x) + nn.functional.linear(x, self.read.weight)
-
-    with pytest.warns(FlowBNNWarning, match="layer 'read' carries noise but the network never calls it"):
-        fb.fit(fb.to_stochastic(Idle(), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
-
-
-def test_one_warning_for_each_ailment():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.deep = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)), nn.Linear(4, 3))
-            self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.deep(x) + nn.functional.linear(x, self.first.weight + self.second.weight)
-
-    model = fb.to_stochastic(Deep(), {"*": fb.NormalAffine()})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)
-    idle, prior = [str(one.message) for one in caught if issubclass(one.category, FlowBNNWarning)]
-    assert "layers 'first', 'second' carry noise but the network never calls them" in idle
-    assert (
-        "'deep.4' and 3 more has fallen back onto its prior" in prior
-    )  # the idle ones are not told of twice
-
-
 def test_counting():
     data = blobs(100)
     assert count_data(DataLoader(data, batch_size=30)) == 100

@@ -102,6 +102,8 @@ def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
     with pytest.raises(fb.FlowBNNError, match=line):
         prediction.decide(threshold, by=by)
     assert (prediction.decide(float("inf")) >= 0).all()
+    usual = prediction.uncertainty("entropy").quantile(0.5)
+    assert int((prediction.decide(usual) == -1).sum()) == 20, "a threshold may be a tensor"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,14 @@ def test_a_run_that_cannot_start_clears_nothing(tmp_path, monkeypatch):
         assert sorted(tmp_path.glob("lenet-fashion/parts/*")) == parts
 
 
+def test_a_finished_run_needs_no_data_to_be_resumed(tmp_path, monkeypatch):
+    study, settings = small("lenet-fashion")
+    first = run(study, settings, tmp_path, only=["best-plain"])
+    monkeypatch.setattr(type(study), "pictures", lambda *_, **__: pytest.fail("the data are read"))
+    again = run(study, settings, tmp_path, only=["best-plain"], resume=True)
+    assert again["rows"] == first["rows"]
+
+
 def test_rows_measured_with_another_rule_are_named(tmp_path):
     study, settings = small("lenet-fashion", samples=16)
     first = run(study, settings, tmp_path, only=["best-gaussian-channel"])

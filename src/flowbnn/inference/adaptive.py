@@ -8,6 +8,7 @@ input, so that an answer with ``n`` samples is made of the first ``n`` samples o
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -69,7 +70,7 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "certainty", "growth", "lead"):
-            if not isinstance(getattr(self, name), int | float):
+            if not isinstance(getattr(self, name), Real):
                 kind = type(getattr(self, name)).__name__
                 raise FlowBNNError(f"the {name} of adaptive sampling is a number, not a {kind}")
         if not self.tolerance > 0:
@@ -122,7 +123,7 @@ def as_adaptive(rule: "Adaptive | float | None") -> Adaptive | None:
     """A rule, or the tolerance of one."""
     if rule is None or isinstance(rule, Adaptive):
         return rule
-    if isinstance(rule, bool) or not isinstance(rule, int | float):
+    if isinstance(rule, bool) or not isinstance(rule, Real):
         raise FlowBNNError(
             f"adaptive is a tolerance such as 0.01, or an Adaptive(...), not a {type(rule).__name__}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, told
 from flowbnn.inference.batches import apply, call, move, split_batch, tensors_of
 from flowbnn.inference.inputs import failure
 from flowbnn.inference.posterior import Posterior
@@ -175,7 +175,7 @@ def check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and (not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise FlowBNNError(
             "optimizer is a function from parameter groups to an optimizer, such as torch.optim.Adam, "
-            f"not {_told(optimizer)}"
+            f"not {told(optimizer)}"
         )
 
 
@@ -184,19 +184,14 @@ def check_schedule(schedule: Any) -> None:
     if schedule is not None and not callable(schedule):
         raise FlowBNNError(
             "schedule is a function from (optimizer, total steps) to a learning-rate schedule, such as "
-            f"torch.optim.lr_scheduler.CosineAnnealingLR, not {_told(schedule)}"
+            f"torch.optim.lr_scheduler.CosineAnnealingLR, not {told(schedule)}"
         )
 
 
 def check_rate(name: str, value: Any) -> None:
     """Refuse what is no finite number of at least 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) < math.inf:
-        raise FlowBNNError(f"{name} is a number of at least 0, not {_told(value)}")
-
-
-def _told(value: Any) -> str:
-    """A plain value as it is, anything else by its kind."""
-    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+        raise FlowBNNError(f"{name} is a number of at least 0, not {told(value)}")
 
 
 def run(

@@ -25,12 +25,12 @@ class PointPosterior(Posterior):
         self,
         samples: int,
         *,
-        shared: bool = True,
-        seed: int | None = None,
         max_batch: int | None = None,
         precision: str | None = None,
         compile: Compile = "auto",
+        **rest: Any,
     ) -> AbstractContextManager[Any]:
+        """As :meth:`Posterior.drawing`; ``shared`` and ``seed`` say nothing of a single network."""
         return PointPasses(self.model, samples, max_batch, precision, compile)
 
     def sample(self, seed: int | None = None) -> nn.Module:

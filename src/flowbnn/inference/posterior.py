@@ -23,7 +23,7 @@ from flowbnn.inference.inputs import check_finite, checked_batch, failure, is_ba
 from flowbnn.inference.passes import Compile, casting, device_of, dtype_of, evaluating, half_of
 from flowbnn.inference.running import Passes
 from flowbnn.inference.stored import Stored
-from flowbnn.inference.views import View, check_views, viewing
+from flowbnn.inference.views import View, Viewed, check_views
 from flowbnn.layers import noise_layers
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.predictive.base import NotFinite
@@ -238,7 +238,7 @@ class Posterior:
             drawn = self.drawing(
                 samples, shared=shared, seed=own, max_batch=max_batch, precision=precision, compile=compile
             )
-            return viewing(drawn, views, self.likelihood) if views else drawn
+            return Viewed(drawn, views, self.likelihood) if views else drawn
 
         if is_batch(inputs):
             check_finite(inputs)
@@ -372,7 +372,7 @@ class Posterior:
 
 def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int]:
     """How many rows to put through together: full passes, and several of them where the settled ones leave gaps."""
-    draw = getattr(draw, "passes", draw)
+    draw = draw.passes if isinstance(draw, Viewed) else draw
     if not isinstance(draw, Passes):
         return rows
     draw.total = total

@@ -1,8 +1,8 @@
 """Several views of an input: each sampled network answers by the mean of what it says of all of them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import rows
 from flowbnn.likelihoods import Likelihood
 
-__all__ = ["View", "check_views", "viewing"]
+__all__ = ["View", "Viewed", "check_views"]
 
 View = Callable[[Any], Any]
 
@@ -25,25 +25,32 @@ def check_views(views: Sequence[View]) -> tuple[View, ...]:
     return tuple(views)
 
 
-@contextmanager
-def viewing(
-    drawing: AbstractContextManager[Any], views: tuple[View, ...], likelihood: Likelihood
-) -> Iterator[Any]:
-    """What a prediction draws from, with every sample's answers averaged over the input and its views."""
-    with drawing as draw:
+class Viewed:
+    """Used as what it wraps (see :meth:`Posterior.drawing`), with every sample's answers averaged over the input and its views."""
 
-        def both(inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None) -> Tensor:
-            found = [draw(inputs, low, high)]
-            for view in views:
-                seen = view(inputs)
-                if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
-                    raise FlowBNNError(
-                        f"a view gives as many inputs as it is given, of the same kind: {rows(inputs)} rows, not "
-                        + (f"{rows(seen)}" if type(seen) is type(inputs) else f"a {type(seen).__name__}")
-                    )
-                found.append(draw(seen, low, high))
-            whole = likelihood.average(found)
-            return whole if out is None else out.copy_(whole)
+    def __init__(
+        self, drawing: AbstractContextManager[Any], views: tuple[View, ...], likelihood: Likelihood
+    ) -> None:
+        self.drawing, self.views, self.likelihood = drawing, views, likelihood
 
-        both.passes = draw  # type: ignore[attr-defined]
-        yield both
+    def __enter__(self) -> Self:
+        self.passes = self.drawing.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self.drawing.__exit__(*exc)
+
+    def __call__(
+        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        found = [self.passes(inputs, low, high)]
+        for view in self.views:
+            seen = view(inputs)
+            if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
+                raise FlowBNNError(
+                    f"a view gives as many inputs as it is given, of the same kind: {rows(inputs)} rows, not "
+                    + (f"{rows(seen)}" if type(seen) is type(inputs) else f"a {type(seen).__name__}")
+                )
+            found.append(self.passes(seen, low, high))
+        whole = self.likelihood.average(found)
+        return whole if out is None else out.copy_(whole)

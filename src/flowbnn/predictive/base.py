@@ -157,8 +157,10 @@ class Predictive:
         return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
 
     def _above(self, threshold: float, by: str) -> Tensor:
-        if not isinstance(threshold, int | float):
-            raise FlowBNNError(f"abstain_above is a number, not a {type(threshold).__name__}")
+        try:
+            threshold = float(threshold)  # a quantile of other inputs' uncertainties is a tensor
+        except (TypeError, ValueError, RuntimeError):
+            raise FlowBNNError(f"abstain_above is a number, not a {type(threshold).__name__}") from None
         if math.isnan(threshold):
             raise FlowBNNError("abstain_above is NaN; give a number, or infinity to answer always")
         uncertainty = self.uncertainty(by)  # which knows the names

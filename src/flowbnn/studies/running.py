@@ -91,7 +91,7 @@ def run_study(
         for seed in _seeds((variant.seeds or study.seeds) if seeds is None else seeds)
     ]
     chosen = choose(study, every, only)
-    if not collect:
+    if not (collect or resume):
         study.check(settings, chosen)  # before anything that is there is cleared
     alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
     done = alone(
@@ -148,6 +148,11 @@ def _conclude(
         )
     results = _results(study, settings, parts, findings)
     results["command"] = command or f"flowbnn run {study.name}"
+    made = {(part["machine"]["accelerator"], part["machine"]["precision"]) for part in content.values()}
+    if collect and len(made) == 1:
+        accelerator, precision = made.pop()
+        if precision != suited(study, accelerator, "auto")[1]:
+            results["command"] += f" --precision {precision}"
     results["seconds"] = round(time.monotonic() - started, 1)
     if study.partial:  # such a run may have been put together from several: the time is that of all trainings
         results["seconds"] = round(sum(part.get("seconds", 0.0) for part in content.values()), 1)

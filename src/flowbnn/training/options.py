@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, told
 
 __all__ = ["Clock", "EarlyStop", "TrainingOptions"]
 
@@ -163,7 +163,7 @@ class TrainingOptions:
                 wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else 5
             )
             raise FlowBNNError(
-                f"early_stop must be an EarlyStop, such as EarlyStop(patience={patience}), got {_told(wanted)}"
+                f"early_stop must be an EarlyStop, such as EarlyStop(patience={patience}), got {told(wanted)}"
             )
         if self.checkpoint_every is not None:
             _whole("checkpoint_every", self.checkpoint_every)
@@ -198,14 +198,7 @@ class TrainingOptions:
 
 def _place(name: str, value: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, str | PathLike):
-        raise FlowBNNError(f"{name} must be {wanted}, got {_told(value)}")
-
-
-def _told(value: Any) -> str:
-    """A plain value as it is, a class by its name, anything else by its kind."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+        raise FlowBNNError(f"{name} must be {wanted}, got {told(value)}")
 
 
 def _whole(name: str, value: Any) -> None:
