@@ -7,7 +7,7 @@ import torch
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics import calibration_error, reliability
+from flowbnn.metrics import calibration_error, calibration_floor, reliability
 
 
 def two_classes(confidences: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -135,3 +135,42 @@ def test_bad_input() -> None:
         calibration_error(probabilities, targets, bins=0)
     with pytest.raises(FlowBNNError, match="bins must be at least 1"):
         reliability(probabilities, targets, bins=-1)
+
+
+def test_floor_is_the_mean_error_of_a_classifier_that_is_right_about_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    confidence = 0.5 + 0.5 * torch.rand(2000, generator=generator, dtype=torch.float64).sqrt()
+    probabilities = torch.stack([confidence, 1 - confidence], -1)
+    errors = torch.tensor(
+        [
+            calibration_error(
+                probabilities,
+                (torch.rand(2000, generator=generator, dtype=torch.float64) > confidence).long(),
+            )
+            for _ in range(2000)
+        ]
+    )
+    floor = calibration_floor(reliability(probabilities, torch.zeros(2000, dtype=torch.long)), 2000)
+    # the confidences of a bin are not quite equal: the floor is a little above the mean, by less than a hundredth of it
+    chance = float(errors.std()) / 2000**0.5
+    assert floor == pytest.approx(float(errors.mean()), abs=4 * chance + 0.01 * floor)
+    assert 4 * chance < 0.04 * floor
+
+
+def test_floor_by_hand() -> None:
+    # two inputs of confidence 0.75: E|X - 1.5| = 9/16 * 0.5 + 6/16 * 0.5 + 1/16 * 1.5 = 0.5625; one certain input adds nothing
+    bars = reliability(two_classes([0.75, 0.75, 1.0]), torch.tensor([0, 0, 0]), bins=4)
+    assert calibration_floor(bars, 3) == pytest.approx(0.5625 / 3, abs=1e-14)
+    # m p is whole: of four inputs of confidence 0.5, E|X - 2| = 2 * (1/16 * 2 + 4/16 * 1) = 0.75
+    bars = reliability(two_classes([0.5] * 4), torch.tensor([0, 1, 1, 1]), bins=4)
+    assert calibration_floor(bars, 4) == pytest.approx(0.75 / 4, abs=1e-14)
+
+
+def test_floor_shrinks_with_the_root_of_the_number() -> None:
+    bars = reliability(two_classes([0.9] * 10), torch.zeros(10, dtype=torch.long))
+    assert calibration_floor(bars, 40_000) == pytest.approx(calibration_floor(bars, 10_000) / 2, rel=1e-3)
+
+
+def test_floor_needs_a_number_of_inputs() -> None:
+    with pytest.raises(FlowBNNError, match="at least 1, not 0"):
+        calibration_floor([], 0)

@@ -6,9 +6,11 @@ import pytest
 from flowbnn.report.tables import compare_table, make_tables
 from flowbnn.studies import Parts
 from flowbnn.studies.base import CLASSIFICATION
-from flowbnn.studies.images.findings import answer, comparisons, present, rows
+from flowbnn.studies.images.findings import answer, comparisons, notes, present, rows
+from flowbnn.studies.images.measures import image_metrics
 from flowbnn.studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
 from flowbnn.studies.images.recipes import image_variants
+from flowbnn.studies.images.settings import ImageSettings
 from flowbnn.studies.statistics import sign_flip
 
 VARIANTS = image_variants("LeNet", (3, 5))
@@ -134,3 +136,33 @@ def test_the_sign_flip_test_by_hand():
     # 1 + 2 - 4 = -1: all but none; |sum| >= 1 always
     assert sign_flip([1.0, 2.0, -4.0]) == 1.0
     assert sign_flip([0.3, 0.1, 0.2, 0.4, 0.5]) == 2 / 32
+
+
+def test_the_answer_tells_who_reaches_all_targets_at_once():
+    metrics = image_metrics({"mnist": "MNIST"})
+    apart = {"best_flow_channel": {"accuracy": 0.95}, "best_dropout": {"ece": 0.005}}
+    assert "all at once: none" in answer(parts(**apart), VARIANTS, metrics, FASHION)
+    one = {"best_flow_channel": {"accuracy": 0.95, "ece": 0.005}}
+    assert "all at once: Best: flow noise, channel." in answer(parts(**one), VARIANTS, metrics, FASHION)
+    views = {"best_flow_channel": {"mirror_accuracy": 0.93, "mirror_ece": 0.006}}
+    told = answer(parts(**views), VARIANTS, metrics, FASHION)
+    assert (
+        "Of an image and its mirror image together: Accuracy 0.9300 (Best: flow noise, channel; reaches 0.915)"
+        in told
+    )
+    assert told.count("all at once: none") == 1
+
+
+def test_a_note_tells_what_chance_makes_of_the_ece():
+    settings = ImageSettings()
+    bars = [{"low": 0.8, "high": 1.0, "confidence": 0.9, "accuracy": 0.9, "fraction": 1.0}]
+    known = parts()
+    for (key, _), part in known.content.items():
+        if key == "best-plain":
+            part["bins"] = bars
+    (note,) = [
+        line for line in notes(known, VARIANTS, settings, FASHION) if line.startswith("No ECE is nought")
+    ]
+    # of 10,000 with chance 0.9: sqrt(2 / pi * 0.09 / 10,000), as a normal number has it
+    assert "on 10,000 images" in note
+    assert "0.0024 (Best: LeNet, plain) to 0.0024" in note

@@ -5,7 +5,7 @@ checks its input, gives a plain ``float`` (or plain Python data) and states its 
 different numbers in different papers.
 """
 
-from flowbnn.metrics.calibration import ReliabilityBin, calibration_error, reliability
+from flowbnn.metrics.calibration import ReliabilityBin, calibration_error, calibration_floor, reliability
 from flowbnn.metrics.classification import accuracy, brier_score, negative_log_likelihood
 from flowbnn.metrics.novelty import novelty_aupr, novelty_auroc
 from flowbnn.metrics.regression import interval_coverage, root_mean_squared_error
@@ -17,6 +17,7 @@ __all__ = [
     "accuracy",
     "brier_score",
     "calibration_error",
+    "calibration_floor",
     "interval_coverage",
     "negative_log_likelihood",
     "novelty_aupr",

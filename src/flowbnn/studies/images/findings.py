@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flowbnn.metrics import calibration_floor
 from flowbnn.studies.base import Metric, Parts, Variant
 from flowbnn.studies.images.measures import RULE
 from flowbnn.studies.images.published import Published
@@ -201,21 +202,33 @@ def _against_plain(
 def _reached(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
-    """The best mean of each metric that has a target, and whether it gets there."""
+    """The best mean of each metric that has a target, whether it gets there, and who gets to all of them."""
     told = []
-    for metric in metrics:
-        wanted = published.target.get(metric.key)
-        means = {v.label: parts.mean(v.key, metric.key) for v in present(parts, variants)}
-        means = {label: mean for label, mean in means.items() if mean == mean}
-        if wanted is None or not means:
+    for prefix, words in (("", "Best means"), ("mirror_", "Of an image and its mirror image together")):
+        means = {
+            metric: {v.label: parts.mean(v.key, metric.key) for v in present(parts, variants)}
+            for metric in metrics
+            if metric.key.startswith(prefix) and metric.key.removeprefix(prefix) in published.target
+        }
+        known = {m: {label: mean for label, mean in of.items() if mean == mean} for m, of in means.items()}
+        known = {metric: of for metric, of in known.items() if of}
+        if not known:
             continue
-        pick = max if metric.better == "higher" else min
-        label = pick(means, key=means.__getitem__)
-        there = means[label] >= wanted if metric.better == "higher" else means[label] <= wanted
+        lines, there = [], set.intersection(*(set(of) for of in known.values()))
+        for metric, of in known.items():
+            wanted, higher = published.target[metric.key.removeprefix(prefix)], metric.better == "higher"
+            arrived = {label for label, mean in of.items() if (mean >= wanted if higher else mean <= wanted)}
+            label = (max if higher else min)(of, key=of.__getitem__)
+            name = metric.label.removesuffix(", two views")
+            lines.append(f"{name} {of[label]:.4f} ({label}; {'reaches' if arrived else 'misses'} {wanted:g})")
+            there &= arrived
+        every = [label for label in next(iter(known.values())) if label in there]
+        if len(known) > 1:
+            lines.append(f"all at once: {' / '.join(every) or 'none'}")
         told.append(
-            f"{metric.label} {means[label]:.4f} ({label}; {'reaches' if there else 'misses'} {wanted:g})"
+            f"{words}: {', '.join(lines[:-1])}; {lines[-1]}." if len(lines) > 1 else f"{words}: {lines[0]}."
         )
-    return [f"Best means: {', '.join(told)}."] if told else []
+    return told
 
 
 def notes(
@@ -241,9 +254,27 @@ def notes(
         "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
         "KL averaged over positions, which tempers it.",
     ]
+    told += _by_chance(parts, variants, settings.tested)
     return (
         told + _pace(parts, settings, published) + _earlier_rule(parts, variants) + parts.warnings(variants)
     )
+
+
+def _by_chance(parts: Parts, variants: Sequence[Variant], number: int) -> list[str]:
+    """What chance alone makes of the ECE of the rows."""
+    floors = {
+        variant.label: sum(calibration_floor(part["bins"], number) for part in parts.of(variant.key))
+        / len(parts.of(variant.key))
+        for variant in present(parts, variants)
+        if all("bins" in part for part in parts.of(variant.key))
+    }
+    if not floors:
+        return []
+    least, most = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
+    return [
+        f"No ECE is nought: on {number:,} images a network with such confidences shows, when every one of them is exactly right, "
+        f"{floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
+    ]
 
 
 def _earlier_rule(parts: Parts, variants: Sequence[Variant]) -> list[str]:

@@ -21,7 +21,10 @@ __all__ = ["RULE", "curves_of", "image_metrics", "judge", "predict", "score"]
 
 RULE = Adaptive()
 ROWS = 16384
-MIRROR = "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation)."
+MIRROR = (
+    "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation); where there "
+    "are many networks with half of them, so that it costs the same."
+)
 
 
 def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
@@ -164,7 +167,8 @@ def judge(
     """Everything the table and the figures need of one trained network.
 
     Args:
-        mirror: also judge the predictions for an image and its mirror image together, where training has mirrored images too.
+        mirror: also judge the predictions for an image and its mirror image together, where training has mirrored images too; with
+            half as many networks, so that a network sees as many images.
     """
     images, labels = pictures.test
     noisy = not isinstance(posterior, PointPosterior)
@@ -184,7 +188,8 @@ def judge(
         del sparing
     del known
     if mirror:
-        both = predict(posterior, images, settings.samples, precision, views=[mirrored]).evaluate(labels)
+        half = (settings.samples + 1) // 2
+        both = predict(posterior, images, half, precision, views=[mirrored]).evaluate(labels)
         values |= {f"mirror_{name}": both[name] for name in ("accuracy", "nll", "ece")}
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)

@@ -120,6 +120,11 @@ class ImageSettings:
             if getattr(self, name) < 1:
                 raise FlowBNNError(f"{name} is at least 1, not {getattr(self, name)}")
 
+    @property
+    def tested(self) -> int:
+        """How many test images there are: all three data sets have ten thousand."""
+        return 10_000 if self.source == "files" else self.generated // 4
+
     def group(self, variant: str) -> str:
         """The field that holds a variant's training.
 
