@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from flowbnn.cli import app
+from flowbnn.cli import _setting, app
 
 SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
 
@@ -73,6 +73,11 @@ def test_errors_are_one_line_and_exit_code_2(words, message):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("word", ["true", "True", "false", "FALSE"])
+def test_a_setting_that_is_true_or_false_may_be_written_as_usual(word):
+    assert _setting(f"flip={word}") == ("flip", word.lower() == "true")
 
 
 @pytest.mark.parametrize("command", [["run", "two-clusters"], ["demo"]])

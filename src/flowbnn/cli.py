@@ -324,13 +324,15 @@ def _positive(option: str, value: int) -> int:
 
 
 def _setting(pair: str) -> tuple[str, Any]:
-    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or a bare word."""
+    """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or true, or a bare word."""
     import re
     from ast import literal_eval
 
     from flowbnn.errors import FlowBNNError
 
     name, _, text = pair.partition("=")
+    if text.strip().lower() in ("true", "false"):
+        return name.strip(), text.strip().lower() == "true"
     if re.fullmatch(r"\s*[a-z][\w*-]*\s*", text):
         return name.strip(), text.strip()
     try:
