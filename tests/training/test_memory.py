@@ -94,3 +94,27 @@ def test_gradients_of_the_compiled_step_are_the_uncompiled_ones() -> None:
     for name, gradient in expected_grads.items():
         assert gradient is not None, name
         torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_normals_that_half_precision_rounds_anyway_are_kept_in_half() -> None:
+    """Site position under autocast: a normal number for every number of the feature map, two bytes each and not four."""
+    torch.manual_seed(0)
+    layer = fb.to_stochastic(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), {"*": fb.NormalAffine(site="position")})
+    images = torch.randn(ROWS, WIDTH, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    held: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    def run(images: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(images)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compiled(images)
+    maps = [t for t in held if t.numel() == images.numel() and t.data_ptr() != images.data_ptr()]
+    assert maps
+    assert all(t.dtype == torch.bfloat16 for t in maps)

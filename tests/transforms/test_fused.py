@@ -192,6 +192,7 @@ def test_the_kernels_agree_with_the_chains_in_the_interpreter():
     assert found["tanh"] < 2.5
     assert found["edges"] < 1e-5
     assert found["compiled"] == found["again"] == found["many again"] == 0.0
+    assert found["groups"] == [True, True]
     assert "first derivatives only" in found["second"]
 
 
@@ -227,7 +228,7 @@ def test_on_a_gpu_many_rows_are_added_up_in_parts(case, rows):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "rows"), [(128, 32768), (256, 2048), (40, 600)])
+@pytest.mark.parametrize(("dim", "rows"), [(128, 32768), (256, 2048), (512, 512), (40, 600)])
 def test_on_a_gpu_coarse_products_are_good_to_a_thousandth_and_few_rows_stay_exact(dim, rows):
     case = [(dim, DOCUMENT)]
     flows, wide = flows_of(case, "cuda"), wide_of(case, rows, "cuda")
@@ -292,6 +293,19 @@ def many_rows(errors):
         fused_plan.FEW, fused_plan.PART = before
 
 
+def side_by_side():
+    """Whether groups of flows give what they give alone, compiled too."""
+    from test_fused_groups import SMALL, groups_of, one_by_one, same
+    from test_fused_groups import derived as derived_in_groups
+
+    from flowbnn.transforms.fused_groups import push_groups
+
+    groups = groups_of(SMALL)
+    expected = derived_in_groups(one_by_one, groups)
+    compiled = torch.compile(push_groups, fullgraph=True, backend="aot_eager")
+    return [same(derived_in_groups(push, groups), expected) for push in (push_groups, compiled)]
+
+
 def report(bend):
     """What the interpreter finds."""
     near = torch.logspace(-8, 1.3, 2048)
@@ -323,6 +337,7 @@ def report(bend):
     result["again"], result["compiled"] = (error(other, first) for other in (again, third))
 
     result.update(many_rows(result["errors"]))
+    result["groups"] = side_by_side()
 
     with torch.no_grad():  # the squeeze at its margin, and a short w
         for flow in flows:

@@ -54,6 +54,9 @@ class InputNoise(Noise):
         self.start: Any = (base, parts[0], prior) if normal and isinstance(parts[0], Affine) else None
         self.rest: list[Transform] = parts[1:]
         self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
+        self.seen: tuple[int, tuple[int, ...], bool] | None = (
+            None  # rows, positions, whether half precision follows
+        )
 
     @property
     def count(self) -> int:
@@ -68,16 +71,33 @@ class InputNoise(Noise):
         """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
         coarse = self._rounded
         with self._in_full_precision():
-            return self._end(self._begin(shape, generator), coarse)
+            return self._end(self._begin(shape, generator, coarse), coarse)
 
     def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
+        if self.site == "position" and not torch.compiler.is_compiling():
+            self.seen = (rows, at, self._rounded)
         if self.share is None or self.reads_batch:
             return super().draw_rows(rows, at)
         coarse = self._rounded
         with self._in_full_precision():
-            # only the start is drawn for the whole batch; the flow sees the rows that are here
-            start = self.share.of(rows, lambda number: self._begin((number, *at), self.generator))
-            return self._end(start, coarse)
+            return self._end(self.begin_rows(rows, at, coarse), coarse)
+
+    def begin_rows(self, rows: int, at: tuple[int, ...], coarse: bool = False) -> Tensor:
+        """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
+        if self.share is None:
+            return self._begin((rows, *at), self.generator, coarse)
+        return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, coarse))
+
+    @property
+    def chain(self) -> PlanarLU | None:
+        """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
+        one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
+        return one if isinstance(one, PlanarLU) else None
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether one pass tells how to draw ahead of the next (``seen``): one chain, drawn anew at every position."""
+        return self.site == "position" and self.chain is not None and self.draws_plainly
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
         if self.start is None or self.reads_batch or not self.draws_plainly:
@@ -114,11 +134,18 @@ class InputNoise(Noise):
     def _in_full_precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device, enabled=False) if self._rounded else nullcontext()
 
-    def _begin(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def _begin(
+        self, shape: tuple[int, ...], generator: torch.Generator | None, coarse: bool = False
+    ) -> Tensor:
         if self.start is None:
             return reparameterized(self.base.distribution(), shape, generator)
         base, affine, _ = self.start  # the two affine maps in one: half the launches
         mean, deviation, _ = affine.push_normal(base.loc, base.scale)
+        if coarse and not self.rest and torch.compiler.is_compiling():
+            # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
+            shape = torch.Size((*shape, len(mean)))
+            normal = standard_normal(shape, mean.dtype, mean.device, generator).bfloat16()
+            return torch.addcmul(mean, normal.to(mean.dtype), deviation)
         return DiagonalNormal(mean, deviation).rsample(shape, generator)
 
     def _end(self, z: Tensor, coarse: bool = False) -> Tensor:

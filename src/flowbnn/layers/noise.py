@@ -173,9 +173,17 @@ class Noise(nn.Module):
                 return vectors.view(shape).to(x.dtype)
             vectors = vectors.view(rows, *at, self.layout.dim)
         else:
-            vectors = self.draw_rows(rows, at)
+            prepared = self._prepared(rows, at)
+            vectors = self.draw_rows(rows, at) if prepared is None else prepared
         vectors = vectors[0] if batch_axis is None else vectors.movedim(0, batch_axis)
         return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
+
+    def _prepared(self, rows: int, at: tuple[int, ...]) -> Tensor | None:
+        """A draw made ahead of this pass, where it has the right shape; it serves once, since each call draws anew."""
+        if self.ready is None or self.site == "channel" or not self.group.serves():
+            return None
+        drawn, self.ready = self.ready, None
+        return drawn if drawn.shape[:-1] == (rows, *at) else None
 
     def _batch_axis(self, x: Tensor) -> int | None:
         return self.layout.batch_axis if x.ndim > self.layout.unbatched_ndim else None

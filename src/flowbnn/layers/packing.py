@@ -18,7 +18,8 @@ from flowbnn.layers.gaussians import Frame, draw, frame_of, gather, summarize
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
 from flowbnn.layers.sharing import Share
-from flowbnn.transforms import PlanarLU, fused
+from flowbnn.transforms import fused
+from flowbnn.transforms.fused_groups import Group, push_groups
 
 __all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
 
@@ -174,9 +175,7 @@ def _flows_last(layers: list[Any]) -> tuple[list[int], list[Any]]:
 def _pushed(flows: list[Any], starts: Tensor, log_det: bool = True) -> tuple[list[Tensor], Tensor | None]:
     """The flows of several layers at once where the device has kernels for that, else one by one."""
     sizes = [noise.layout.dim for noise in flows]
-    chains = [
-        noise.rest[0] for noise in flows if len(noise.rest) == 1 and isinstance(noise.rest[0], PlanarLU)
-    ]
+    chains = [noise.chain for noise in flows if noise.chain is not None]
     if len(chains) == len(flows) and fused.available(starts):
         ends, log_dets = fused.push_packed(chains, starts, log_det)
         return list(ends.split(sizes, -1)), log_dets
@@ -229,8 +228,10 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
     :func:`divergences`, whose result this is. None where the layers cannot be laid end to end; then nothing has been drawn.
     """
     able = {name: noise for name, noise in _together(layers).items() if _packable(noise)}
-    if len(able) < 2 or torch._C._functorch.maybe_current_level() is not None:
+    if torch._C._functorch.maybe_current_level() is not None:
         return None
+    if len(able) < 2:
+        return _ahead_at_positions(layers, rows)
     packed = list(able.values())
     order, ordered = _flows_last(packed)
     flows = [noise for noise in ordered if noise.rest]
@@ -253,6 +254,41 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
         parts, total = _summary(order, gathered, len(flows), of_kl, ends, log_dets)
     group = packed[0].group
     group.prepared = list(zip(ordered, draws, strict=True))
+    group.prepared_with_gradients = torch.is_grad_enabled()
+    return _joined(layers, dict(zip(able, parts, strict=True)), total)
+
+
+def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | None:
+    """The same where noise is drawn anew at every position, which pays on a device with kernels for many flows at once.
+
+    An earlier pass over as many rows has told how many positions each layer has. None where there was none, or nothing to gain.
+    """
+    able = _together(layers)
+    order, ordered = _flows_last(list(able.values()))
+    flows = [noise for noise in ordered if noise.rest]
+    drawn = [n for n in flows if n.foreseeable and n.mode == "sample" and n.ready is None]
+    drawn = [noise for noise in drawn if noise.seen is not None and noise.seen[0] == rows]
+    if not drawn or drawn[0].group is None or any(noise.chain is None for noise in flows):
+        return None
+    if not fused.available(flows[0].start[1].shift):
+        return None
+    with _in_full_precision(ordered):
+        gathered = _gathered(ordered)
+        _, mean, deviation, _ = gathered
+        sizes = [noise.layout.dim for noise in flows]
+        normal = _normal(flows, flows[0].kl_samples, sum(sizes), mean)
+        of_kl = draw(mean, deviation, normal, len(mean) - sum(sizes))
+        groups = [Group([noise.chain for noise in flows], of_kl, True)]
+        for noise in drawn:
+            start = noise.begin_rows(rows, noise.seen[1])
+            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, noise.seen[2]))
+        (ends, log_dets), *draws = push_groups(groups)
+        parts, total = _summary(order, gathered, len(flows), normal, list(ends.split(sizes, -1)), log_dets)
+    group = drawn[0].group
+    group.prepared = [
+        (noise, x.view(rows, *noise.seen[1], noise.layout.dim))
+        for noise, (x, _) in zip(drawn, draws, strict=True)
+    ]
     group.prepared_with_gradients = torch.is_grad_enabled()
     return _joined(layers, dict(zip(able, parts, strict=True)), total)
 

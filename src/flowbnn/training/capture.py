@@ -252,6 +252,8 @@ class Recorder:
     def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         if self.function == self._function:
             return self._function(self.batch, self.shown, clock)
+        if self.warm == 0 and any(getattr(module, "foreseeable", False) for module in self.model.modules()):
+            self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
             with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
@@ -268,6 +270,16 @@ class Recorder:
             )
             self.function = self._function
             return self._function(self.batch, self.shown, clock)
+
+    def _look(self, clock: Clock) -> None:
+        """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        before = torch.cuda.get_rng_state(self.device)
+        with torch.no_grad():
+            self._function(self.batch, self.shown, clock)
+            for buffer, value in kept:
+                buffer.copy_(value)
+        torch.cuda.set_rng_state(before, self.device)
 
     def _recordable(self) -> AbstractContextManager[None]:
         return _Recordable(self.optimizer, self.rates, self.found)

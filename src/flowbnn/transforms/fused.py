@@ -51,8 +51,8 @@ def push_many(
         flows: the flows.
         starts: ``[rows, dim]`` for each, with one number of rows; columns of one wide tensor are welcome.
         log_det: whether the log-dets are wanted.
-        coarse: the values will be rounded to half precision anyway: the products of many rows may be made in one pass of TF32, with
-            errors of about a thousandth, instead of three.
+        coarse: the values will be rounded to half precision anyway: the products of some hundred rows and more may be made in one pass
+            of TF32, with errors of about a thousandth, instead of three.
 
     Returns:
         ``[rows, dim]`` for each flow, columns of one wide tensor where the flows went together; and the log-dets ``[rows]`` or None.

@@ -55,12 +55,17 @@ def forward(
     weights: Sequence[Tensor],
     x: Tensor,
     totals: Tensor,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """Fill ``x`` ``[rows, numbers]`` and ``totals`` ``[flows, rows]``; what :func:`backward` needs, if it is to be kept."""
+    """Fill ``x`` ``[rows, numbers]`` and ``totals`` ``[flows, rows]``; what :func:`backward` needs, if it is to be kept.
+
+    ``kept`` has room for that, where it is given.
+    """
     call = Call(plans, starts, weights, coarse)
     ends = x.split(call.dims, -1)
     lines = totals.unbind() if log_det else [x] * len(starts)
-    kept = x.new_empty(call.rows * sum(kept_numbers(call.plans, call.dims)) if keep else 0)
+    if kept is None:
+        kept = x.new_empty(call.rows * sum(kept_numbers(call.plans, call.dims)) if keep else 0)
     parts = call.parts(kept) if keep else [x] * len(starts)
     for flows in chunks(call.small):
         zs, xs = [call.starts[i] for i in flows], [ends[i] for i in flows]
@@ -189,7 +194,7 @@ def _large_backward(
         )  # fmt: skip
     for some in chunks([one for one in every if one[2].kind == "upper"]):
         flows = [i for i, _, _ in some]
-        side = -(-max(call.dims[i] for i in flows) // 64)
+        side = -(-max(call.dims[i] for i in flows) // FACTORS["SIDE"])
         factors_backward[(side * side, cut[0], 2 * len(some))](
             **_tensors("z", [places[i][s] for i, s, _ in some]), **_tensors("g", [slopes[i][s + 2] for i, s, _ in some]),
             middles=tuple(places[i][s + 1] for i, s, _ in some), of_middles=tuple(slopes[i][s + 1] for i, s, _ in some),

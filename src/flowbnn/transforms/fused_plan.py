@@ -27,6 +27,7 @@ SLOTS = 16  # flows of one launch at most
 SMALL_DIM, SMALL_MAPS = 32, 30  # what one program holds; bits of the code of its maps
 # sums over up to FEW rows are made in one go; over more, in at most PARTS parts of at least PART rows or so
 FEW, PART, PARTS = 512, 256, 64
+COARSE = 256  # rows from which on time goes into products, so that coarse ones are worth it
 
 
 class Stage(NamedTuple):
@@ -153,7 +154,7 @@ class Call:
         self.weights = by_flow(self.plans, weights)
         self.many = row_parts(self.rows)[0] > 1
         # of a float32's accuracy, or of TF32's, where time goes into products and nobody sees more
-        self.precision = "tf32" if coarse and self.many else "tf32x3"
+        self.precision = "tf32" if coarse and self.rows >= COARSE else "tf32x3"
 
     def parts(self, kept: Tensor) -> list[Tensor]:
         numbers = [n * self.rows for n in kept_numbers(self.plans, self.dims)]
