@@ -298,12 +298,10 @@ def side_by_side():
     from test_fused_groups import SMALL, groups_of, one_by_one, same
     from test_fused_groups import derived as derived_in_groups
 
-    from flowbnn.transforms.fused_groups import push_groups
-
     groups = groups_of(SMALL)
     expected = derived_in_groups(one_by_one, groups)
-    compiled = torch.compile(push_groups, fullgraph=True, backend="aot_eager")
-    return [same(derived_in_groups(push, groups), expected) for push in (push_groups, compiled)]
+    compiled = torch.compile(fused.push_groups, fullgraph=True, backend="aot_eager")
+    return [same(derived_in_groups(push, groups), expected) for push in (fused.push_groups, compiled)]
 
 
 def report(bend):

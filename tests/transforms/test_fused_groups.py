@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_fused import DOCUMENT, PLANAR, flows_of, needs_gpu
 
-from flowbnn.transforms.fused_groups import Group, _alone, push_groups
+from flowbnn.transforms.fused import Group, push_groups
 
 POSITION = [
     ([(128, DOCUMENT)], 32768, False),
@@ -48,7 +48,7 @@ def derived(push, groups):
 
 
 def one_by_one(groups):
-    return [_alone(group) for group in groups]
+    return [pair for group in groups for pair in push_groups([group])]
 
 
 def same(first, second):

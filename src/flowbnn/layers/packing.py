@@ -19,7 +19,6 @@ from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
 from flowbnn.layers.sharing import Share
 from flowbnn.transforms import fused
-from flowbnn.transforms.fused_groups import Group, push_groups
 
 __all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
 
@@ -278,11 +277,13 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
         sizes = [noise.layout.dim for noise in flows]
         normal = _normal(flows, flows[0].kl_samples, sum(sizes), mean)
         of_kl = draw(mean, deviation, normal, len(mean) - sum(sizes))
-        groups = [Group([noise.chain for noise in flows], of_kl, True)]
+        groups = [fused.Group([noise.chain for noise in flows], of_kl, True)]
         for noise in drawn:
             start = noise.begin_rows(rows, noise.seen[1])
-            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, noise.seen[2]))
-        (ends, log_dets), *draws = push_groups(groups)
+            groups.append(
+                fused.Group([noise.chain], start.reshape(-1, start.shape[-1]), False, noise.seen[2])
+            )
+        (ends, log_dets), *draws = fused.push_groups(groups)
         parts, total = _summary(order, gathered, len(flows), normal, list(ends.split(sizes, -1)), log_dets)
     group = drawn[0].group
     group.prepared = [

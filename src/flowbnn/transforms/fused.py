@@ -11,18 +11,18 @@ Products are as good as float32 (three passes of TF32, or plain float32 where th
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.transforms.chain import PlanarLU, _forward
-from flowbnn.transforms.fused_plan import flat_order, kept_numbers, read, write
+from flowbnn.transforms.fused_ops import thirds
+from flowbnn.transforms.fused_plan import write
 
-__all__ = ["available", "push_many", "push_packed"]
+__all__ = ["Group", "available", "push_groups", "push_many", "push_packed"]
 
 WIDEST = 1024  # numbers that a program holds a row of
 _FOUND = find_spec("triton") is not None
@@ -100,10 +100,10 @@ def _together(
     ends: list[Any],
     totals: list[Any],
 ) -> None:
-    x, lines = _launch([flows[i] for i in some], [starts[i] for i in some], *options)
+    ((x, lines),) = _launch([([flows[i] for i in some], [starts[i] for i in some], *options)])
     for i, end in zip(some, x.split([flows[i].dim for i in some], -1), strict=True):
         ends[i] = end
-    if options[0]:
+    if lines is not None:
         for i, line in zip(some, lines.unbind(), strict=True):
             totals[i] = line
 
@@ -125,138 +125,56 @@ def push_packed(flows: Sequence[PlanarLU], wide: Tensor, log_det: bool) -> tuple
             f"the starts have the shape {tuple(wide.shape)}; give [rows, {sum(dims)}], a column for each number of the flows"
         )
     if all(_served(flow, wide, wide) for flow in flows):
-        x, lines = _launch(flows, [wide], log_det)
-        return x, lines if log_det else None
+        return _launch([(flows, [wide], log_det, False)])[0]
     ends, totals = push_many(flows, wide.split(dims, -1), log_det)
     return torch.cat(ends, -1), None if totals is None else torch.stack(totals)
 
 
+class Group(NamedTuple):
+    """Flows on the same rows.
+
+    Args:
+        flows: the flows.
+        wide: their starts end to end, ``[rows, numbers]``.
+        log_det: whether the log-dets are wanted.
+        coarse: as in :func:`push_many`.
+    """
+
+    flows: Sequence[PlanarLU]
+    wide: Tensor
+    log_det: bool
+    coarse: bool = False
+
+
+def push_groups(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
+    """:func:`push_packed` for every group, the groups side by side where the device can.
+
+    Returns:
+        For each group ``[rows, numbers]``, and the log-dets ``[flows, rows]`` or None.
+
+    >>> flows = [PlanarLU(dim, [("planar", 2)]) for dim in (3, 4)]
+    >>> few, many = push_groups([Group(flows[:1], torch.zeros(2, 3), True), Group(flows[1:], torch.zeros(9, 4), False)])
+    >>> few[0].shape, few[1].shape, many[0].shape, many[1]
+    (torch.Size([2, 3]), torch.Size([1, 2]), torch.Size([9, 4]), None)
+    """
+    if all(_served(flow, group.wide, groups[0].wide) for group in groups for flow in group.flows):
+        return _launch([(group.flows, [group.wide], group.log_det, group.coarse) for group in groups])
+    return [push_packed(group.flows, group.wide, group.log_det) for group in groups]
+
+
 def _launch(
-    flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool, coarse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """One start for each flow, or one for all of them."""
-    given = [start if start.stride(1) == 1 else start.contiguous() for start in starts]
+    groups: Sequence[tuple[Sequence[PlanarLU], Sequence[Tensor], bool, bool]],
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Groups of flows, their starts (one for each flow, or one for all of them), ``log_det`` and ``coarse``."""
+    all_flows, all_starts, log_dets, coarse = zip(*groups, strict=True)
+    flows = [flow for some in all_flows for flow in some]
+    given = [z if z.stride(1) == 1 else z.contiguous() for some in all_starts for z in some]
     weights = [weight.contiguous() for flow in flows for weight in flow._weights()]
-    dims, (runs, limits) = [flow.dim for flow in flows], write([flow.plan for flow in flows])
+    runs, limits = write([flow.plan for flow in flows])
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *weights))
-    x, lines, _ = torch.ops.flowbnn.push_flows(given, weights, dims, runs, limits, log_det, keep, coarse)
-    return x, lines
-
-
-def _cut(starts: Sequence[Tensor], dims: Sequence[int]) -> Sequence[Tensor]:
-    return starts if len(starts) == len(dims) else starts[0].split(list(dims), -1)
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-@torch.library.custom_op(
-    "flowbnn::push_flows",
-    mutates_args=(),
-    schema="(Tensor[] starts, Tensor[] weights, int[] dims, int[] runs, float[] limits, bool log_det, bool keep,"
-    " bool coarse) -> (Tensor, Tensor, Tensor)",
-)
-def _push(
-    starts: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    dims: Sequence[int],
-    runs: Sequence[int],
-    limits: Sequence[float],
-    log_det: bool,
-    keep: bool,
-    coarse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flowbnn.transforms.fused_launch import forward  # Triton is loaded when it is first used
-
-    x = starts[0].new_empty((starts[0].shape[0], sum(dims)))
-    totals = x.new_empty((len(dims), x.shape[0]) if log_det else 0)
-    with _on(x):
-        kept = forward(
-            read(tuple(runs), tuple(limits)), log_det, keep, coarse, _cut(starts, dims), weights, x, totals
-        )
-    return x, totals, kept
-
-
-@_push.register_fake
-def _(
-    starts: Any, weights: Any, dims: Any, runs: Any, limits: Any, log_det: bool, keep: bool, coarse: bool
-) -> Any:
-    rows = starts[0].shape[0]
-    kept = rows * sum(kept_numbers(read(tuple(runs), tuple(limits)), dims)) if keep else 0
-    empty = starts[0].new_empty
-    return empty((rows, sum(dims))), empty((len(dims), rows) if log_det else 0), empty(kept)
-
-
-@torch.library.custom_op(
-    "flowbnn::push_flows_backward",
-    mutates_args=(),
-    schema="(Tensor[] starts, Tensor[] weights, Tensor kept, Tensor of_x, Tensor? of_totals, int[] dims, int[] runs, float[] limits,"
-    " bool coarse) -> (Tensor, Tensor)",
-)
-def _push_backward(
-    starts: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kept: Tensor,
-    of_x: Tensor,
-    of_totals: Tensor | None,
-    dims: Sequence[int],
-    runs: Sequence[int],
-    limits: Sequence[float],
-    coarse: bool,
-) -> tuple[Tensor, Tensor]:
-    from flowbnn.transforms.fused_launch import backward
-
-    with _on(of_x):
-        return backward(
-            read(tuple(runs), tuple(limits)), coarse, _cut(starts, dims), weights, kept, of_x, of_totals
-        )
-
-
-@_push_backward.register_fake
-def _(
-    starts: Any,
-    weights: Any,
-    kept: Any,
-    of_x: Any,
-    of_totals: Any,
-    dims: Any,
-    runs: Any,
-    limits: Any,
-    coarse: bool,
-) -> Any:
-    return of_x.new_empty(of_x.shape), of_x.new_empty(sum(weight.numel() for weight in weights))
-
-
-def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    starts, weights, ctx.dims, ctx.runs, ctx.limits, _, _, ctx.coarse = inputs
-    ctx.count = len(starts)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*starts, *weights, output[2])
-
-
-def _back(ctx: Any, of_x: Tensor | None, of_totals: Tensor | None, of_kept: Tensor | None) -> Any:
-    *tensors, kept = ctx.saved_tensors
-    starts, weights = tensors[: ctx.count], tensors[ctx.count :]
-    dims = list(ctx.dims)
-    if of_x is None:
-        of_x = starts[0].new_zeros((starts[0].shape[0], sum(dims)))
-    of_starts, flat = torch.ops.flowbnn.push_flows_backward(
-        starts, weights, kept, of_x, of_totals, dims, ctx.runs, ctx.limits, ctx.coarse
-    )
-    order = flat_order(read(tuple(ctx.runs), tuple(ctx.limits)), dims)
-    found = dict(zip(order, flat.split([weights[place].numel() for place in order]), strict=True))
-    of_weights = [found[place].view(weight.shape) for place, weight in enumerate(weights)]
-    whole = [of_starts] if ctx.count == 1 else list(of_starts.split(dims, -1))
-    return whole, of_weights, None, None, None, None, None, None
-
-
-def _refuse(ctx: Any, *gradients: Any) -> Any:
-    raise FlowBNNError(
-        "the fused flows have first derivatives only; for a gradient of a gradient call each flow by itself"
-    )
-
-
-_push.register_autograd(_back, setup_context=_set_up)
-_push_backward.register_autograd(_refuse)
+    found = torch.ops.flowbnn.push_flows(
+        given, weights, keep, [len(some) for some in all_starts], [len(some) for some in all_flows],
+        [flow.dim for flow in flows], runs, limits, list(log_dets), list(coarse),
+    )  # fmt: skip
+    xs, lines, _ = thirds(found)
+    return [(x, line if wanted else None) for x, line, wanted in zip(xs, lines, log_dets, strict=True)]

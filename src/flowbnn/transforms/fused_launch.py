@@ -24,7 +24,6 @@ from flowbnn.transforms.fused_plan import (
     by_flow,
     chunks,
     flat_order,
-    kept_numbers,
     power,
     row_parts,
     schedule,
@@ -55,17 +54,12 @@ def forward(
     weights: Sequence[Tensor],
     x: Tensor,
     totals: Tensor,
-    kept: Tensor | None = None,
-) -> Tensor:
-    """Fill ``x`` ``[rows, numbers]`` and ``totals`` ``[flows, rows]``; what :func:`backward` needs, if it is to be kept.
-
-    ``kept`` has room for that, where it is given.
-    """
+    kept: Tensor,
+) -> None:
+    """Fill ``x`` ``[rows, numbers]``, ``totals`` ``[flows, rows]`` and, if ``keep``, ``kept`` with what :func:`backward` needs."""
     call = Call(plans, starts, weights, coarse)
     ends = x.split(call.dims, -1)
     lines = totals.unbind() if log_det else [x] * len(starts)
-    if kept is None:
-        kept = x.new_empty(call.rows * sum(kept_numbers(call.plans, call.dims)) if keep else 0)
     parts = call.parts(kept) if keep else [x] * len(starts)
     for flows in chunks(call.small):
         zs, xs = [call.starts[i] for i in flows], [ends[i] for i in flows]
@@ -91,7 +85,6 @@ def forward(
             planar_forward[(-(-call.rows // tile["ROWS"]), len(flows))](**common, **shared, bs=biases, **tile)
         else:
             _triangle(call, flows, stages, common, kind == "upper", False)
-    return kept
 
 
 def backward(
