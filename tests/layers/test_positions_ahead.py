@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn.layers import divergences, noise_layers, packing
+from flowbnn.layers.sharing import Share
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import fused
 
@@ -96,7 +98,7 @@ def test_a_pass_of_another_size_draws_for_itself():
     model(torch.randn(6, 3, 6, 6))
     assert packing.ahead(noise_layers(model), 6) is not None
     assert model(torch.randn(4, 3, 6, 6)).shape == (4, 2)
-    assert noise_layers(model)["0"].seen == (4, (6, 6), False)
+    assert noise_layers(model)["0"].seen == {6: ((6, 6), False), 4: ((6, 6), False)}
 
 
 def test_a_layer_called_twice_draws_anew():
@@ -133,6 +135,136 @@ def test_a_compiled_step_draws_ahead_and_agrees_with_the_uncompiled_one():
         torch.manual_seed(7)
         found.append(function())
     torch.testing.assert_close(*found)
+
+
+def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
+    model, images = network(), torch.randn(6, 3, 6, 6)
+    compiles = []
+
+    def count(module, inputs):
+        compiles.append(module)
+        return module.forward
+
+    def step():
+        known = packing.ahead(noise_layers(model), 6)
+        return model(images).sum() + known.total.kl
+
+    model(images)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    first, second = compiled(), compiled()
+    model(torch.randn(3, 3, 6, 6))  # the last batch of an epoch, not compiled
+    third = compiled()
+    assert len(compiles) == 1
+    assert len({first.item(), second.item(), third.item()}) == 3
+
+
+def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
+    """A trial pass without autocast comes first, as in fit."""
+    model, images, asked = network(), torch.randn(6, 3, 6, 6), []
+    push = packing.fused.push_groups
+    monkeypatch.setattr(
+        packing.fused,
+        "push_groups",
+        lambda groups: (asked.append([g.coarse for g in groups]), push(groups))[1],
+    )
+    model(images)
+    for _ in range(2):
+        packing.ahead(noise_layers(model), 6)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(images)
+    assert asked == [[False, False, False], [False, True, True]]
+
+
+def test_all_processes_draw_ahead_or_none():
+    """Five rows on two processes, then four, then five again: three and two, two and two, three and two."""
+    models = [network(), network()]
+    for total in (5, 4, 5):
+        cut, drew = (total + 1) // 2, []
+        for model, (start, stop) in zip(models, ((0, cut), (cut, total)), strict=True):
+            for noise in noise_layers(model).values():
+                noise.share = Share(start, stop, total)
+            torch.manual_seed(total)
+            known = packing.ahead(noise_layers(model), stop - start)
+            model(torch.ones(stop - start, 3, 6, 6))
+            drew.append(None if known is None else known.total.kl.item())
+        assert drew[0] == drew[1]
+    assert drew[0] is not None  # five rows were seen before
+
+
+def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
+    class Saving(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Saving(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(20, 2))
+    model = fb.to_stochastic(
+        plain,
+        {
+            "*": fb.NormalAffine(site="position"),
+            "0.inner": fb.NormalInvConv(site="position"),
+            "1": fb.NormalInvConv(site="position"),
+        },
+    )
+    images = torch.randn(6, 3, 6, 6)
+    model(images).sum().backward()
+    layers = noise_layers(model)
+    assert layers["0.inner"].seen is None
+    assert layers["1"].seen is not None
+    packing.ahead(layers, 6)
+    assert [noise for noise, _ in layers["1"].group.prepared] == [layers["1"]]
+
+    def step():
+        packing.ahead(layers, 6)
+        return model(images).sum()
+
+    torch._dynamo.reset()
+    torch.compile(step, fullgraph=True, backend="aot_eager")().backward()
+
+
+def test_a_layer_called_at_two_sizes_keeps_its_draw_for_the_one_it_fits():
+    class TwoSizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return self.first(x[..., :2]).sum() + self.first(x).sum() + self.second(x).sum()
+
+    torch.manual_seed(0)
+    model = fb.to_stochastic(TwoSizes(), {"*": fb.NormalInvConv(site="position")})
+    model(torch.randn(5, 3, 4, 4))
+    layer = noise_layers(model)["first"]
+    packing.ahead(noise_layers(model), 5)
+    given = []
+    drawn = dict(layer.group.prepared)[layer]
+    model.first.register_forward_hook(lambda module, args, output: given.append(args[0]))
+    model(torch.ones(5, 3, 4, 4))
+    assert [tuple(x.shape) for x in given] == [(5, 3, 4, 2), (5, 3, 4, 4)]
+    torch.testing.assert_close(given[1], drawn.movedim(-1, 1))
+
+
+def test_two_converted_parts_of_one_model_each_get_their_draws():
+    model = nn.Sequential(network(), nn.Identity())
+    other = nn.ModuleList([model, network()])
+    for part in (other[0][0], other[1]):
+        part(torch.randn(6, 3, 6, 6))
+    layers = noise_layers(other)
+    assert packing.ahead(layers, 6) is not None
+    groups = {id(noise.group): noise.group for noise in layers.values()}
+    assert [len(group.prepared) for group in groups.values()] == [2, 2]
+
+
+def test_noise_saved_before_it_remembered_anything_still_works():
+    model = network()
+    for noise in noise_layers(model).values():
+        vars(noise).pop("seen", None)
+    assert packing.ahead(noise_layers(model), 6) is None
 
 
 def test_copies_carry_no_draws():

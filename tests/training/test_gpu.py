@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+import flowbnn as fb
 from flowbnn.errors import FlowBNNError
+from flowbnn.layers import noise_layers
+from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable, load_tensors, train, unwrap
+from flowbnn.training.capture import Recorder
+from flowbnn.training.options import Clock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,3 +120,39 @@ def test_recorded_runs_leave_no_memory_behind():
         gc.collect()
         left.append(torch.cuda.memory_allocated())
     assert left[2] - left[1] < 2**20
+
+
+@pytest.mark.parametrize("acceleration", ["graph", "compile"])
+def test_flows_at_positions_are_drawn_ahead_and_a_look_leaves_no_trace(acceleration):
+    """The pass from which the compiled step learns the positions changes neither statistics nor random numbers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 40, 3), nn.Flatten(), nn.Linear(160, 2)
+    )
+    rules = {
+        "*": fb.NormalAffine(site="position"),
+        "0": fb.NormalInvConv(site="position"),
+        "3": fb.NormalInvConv(site="position"),
+    }
+    model = fb.to_stochastic(plain, rules).cuda().train()
+    objective, seen = ELBO(fb.Categorical(), 100), []
+
+    @capturable()
+    def step(wrapped, batch, clock):
+        known = objective.ahead(model, len(batch[0]))
+        seen.append(known is not None)
+        return objective(model, wrapped(batch[0]), batch[1], known=known).loss, {}
+
+    optimizer = torch.optim.Adam(fb.parameter_groups(model), fused=True)
+    options = TrainingOptions(precision="bf16-mixed", acceleration=acceleration)
+    recorder = Recorder(step, model, optimizer, options, torch.device("cuda", 0))
+    batch = torch.randn(8, 3, 6, 6, device="cuda"), torch.arange(8, device="cuda") % 2
+    for number in range(6):
+        assert recorder.take(batch, Clock(0, number, 6, 1))
+        assert int(model[1].num_batches_tracked) == number + 1
+    assert not recorder.bad(wait=True)
+    assert seen[-1]
+    assert recorder.graph is not None
+    assert noise_layers(model)["3"].seen == {8: ((4, 4), True)}
+    assert all(module.training for module in model.modules())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_fused import DOCUMENT, PLANAR, flows_of, needs_gpu
 
+from flowbnn.transforms import fused
 from flowbnn.transforms.fused import Group, push_groups
 
 POSITION = [
@@ -68,6 +69,20 @@ def test_without_kernels_the_groups_go_one_after_the_other(coarse):
         else:
             assert lines is None
     assert len(found) == 4 + 3 + sum(len(flow._weights()) for group in groups for flow in group.flows)
+
+
+def test_a_flow_without_kernels_leaves_the_other_groups_theirs(monkeypatch):
+    launched = []
+    monkeypatch.setattr(fused, "_served", lambda flow, start, first: flow.dim < 40)
+    monkeypatch.setattr(
+        fused,
+        "_launch",
+        lambda groups: launched.extend(g[2:] for g in groups) or [(g[1][0], None) for g in groups],
+    )
+    groups = groups_of([SMALL[1], SMALL[2]], coarse=True)
+    (alone, _), (_, _) = push_groups(groups)
+    assert launched == [(False, True)]
+    torch.testing.assert_close(alone, groups[0].flows[0].push(groups[0].wide, False)[0])
 
 
 @needs_gpu

@@ -235,6 +235,10 @@ def check_options(method: Method, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in settings:
             raise FlowBNNError(f"{name} is a setting of the method: {method.with_setting(name, value)}")
+    if "weight_decay" in options and "prior_scale" in settings:
+        raise FlowBNNError(
+            "the prior is the weight decay: give the method prior_scale; a decay of d is prior_scale=(d * num_data) ** -0.5"
+        )
     known = TrainingOptions.__dataclass_fields__
     TrainingOptions(**{name: value for name, value in options.items() if name in known})
 

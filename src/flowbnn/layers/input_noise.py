@@ -17,6 +17,9 @@ from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Tr
 __all__ = ["InputNoise"]
 
 
+MEMORY = 8  # sizes of batches
+
+
 class InputNoise(Noise):
     r"""Noise whose posterior is a flow: a base pushed through a transform, with a prior on the result.
 
@@ -33,6 +36,9 @@ class InputNoise(Noise):
         kl_samples: fresh draws for a KL without closed form.
         label: what the conversion's table shows.
     """
+
+    # of passes so far, by the rows of the whole batch: the positions, and whether half precision rounds the draws
+    seen: dict[int, tuple[tuple[int, ...], bool]] | None = None
 
     def __init__(
         self,
@@ -69,24 +75,23 @@ class InputNoise(Noise):
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
-        coarse = self._rounded
+        half = self._half
         with self._in_full_precision():
-            return self._end(self._begin(shape, generator, coarse), coarse)
+            return self._end(self._begin(shape, generator, half), half is not None)
 
     def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
-        if self.site == "position" and not torch.compiler.is_compiling():
-            self.seen = (rows, at, self._rounded)
+        self._remember(rows, at)
         if self.share is None or self.reads_batch:
             return super().draw_rows(rows, at)
-        coarse = self._rounded
+        half = self._half
         with self._in_full_precision():
-            return self._end(self.begin_rows(rows, at, coarse), coarse)
+            return self._end(self.begin_rows(rows, at, half), half is not None)
 
-    def begin_rows(self, rows: int, at: tuple[int, ...], coarse: bool = False) -> Tensor:
+    def begin_rows(self, rows: int, at: tuple[int, ...], half: torch.dtype | None = None) -> Tensor:
         """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
         if self.share is None:
-            return self._begin((rows, *at), self.generator, coarse)
-        return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, coarse))
+            return self._begin((rows, *at), self.generator, half)
+        return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, half))
 
     @property
     def chain(self) -> PlanarLU | None:
@@ -96,13 +101,40 @@ class InputNoise(Noise):
 
     @property
     def foreseeable(self) -> bool:
-        """Whether one pass tells how to draw ahead of the next (``seen``): one chain, drawn anew at every position."""
+        """Whether one pass tells how to draw ahead of the next: one chain, drawn anew at every position."""
         return self.site == "position" and self.chain is not None and self.draws_plainly
+
+    def foreseen(self, rows: int) -> tuple[tuple[int, ...], bool] | None:
+        """Positions of the next pass, of ``rows`` rows, and whether half precision rounds its draws; None where nothing tells."""
+        if self.seen is None or not self.foreseeable or self.mode != "sample" or self.ready is not None:
+            return None
+        return self.seen.get(self._whole(rows))
+
+    def _remember(self, rows: int, at: tuple[int, ...]) -> None:
+        """What a pass of the network tells of the next one; not a part of it that runs twice, which draws for itself."""
+        if (
+            torch.compiler.is_compiling()
+            or not self.foreseeable
+            or self.group is None
+            or not self.group.serves()
+        ):
+            return
+        kept = {} if self.seen is None or len(self.seen) >= MEMORY else self.seen
+        kept[self._whole(rows)] = (at, self._half is not None)
+        self.seen = kept
+
+    def _whole(self, rows: int) -> int:
+        """The same on every process, so that all draw ahead or none does."""
+        return rows if self.share is None else self.share.whole(rows)
+
+    def _fits(self, rows: int, at: tuple[int, ...]) -> bool:
+        found = None if self.seen is None else self.seen.get(self._whole(rows))
+        return super()._fits(rows, at) and (found is None or found[1] == (self._half is not None))
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
         if self.start is None or self.reads_batch or not self.draws_plainly:
             return super().draw_each(at, generators)
-        coarse = self._rounded
+        coarse = self._half is not None
         with self._in_full_precision():  # the normals one by one, and all that follows at once
             base, affine, _ = self.start
             mean, deviation, _ = affine.push_normal(base.loc, base.scale)
@@ -127,25 +159,24 @@ class InputNoise(Noise):
         ).device.type
 
     @property
-    def _rounded(self) -> bool:
-        """Whether the noise goes into a product of half precision, which rounds it."""
-        return torch.is_autocast_enabled(self._device)
+    def _half(self) -> torch.dtype | None:
+        """Of the product that the noise goes into, which rounds it; None where that is as good as the noise."""
+        return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
 
     def _in_full_precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device, enabled=False) if self._rounded else nullcontext()
+        return nullcontext() if self._half is None else torch.autocast(self._device, enabled=False)
 
     def _begin(
-        self, shape: tuple[int, ...], generator: torch.Generator | None, coarse: bool = False
+        self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
     ) -> Tensor:
         if self.start is None:
             return reparameterized(self.base.distribution(), shape, generator)
         base, affine, _ = self.start  # the two affine maps in one: half the launches
         mean, deviation, _ = affine.push_normal(base.loc, base.scale)
-        if coarse and not self.rest and torch.compiler.is_compiling():
+        if half is not None and not self.rest and torch.compiler.is_compiling():
             # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
-            shape = torch.Size((*shape, len(mean)))
-            normal = standard_normal(shape, mean.dtype, mean.device, generator).bfloat16()
-            return torch.addcmul(mean, normal.to(mean.dtype), deviation)
+            normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
+            return torch.addcmul(mean, normal.to(half).to(mean.dtype), deviation)
         return DiagonalNormal(mean, deviation).rsample(shape, generator)
 
     def _end(self, z: Tensor, coarse: bool = False) -> Tensor:

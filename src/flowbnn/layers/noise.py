@@ -179,11 +179,19 @@ class Noise(nn.Module):
         return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
 
     def _prepared(self, rows: int, at: tuple[int, ...]) -> Tensor | None:
-        """A draw made ahead of this pass, where it has the right shape; it serves once, since each call draws anew."""
-        if self.ready is None or self.site == "channel" or not self.group.serves():
+        """A draw made ahead of this pass, where it fits; it serves once, since each call draws anew."""
+        if (
+            self.ready is None
+            or self.site == "channel"
+            or not self.group.serves()
+            or not self._fits(rows, at)
+        ):
             return None
         drawn, self.ready = self.ready, None
-        return drawn if drawn.shape[:-1] == (rows, *at) else None
+        return drawn
+
+    def _fits(self, rows: int, at: tuple[int, ...]) -> bool:
+        return self.ready is not None and self.ready.shape[:-1] == (rows, *at)
 
     def _batch_axis(self, x: Tensor) -> int | None:
         return self.layout.batch_axis if x.ndim > self.layout.unbatched_ndim else None

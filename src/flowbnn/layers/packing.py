@@ -265,9 +265,9 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
     able = _together(layers)
     order, ordered = _flows_last(list(able.values()))
     flows = [noise for noise in ordered if noise.rest]
-    drawn = [n for n in flows if n.foreseeable and n.mode == "sample" and n.ready is None]
-    drawn = [noise for noise in drawn if noise.seen is not None and noise.seen[0] == rows]
-    if not drawn or drawn[0].group is None or any(noise.chain is None for noise in flows):
+    told = [(noise, noise.foreseen(rows)) for noise in flows]
+    drawn = [(noise, found) for noise, found in told if found is not None and noise.group is not None]
+    if not drawn or any(noise.chain is None for noise in flows):
         return None
     if not fused.available(flows[0].start[1].shift):
         return None
@@ -278,19 +278,16 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
         normal = _normal(flows, flows[0].kl_samples, sum(sizes), mean)
         of_kl = draw(mean, deviation, normal, len(mean) - sum(sizes))
         groups = [fused.Group([noise.chain for noise in flows], of_kl, True)]
-        for noise in drawn:
-            start = noise.begin_rows(rows, noise.seen[1])
-            groups.append(
-                fused.Group([noise.chain], start.reshape(-1, start.shape[-1]), False, noise.seen[2])
-            )
+        for noise, (at, rounded) in drawn:
+            start = noise.begin_rows(rows, at)
+            groups.append(fused.Group([noise.chain], start.reshape(-1, start.shape[-1]), False, rounded))
         (ends, log_dets), *draws = fused.push_groups(groups)
         parts, total = _summary(order, gathered, len(flows), normal, list(ends.split(sizes, -1)), log_dets)
-    group = drawn[0].group
-    group.prepared = [
-        (noise, x.view(rows, *noise.seen[1], noise.layout.dim))
-        for noise, (x, _) in zip(drawn, draws, strict=True)
-    ]
-    group.prepared_with_gradients = torch.is_grad_enabled()
+    for noise, _ in drawn:
+        noise.group.prepared = []
+    for (noise, (at, _)), (x, _) in zip(drawn, draws, strict=True):
+        noise.group.prepared.append((noise, x.view(rows, *at, noise.layout.dim)))
+        noise.group.prepared_with_gradients = torch.is_grad_enabled()
     return _joined(layers, dict(zip(able, parts, strict=True)), total)
 
 

@@ -9,7 +9,7 @@ those from before the bad step until the host looks, some steps later.
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
 
@@ -111,7 +111,7 @@ class Recorder:
         self.stream = _side_stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.signature: Any = None
-        self.warm = 0
+        self.warm, self.looked = 0, False
         self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.shown = torch.zeros((), device=device)
         self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
@@ -252,7 +252,7 @@ class Recorder:
     def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         if self.function == self._function:
             return self._function(self.batch, self.shown, clock)
-        if self.warm == 0 and any(getattr(module, "foreseeable", False) for module in self.model.modules()):
+        if not self.looked and any(getattr(module, "foreseeable", False) for module in self.model.modules()):
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
@@ -273,13 +273,15 @@ class Recorder:
 
     def _look(self, clock: Clock) -> None:
         """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        before = torch.cuda.get_rng_state(self.device)
-        with torch.no_grad():
+        self.looked = True
+        training = [module for module in self.model.modules() if module.training]
+        # what fails here fails again, and is told, when it matters
+        with suppress(Exception), torch.random.fork_rng([self.device]):
+            for module in training:
+                module.training = False
             self._function(self.batch, self.shown, clock)
-            for buffer, value in kept:
-                buffer.copy_(value)
-        torch.cuda.set_rng_state(before, self.device)
+        for module in training:
+            module.training = True
 
     def _recordable(self) -> AbstractContextManager[None]:
         return _Recordable(self.optimizer, self.rates, self.found)

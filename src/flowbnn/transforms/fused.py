@@ -157,9 +157,16 @@ def push_groups(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
     >>> few[0].shape, few[1].shape, many[0].shape, many[1]
     (torch.Size([2, 3]), torch.Size([1, 2]), torch.Size([9, 4]), None)
     """
-    if all(_served(flow, group.wide, groups[0].wide) for group in groups for flow in group.flows):
-        return _launch([(group.flows, [group.wide], group.log_det, group.coarse) for group in groups])
-    return [push_packed(group.flows, group.wide, group.log_det) for group in groups]
+    first = groups[0].wide
+    served = [group for group in groups if all(_served(flow, group.wide, first) for flow in group.flows)]
+    launched = iter(_launch([(g.flows, [g.wide], g.log_det, g.coarse) for g in served]) if served else [])
+    return [next(launched) if any(g is one for one in served) else _alone(g) for g in groups]
+
+
+def _alone(group: Group) -> tuple[Tensor, Tensor | None]:
+    starts = group.wide.split([flow.dim for flow in group.flows], -1)
+    ends, lines = push_many(group.flows, starts, group.log_det, group.coarse)
+    return torch.cat(ends, -1), None if lines is None else torch.stack(lines)
 
 
 def _launch(

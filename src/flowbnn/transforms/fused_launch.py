@@ -95,13 +95,13 @@ def backward(
     kept: Tensor,
     of_x: Tensor,
     of_totals: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients to the starts ``[rows, numbers]`` and to all parameters, end to end in the order of :func:`flat_order`."""
+    of_starts: Tensor,
+    of_weights: Tensor,
+) -> None:
+    """Fill the gradients to the starts ``[rows, numbers]`` and to all parameters, end to end in the order of :func:`flat_order`."""
     call = Call(plans, starts, weights, coarse)
     of_x = of_x if of_x.stride(1) == 1 else of_x.contiguous()
-    of_starts = torch.empty(of_x.shape, dtype=of_x.dtype, device=of_x.device)
     order = flat_order(call.plans, call.dims)
-    of_weights = of_x.new_empty(sum(weight.numel() for weight in weights))
     gs, of_zs = of_x.split(call.dims, -1), of_starts.split(call.dims, -1)
     log_det = of_totals is not None
     lines = [of_x] * len(starts) if of_totals is None else of_totals.unbind()
@@ -134,7 +134,6 @@ def backward(
         _large_backward(call, parts, ends, into, log, (parts_of_rows, each, len(of_weights) - length))
         if parts_of_rows > 1:
             torch.sum(sums[1], 0, out=of_weights[length:])
-    return of_starts, of_weights
 
 
 def _large_backward(

@@ -96,8 +96,9 @@ def _parts(layout: Layout, starts: Sequence[Tensor], weights: Sequence[Tensor]) 
 
 
 @cache
-def _streams(device: torch.device, number: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(number)]
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Of a device, as many as were ever needed at once."""
+    return []
 
 
 class _SideBySide:
@@ -111,7 +112,8 @@ class _SideBySide:
         self.device = torch.cuda.device(like.device) if like.is_cuda else nullcontext()
         several = like.is_cuda and len(sizes) > 1
         self.home = torch.cuda.current_stream(like.device) if several else None
-        self.others = _streams(like.device, len(sizes)) if several else []
+        self.others = _streams(like.device) if several else []
+        self.others += [torch.cuda.Stream(like.device) for _ in range(len(self.others), len(sizes) * several)]
 
     def of(self, index: int) -> AbstractContextManager[Any]:
         if self.home is None or index == self.largest:
@@ -119,10 +121,16 @@ class _SideBySide:
         self.others[index].wait_stream(self.home)
         return torch.cuda.stream(self.others[index])
 
-    def join(self) -> None:
+    def __enter__(self) -> "_SideBySide":
+        self.device.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Also after an error: memory that the others still write to is not given away."""
         if self.home is not None:
             for index in self.order[:-1]:
                 self.home.wait_stream(self.others[index])
+        self.device.__exit__(*exc)
 
 
 @torch.library.custom_op(
@@ -135,13 +143,11 @@ def _push(starts: Sequence[Tensor], weights: Sequence[Tensor], keep: bool, *numb
 
     parts = list(_parts(Layout(*numbers), starts, weights))
     found = [part.rooms(keep) for part in parts]  # made on the stream that goes on to use them
-    side = _SideBySide(parts)
-    with side.device:
+    with _SideBySide(parts) as side:
         for index in side.order:
             part = parts[index]
             with side.of(index):
                 forward(part.plans, part.log_det, keep, part.coarse, part.cut(), part.weights, *found[index])
-        side.join()
     return [room for third in zip(*found, strict=True) for room in third]
 
 
@@ -167,25 +173,29 @@ def _push_backward(
     from flowbnn.transforms.fused_launch import backward
 
     parts = list(_parts(Layout(*numbers), starts, weights))
-    found: list[Any] = [None] * len(parts)
-    side = _SideBySide(parts)
-    with side.device:
+    found = _gradients(parts, of_x)
+    with _SideBySide(parts) as side:
         for index in side.order:
             part = parts[index]
             lines = of_totals[index] if len(of_totals[index]) else None
+            rooms = found[index], found[len(parts) + index]
             with side.of(index):
-                found[index] = backward(
-                    part.plans, part.coarse, part.cut(), part.weights, kept[index], of_x[index], lines
+                backward(
+                    part.plans, part.coarse, part.cut(), part.weights, kept[index], of_x[index], lines, *rooms
                 )
-        side.join()
-    return [*(of_start for of_start, _ in found), *(flat for _, flat in found)]
+    return found
+
+
+def _gradients(parts: Sequence[Part], of_x: Sequence[Tensor]) -> list[Tensor]:
+    """Room for the gradients to the starts of every group, then to its parameters, end to end."""
+    of_starts = [torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in of_x]
+    numbers = [sum(weight.numel() for weight in part.weights) for part in parts]
+    return of_starts + [g.new_empty(number) for g, number in zip(of_x, numbers, strict=True)]
 
 
 @_push_backward.register_fake
 def _(starts: Any, weights: Any, kept: Any, of_x: Any, of_totals: Any, *numbers: Any) -> Any:
-    parts = _parts(Layout(*numbers), starts, weights)
-    flat = [part.starts[0].new_empty(sum(weight.numel() for weight in part.weights)) for part in parts]
-    return [*(gradient.new_empty(gradient.shape) for gradient in of_x), *flat]
+    return _gradients(list(_parts(Layout(*numbers), starts, weights)), of_x)
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:

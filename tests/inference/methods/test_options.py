@@ -188,3 +188,10 @@ def test_an_early_stop_of_the_wrong_kind() -> None:
 def test_a_likelihood_as_an_instance_is_taken() -> None:
     posterior = fb.MAP(epochs=1).fit(network(1), NUMBERS, likelihood=fb.Gaussian(), num_data=16, **QUIET)
     assert isinstance(posterior.predict(NUMBERS[0][0]).mean, Tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_decay_is_told_to_be_the_prior(name: str) -> None:
+    method = case_of(name).make()
+    words = told(lambda: method.fit(network(), BATCHES, weight_decay=1e-3, **QUIET))
+    assert words.startswith("the prior is the weight decay")
