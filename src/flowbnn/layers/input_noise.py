@@ -60,9 +60,6 @@ class InputNoise(Noise):
         self.start: Any = (base, parts[0], prior) if normal and isinstance(parts[0], Affine) else None
         self.rest: list[Transform] = parts[1:]
         self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
-        self.seen: tuple[int, tuple[int, ...], bool] | None = (
-            None  # rows, positions, whether half precision follows
-        )
 
     @property
     def count(self) -> int:
