@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,25 @@ def test_a_users_own_network_and_loaders(tmp_path):
     again = fb.compare(mine, train, test, folder=tmp_path, resume=True, **options)
     assert part.stat().st_mtime_ns == stamp
     assert again.rows == found.rows
+
+
+def test_what_was_made_with_other_weights_is_done_anew_and_told(tmp_path):
+    train, test, _ = loaders()
+    options = {"methods": ["map"], "epochs": 1, "samples": 2, "progress": False, "folder": tmp_path}
+    first, other = network(), network()
+    with torch.no_grad():
+        next(other.parameters()).add_(0.5)
+    found = fb.compare(first, train, test, **options)
+    with pytest.warns(
+        FlowBNNWarning, match="of mle, map was made with another setting \\(weights differ\\)"
+    ) as caught:
+        again = fb.compare(other, train, test, resume=True, **options)
+    assert "seed torch before the network is made" in str(caught[0].message)
+    assert again.rows != found.rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FlowBNNWarning)
+        third = fb.compare(other, train, test, resume=True, **options)
+    assert third.rows == again.rows
 
 
 def test_numbers_are_compared_too():

@@ -19,7 +19,7 @@ from flowbnn.inference.method import LikelihoodName
 from flowbnn.inference.passes import device_of
 from flowbnn.studies.base import Parts, Variant, warned
 from flowbnn.studies.comparing.findings import conclude
-from flowbnn.studies.comparing.fingerprint import fingerprint
+from flowbnn.studies.comparing.fingerprint import fingerprint, weights_of
 from flowbnn.studies.comparing.measuring import measure, warm_up
 from flowbnn.studies.comparing.outcome import Comparison
 from flowbnn.studies.comparing.registry import count_weights
@@ -65,8 +65,9 @@ def compare(
             the given weights in all of them.
         likelihood: as in :meth:`~flowbnn.inference.Method.fit`.
         folder: keeps each method's numbers as soon as it is done, and the results.
-        resume: take over what an earlier call has finished in ``folder``, with the same network and data. Of the training data,
-            which may be augmented at random, only the number, the shape and the targets are looked at.
+        resume: take over what an earlier call has finished in ``folder``, with the same network, weights and data; what was
+            finished with others is done anew, with a warning. Of the training data, which may be augmented at random, only the
+            number, the shape and the targets are looked at.
         progress: show a bar over the methods, on a terminal.
         options: of every fit, such as ``accelerator``.
 
@@ -82,7 +83,7 @@ def compare(
     chosen, left = _chosen(methods, {**common, "batches": _batches(train_loader)})
     weights, device = count_weights(network), device_of(network)
     identity = {
-        "weights": {name: list(value.shape) for name, value in network.named_parameters()},
+        "weights": {} if folder is None else weights_of(network),
         "examples": _length(train_loader),
         "samples": samples,
         "novel": novel is not None,
@@ -95,6 +96,7 @@ def compare(
         data["novel"], held_out = fingerprint(novel), fingerprint(validation)
     content: dict[tuple[str, int], dict[str, Any]] = {}
     warm = False
+    others: list[tuple[str, list[str]]] = []
     trainings = [(rival, method, number) for rival, method in chosen for number in numbers]
     for rival, method, number in track(trainings, "comparing", progress):
         data["validation"] = held_out if rival.held_out else None
@@ -104,6 +106,10 @@ def compare(
         if stored is not None and stored.get("identity") == own:
             content[rival.key, number] = stored["content"]
             continue
+        if stored is not None:
+            others.append(
+                (rival.key, [name for name in own if stored.get("identity", {}).get(name) != own[name]])
+            )
         if methods is None and rival.most_weights is not None and weights > rival.most_weights:
             part: dict[str, Any] = {
                 "values": {},
@@ -137,6 +143,7 @@ def compare(
         content[rival.key, number] = part
         if path is not None:
             write_json(path, {"identity": own, "content": part})
+    _tell_others(others, folder)
     parts = Parts(numbers, content)
     every = [rival for rival, _ in chosen]
     left += [
@@ -166,6 +173,21 @@ def compare(
     if folder is not None:
         made.save(folder)
     return made
+
+
+def _tell_others(others: list[tuple[str, list[str]]], folder: Any) -> None:
+    """Warn of what was found in the folder and could not be taken over."""
+    if others:
+        names = ", ".join(dict.fromkeys(key for key, _ in others))
+        differ = ", ".join(dict.fromkeys(name for _, some in others for name in some))
+        hint = (
+            "; seed torch before the network is made" if any("weights" in some for _, some in others) else ""
+        )
+        warnings.warn(
+            f"what {folder} holds of {names} was made with another setting ({differ} differ), so it was done anew{hint}",
+            FlowBNNWarning,
+            stacklevel=3,
+        )
 
 
 def _measured(*given: Any, **options: Any) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """What data a comparison was made on, in a few numbers that do not depend on the order of the examples."""
 
+import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import rows, split_batch, tensors_of
 from flowbnn.inference.inputs import is_batch
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "weights_of"]
 
 DIGITS = 9
 
@@ -46,6 +47,21 @@ def fingerprint(loader: Any, inputs: bool = True) -> dict[str, Any] | None:
         return None  # no data to train on or to predict: the methods say why
     finally:
         randomness.restore(before)
+
+
+def weights_of(network: nn.Module) -> dict[str, str]:
+    """What every parameter and buffer of a network is: its shape, and a digest of its values.
+
+    >>> first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> weights_of(first) == weights_of(second), weights_of(first) == weights_of(first)
+    (False, True)
+    """
+    found = {}
+    for name, value in (*network.named_parameters(), *network.named_buffers()):
+        whole = value.detach().to_dense() if value.is_sparse else value.detach()
+        numbers = whole.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found[name] = f"{list(value.shape)} {hashlib.sha256(numbers).hexdigest()[:16]}"
+    return found
 
 
 def _read(batches: Iterable[Any], inputs: bool) -> dict[str, Any]:
