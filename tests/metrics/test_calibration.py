@@ -150,7 +150,8 @@ def test_floor_is_the_mean_error_of_a_classifier_that_is_right_about_itself() ->
             for _ in range(2000)
         ]
     )
-    floor = calibration_floor(reliability(probabilities, torch.zeros(2000, dtype=torch.long)), 2000)
+    floor = calibration_floor(probabilities)
+    assert floor == calibration_floor(reliability(probabilities, torch.zeros(2000, dtype=torch.long)), 2000)
     # the confidences of a bin are not quite equal: the floor is a little above the mean, by less than a hundredth of it
     chance = float(errors.std()) / 2000**0.5
     assert floor == pytest.approx(float(errors.mean()), abs=4 * chance + 0.01 * floor)
@@ -174,3 +175,7 @@ def test_floor_shrinks_with_the_root_of_the_number() -> None:
 def test_floor_needs_a_number_of_inputs() -> None:
     with pytest.raises(FlowBNNError, match="at least 1, not 0"):
         calibration_floor([], 0)
+    with pytest.raises(FlowBNNError, match="at least 1, not None"):
+        calibration_floor(reliability(two_classes([0.9]), torch.tensor([0])))
+    with pytest.raises(FlowBNNError, match=r"probabilities"):
+        calibration_floor(torch.tensor([[0.9, 0.4]]))

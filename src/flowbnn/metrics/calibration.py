@@ -99,7 +99,9 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: int = 15) -> list[
     ]
 
 
-def calibration_floor(bars: Sequence[ReliabilityBin], number: int) -> float:
+def calibration_floor(
+    given: Tensor | Sequence[ReliabilityBin], number: int | None = None, bins: int = 15
+) -> float:
     r"""The calibration error that is left when every probability is right: what chance alone makes of a test set of this size.
 
     Of the :math:`n_b` inputs in a bin of mean confidence :math:`c_b`, a perfectly calibrated classifier gets a binomial number right,
@@ -112,17 +114,20 @@ def calibration_floor(bars: Sequence[ReliabilityBin], number: int) -> float:
     bin are taken as equal, which overstates the floor by a few parts in a thousand for 15 bins.
 
     Args:
-        bars: of :func:`reliability`.
-        number: of inputs they were counted on.
+        given: probabilities ``[B, C]``, or the bars of :func:`reliability`.
+        number: of inputs that bars were counted on.
+        bins: of the probabilities' confidences.
 
     >>> p = torch.tensor([[0.875, 0.125], [0.875, 0.125], [0.375, 0.625], [0.375, 0.625]])
-    >>> round(calibration_floor(reliability(p, torch.tensor([0, 1, 1, 1]), bins=4), 4), 4)
+    >>> round(calibration_floor(p, bins=4), 4)
     0.2422
     """
-    if number < 1:
-        raise FlowBNNError(f"number is that of the inputs the bins were counted on, at least 1, not {number}")
+    if isinstance(given, Tensor):
+        given, number = reliability(given, given.argmax(-1), bins), len(given)
+    if number is None or number < 1:
+        raise FlowBNNError(f"number is that of the inputs the bars were counted on, at least 1, not {number}")
     total = 0.0
-    for bar in bars:
+    for bar in given:
         count, chance = round(number * bar["fraction"]), bar["confidence"]
         if count and chance is not None and 0.0 < chance < 1.0:
             above = math.floor(count * chance) + 1
