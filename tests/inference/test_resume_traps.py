@@ -25,12 +25,18 @@ def batches(x, y, **options):
 
 
 def compared(folder, train, test, resume=True, **options):
-    """The numbers of a comparison, and which parts it made anew."""
-    before = time.time_ns()
+    """The numbers of a comparison, and which parts it made anew; it tells so exactly where there were others."""
+    before, had = time.time_ns(), {path.stem for path in (folder / "parts").glob("*.json")}
     options = {"methods": ["map"], "epochs": 1, "samples": 2, "progress": False, **options}
-    rows = fb.compare(network(), train, test, folder=folder, resume=resume, **options).rows
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fb.FlowBNNWarning)
+        rows = fb.compare(network(), train, test, folder=folder, resume=resume, **options).rows
     parts = (folder / "parts").glob("*.json")
-    return rows, sorted(path.stem for path in parts if path.stat().st_mtime_ns > before)
+    anew = sorted(path.stem for path in parts if path.stat().st_mtime_ns > before)
+    told = [str(one.message) for one in caught if "so it was done anew" in str(one.message)]
+    assert len(told) == (resume and bool(had & set(anew)))
+    assert all("different: " in line and "data" in line for line in told)
+    return rows, anew
 
 
 def test_a_comparison_on_other_data_starts_anew(tmp_path):

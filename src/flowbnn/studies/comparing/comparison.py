@@ -184,7 +184,8 @@ def _tell_others(others: list[tuple[str, list[str]]], folder: Any) -> None:
             "; seed torch before the network is made" if any("weights" in some for _, some in others) else ""
         )
         warnings.warn(
-            f"what {folder} holds of {names} was made with another setting ({differ} differ), so it was done anew{hint}",
+            f"what {folder} holds of {names} was made with another network, data or setting (different: {differ}), so it was done "
+            f"anew{hint}",
             FlowBNNWarning,
             stacklevel=3,
         )
