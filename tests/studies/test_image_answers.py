@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from flowbnn.report.tables import compare_table, make_tables
-from flowbnn.studies import Parts
+from flowbnn.studies import Parts, get_study
 from flowbnn.studies.base import CLASSIFICATION
+from flowbnn.studies.images.figures import _training
 from flowbnn.studies.images.findings import answer, comparisons, notes, present, rows
 from flowbnn.studies.images.measures import image_metrics
 from flowbnn.studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
@@ -166,3 +167,42 @@ def test_a_note_tells_what_chance_makes_of_the_ece():
     # of 10,000 with chance 0.9: sqrt(2 / pi * 0.09 / 10,000), as a normal number has it
     assert "on 10,000 images" in note
     assert "0.0024 (Best: LeNet, plain) to 0.0024" in note
+
+
+def test_a_figure_of_a_site_needs_noise_at_that_site():
+    known = parts()
+    for part in known.content.values():
+        part |= {"curves": {"elbo": [-1.0, -0.5], "log_likelihood": [-1.0, -0.5]}, "shift": {}, "entropy": {}}
+    for keep, titles in (
+        ({"document-dropout", "document-flow-position"}, ["Figure 5 of document 000, redrawn"]),
+        ({"document-dropout"}, ["Figure 5 of document 000, redrawn"]),
+        (
+            {"document-flow-position", "document-flow-channel"},
+            ["Figure 5 of document 000, redrawn", "The same at site channel"],
+        ),
+    ):
+        some = Parts(known.seeds, {key: part for key, part in known.content.items() if key[0] in keep})
+        shown = present(some, VARIANTS)
+        sites = [("position", FASHION), ("channel", None)]
+        found = [
+            _training(
+                some,
+                [v for v in shown if v.key.rpartition("-")[2] in ("dropout", site)],
+                given,
+                "figure 5",
+                site,
+            )
+            for site, given in sites
+        ]
+        assert [one["title"] for one in found if one is not None] == titles
+        assert all("site ." not in one["caption"] and "each ." not in one["caption"] for one in found if one)
+
+
+def test_what_the_test_set_had_a_hand_in_is_told():
+    for study in ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10"):
+        chosen = get_study(study)
+        lines = notes(parts(), VARIANTS, chosen.make_settings(), chosen.published, chosen.remarks)
+        assert chosen.remarks
+        assert set(chosen.remarks) < set(lines)
+        quick = notes(parts(), VARIANTS, chosen.make_settings(quick=True), chosen.published, chosen.remarks)
+        assert not set(chosen.remarks) & set(quick)

@@ -33,9 +33,9 @@ def figures(
         return [v for v, r, _, s in keys if r == recipe and (not site or s in ("", site))]
 
     found = [
-        _training(parts, some("document", "position"), published, source),
-        _training(parts, some("document", "channel"), None, source),
-        _training(parts, some("best"), None, source),
+        _training(parts, some("document", "position"), published, source, "position"),
+        _training(parts, some("document", "channel"), None, source, "channel"),
+        _training(parts, some("best"), None, source, ""),
     ]
     for recipe, words in (("best", "the best recipe"), ("document", "the document's recipe")):
         chosen = some(recipe)
@@ -48,10 +48,15 @@ def figures(
 
 
 def _training(
-    parts: Parts, variants: Sequence[Variant], published: Published | None, source: str
+    parts: Parts, variants: Sequence[Variant], published: Published | None, source: str, site: str
 ) -> dict[str, Any] | None:
-    """The five panels of document 000's figures 5 and 6, with its own curves where they are given."""
+    """The five panels of document 000's figures 5 and 6, with its own curves where they are given.
+
+    None where nothing is left to draw: a second figure needs noise at its site.
+    """
     variants = [v for v in variants if v.key != "document-plain"]  # another, shorter training
+    if published is None and site and not any(split_key(v.key)[2] == site for v in variants):
+        return None
     panels = []
     for key, (title, unit) in PANELS.items():
         stored, scale = ("elbo", -1.0) if key == "negative_elbo" else (key, 1.0)
@@ -69,17 +74,16 @@ def _training(
             panels.append(panel)
     if not panels:
         return None
-    recipe, _, site = split_key(variants[-1].key)
     if published is not None:
         title = f"{source.split(', ')[-1].capitalize()} of document 000, redrawn"
         text = f"The document's recipe, site {site}. Dashed, in the colours of ours: the document's curves; dotted: its levels."
-    elif recipe == "document":
+    elif site:
         title, text = f"The same at site {site}", f"The document's recipe with one draw for each {site}."
     else:
         title, text = "Training, the best recipe", "From scratch, with augmentation."
     text += " Mean over seeds of each epoch; the band is one standard deviation."
     if any(panel["title"] == PANELS["ece"][0] for panel in panels):
-        text += " The curves on the test set are for display only; they chose nothing."
+        text += " The curves on the test set are for display; no epoch was chosen by them."
     return figure("curves", title, text, {"x_label": "epoch", "panels": panels})
 
 

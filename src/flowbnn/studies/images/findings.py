@@ -232,9 +232,13 @@ def _reached(
 
 
 def notes(
-    parts: Parts, variants: Sequence[Variant], settings: ImageSettings, published: Published
+    parts: Parts,
+    variants: Sequence[Variant],
+    settings: ImageSettings,
+    published: Published,
+    remarks: Sequence[str] = (),
 ) -> list[str]:
-    """How the numbers came about, for the reader who wants to doubt them."""
+    """How the numbers came about, for the reader who wants to doubt them; ``remarks`` are the study's own."""
     document, best = (
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
         for recipe in RECIPES
@@ -246,8 +250,9 @@ def notes(
         f"The document's recipe has {document} seeds, the best one {best}. A p-value of the exact sign-flip test cannot be below 0.25 "
         "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t leaves out nought; "
         "of many such intervals one in twenty does so by chance.",
-        f"Settings were chosen on {settings.validation} images put aside from the training set, with other seeds; the final training "
-        f"set is {withheld}. The test set chose nothing: the curves of test accuracy and ECE are for display.",
+        f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other seeds; "
+        f"the final training set is {withheld}. The curves of test accuracy and ECE are for display.",
+        *(remarks if settings.source == "files" else ()),
         f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
         f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
         "The same for every method.",

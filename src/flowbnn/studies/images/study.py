@@ -35,6 +35,9 @@ class ImageStudy(Study):
     accelerator: ClassVar[str] = "auto"
     partial: ClassVar[bool] = True
     keeps_networks: ClassVar[bool] = False
+    remarks: ClassVar[
+        tuple[str, ...]
+    ] = ()  # how its settings came about where validation images did not choose them
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:
         found = image_variants(self.network_label, self.seed_counts)
@@ -90,7 +93,7 @@ class ImageStudy(Study):
             shown,
             table,
             figures(parts, variants, self.published, self.novel, self.source),
-            notes(parts, variants, settings, self.published),
+            notes(parts, variants, settings, self.published, self.remarks),
             comparisons(parts, shown),
         )
 
