@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowbnn.data import CropAndFlip
+from flowbnn.data import CropAndFlip, moved
 from flowbnn.errors import FlowBNNError
 
 
@@ -140,9 +140,24 @@ def test_on_a_gpu_nothing_is_waited_for():
         lambda: CropAndFlip(padding=8)(torch.zeros(1, 3, 8, 8)),
         lambda: CropAndFlip(fill=0.5)(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)),
         lambda: CropAndFlip(fill=256)(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)),
+        lambda: moved(8, 0)(torch.zeros(1, 3, 8, 8)),
+        lambda: moved(0, -8)(torch.zeros(1, 3, 8, 8)),
     ],
 )
 def test_bad_requests_are_told_in_a_line(call):
     with pytest.raises(FlowBNNError) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("down", "right"), [(0, 0), (1, 1), (-1, -1), (2, -3)])
+def test_a_moved_view_is_what_training_sees(down, right):
+    images = torch.rand(2, 3, 8, 10)
+    padded = torch.nn.functional.pad(images, (4, 4, 4, 4), mode="reflect")
+    assert torch.equal(moved(down, right)(images), padded[..., 4 - down : 12 - down, 4 - right : 14 - right])
+    bytes_ = torch.randint(0, 256, (2, 1, 8, 10), dtype=torch.uint8)
+    seen = CropAndFlip(padding=4, flip=False).apply(
+        bytes_,
+        torch.tensor([[(4 - down + 0.5) / 9], [(4 - right + 0.5) / 9], [0.9], [0.0], [0.0]]).expand(5, 2),
+    )
+    assert torch.equal(moved(down, right)(bytes_), seen)

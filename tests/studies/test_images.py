@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowbnn.data import TensorLoader
+from flowbnn.data import TensorLoader, mirrored, moved
 from flowbnn.errors import FlowBNNError
 from flowbnn.report import load_results
 from flowbnn.studies import get_study
+from flowbnn.studies.images.measures import VIEWS
 from flowbnn.studies.images.pictures import KINDS, load_pictures
 from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
 
@@ -229,3 +230,18 @@ def test_the_tuning_script_tries_all_combinations(tmp_path, monkeypatch, capsys)
     assert [dict(one["changes"])["noise_lr"] for one in found] == [0.1, 0.2]
     assert found[0]["report"]["nll"] != found[1]["report"]["nll"]
     assert "best NLL first" in capsys.readouterr().out
+
+
+def test_six_views_are_judged_when_asked_for(tmp_path):
+    study, settings = small("vgg16-cifar10", moved=True, samples=6)
+    results = run(study, settings, tmp_path, only=["best-plain", "best-flow-channel"], smoke=False)
+    for row in results["rows"]:
+        if not row.get("cited") and row["key"].startswith("best-"):
+            assert 0 <= row["values"]["moved_accuracy"]["mean"] <= 1
+            # of other images than those of two views, so the numbers differ
+            assert row["values"]["moved_nll"]["mean"] != row["values"]["mirror_nll"]["mean"]
+    assert "Of six views of an image together: Accuracy" in results["answer"]
+    for step, (one, other) in ((1, VIEWS[1:3]), (-1, VIEWS[3:5])):
+        images = torch.rand(2, 3, 8, 8)
+        assert torch.equal(one(images), moved(step, step)(images))
+        assert torch.equal(other(images), mirrored(moved(step, step)(images)))

@@ -1,6 +1,6 @@
 """Data sets, made from a seed or read from published files, and loaders for what lies in memory."""
 
-from flowbnn.data.augment import CropAndFlip, mirrored
+from flowbnn.data.augment import CropAndFlip, mirrored, moved
 from flowbnn.data.clusters import best_possible, clusters, ring, true_probability
 from flowbnn.data.corruptions import CORRUPTIONS, corrupt, novel_noise
 from flowbnn.data.curve import curve_points, true_curve
@@ -26,6 +26,7 @@ __all__ = [
     "load_digits",
     "load_images",
     "mirrored",
+    "moved",
     "novel_noise",
     "ring",
     "true_curve",

@@ -1,5 +1,6 @@
 """Random crops, flips and holes for a batch of images, on the device that holds it."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["CropAndFlip", "mirrored"]
+__all__ = ["CropAndFlip", "mirrored", "moved"]
 
 
 class CropAndFlip:
@@ -137,3 +138,30 @@ def mirrored(images: Tensor) -> Tensor:
     tensor([[3, 2, 1]])
     """
     return images.flip(-1)
+
+
+def moved(down: int, right: int) -> Callable[[Tensor], Tensor]:
+    """A view for ``posterior.predict(images, views=[mirrored, moved(1, 1), moved(-1, -1)])``: images ``[..., H, W]`` moved by so many
+    pixels, with their mirror image beyond the border, as :class:`CropAndFlip` moves them in training.
+
+    >>> moved(0, 1)(torch.tensor([[1, 2, 3]]))
+    tensor([[2, 1, 2]])
+    >>> moved(-1, 0)(torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    tensor([[3, 4],
+            [5, 6],
+            [3, 4]])
+    """
+
+    def view(images: Tensor) -> Tensor:
+        for axis, move in ((-2, down), (-1, right)):
+            length = images.shape[axis]
+            if abs(move) >= length:
+                size = "x".join(str(side) for side in images.shape[-2:])
+                raise FlowBNNError(f"images of {size} cannot be moved by {move} pixels")
+            places = torch.arange(length, device=images.device) - move
+            images = (
+                images.index_select(axis, length - 1 - (length - 1 - places.abs()).abs()) if move else images
+            )
+        return images
+
+    return view

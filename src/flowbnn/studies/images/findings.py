@@ -204,7 +204,11 @@ def _reached(
 ) -> list[str]:
     """The best mean of each metric that has a target, whether it gets there, and who gets to all of them."""
     told = []
-    for prefix, words in (("", "Best means"), ("mirror_", "Of an image and its mirror image together")):
+    for prefix, words in (
+        ("", "Best means"),
+        ("mirror_", "Of an image and its mirror image together"),
+        ("moved_", "Of six views of an image together"),
+    ):
         means = {
             metric: {v.label: parts.mean(v.key, metric.key) for v in present(parts, variants)}
             for metric in metrics
@@ -219,7 +223,7 @@ def _reached(
             wanted, higher = published.target[metric.key.removeprefix(prefix)], metric.better == "higher"
             arrived = {label for label, mean in of.items() if (mean >= wanted if higher else mean <= wanted)}
             label = (max if higher else min)(of, key=of.__getitem__)
-            name = metric.label.removesuffix(", two views")
+            name = metric.label.partition(", ")[0]
             lines.append(f"{name} {of[label]:.4f} ({label}; {'reaches' if arrived else 'misses'} {wanted:g})")
             there &= arrived
         every = [label for label in next(iter(known.values())) if label in there]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowbnn.data import mirrored
+from flowbnn.data import mirrored, moved
 from flowbnn.inference import PointPosterior, Posterior
 from flowbnn.inference.adaptive import Adaptive
 from flowbnn.inference.views import View
@@ -26,6 +26,20 @@ MIRROR = (
     "are many networks with half of them, so that it costs the same."
 )
 
+MOVED = (
+    "Of the mean of every network's predictions for six views: the image and its mirror image, as they are and moved by one pixel "
+    "along either diagonal; where there are many networks with a sixth of them, so that it costs no more."
+)
+# five besides the image itself
+VIEWS: tuple[View, ...] = (
+    mirrored,
+    *(
+        view
+        for step in (1, -1)
+        for view in (moved(step, step), lambda x, step=step: mirrored(moved(step, step)(x)))
+    ),
+)
+
 
 def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
     """The columns of the table; ``novel`` names the kinds of images the network has never seen."""
@@ -34,6 +48,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
     )
     mutual = "The same ({}) by the mutual information of label and network; a single network has none."
     shifted, costs, mirror = "Novel and corrupted images", "Cost", "An image and its mirror image together"
+    six = "Six views of an image together"
     return (
         *CLASSIFICATION,
         *(
@@ -63,6 +78,9 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         Metric("mirror_accuracy", "Accuracy, two views", "higher", ".4f", MIRROR, mirror),
         Metric("mirror_nll", "NLL, two views", "lower", ".4f", MIRROR, mirror),
         Metric("mirror_ece", "ECE, two views", "lower", ".4f", MIRROR, mirror),
+        Metric("moved_accuracy", "Accuracy, six views", "higher", ".4f", MOVED, six),
+        Metric("moved_nll", "NLL, six views", "lower", ".4f", MOVED, six),
+        Metric("moved_ece", "ECE, six views", "lower", ".4f", MOVED, six),
         Metric(
             "step",
             "Training step",
@@ -168,7 +186,7 @@ def judge(
 
     Args:
         mirror: also judge the predictions for an image and its mirror image together, where training has mirrored images too; with
-            half as many networks, so that a network sees as many images.
+            half as many networks, so that a network sees as many images. ``settings.moved`` has six views judged besides.
     """
     images, labels = pictures.test
     noisy = not isinstance(posterior, PointPosterior)
@@ -187,10 +205,11 @@ def judge(
         content["adaptive_rule"] = asdict(RULE)
         del sparing
     del known
-    if mirror:
-        half = (settings.samples + 1) // 2
-        both = predict(posterior, images, half, precision, views=[mirrored]).evaluate(labels)
-        values |= {f"mirror_{name}": both[name] for name in ("accuracy", "nll", "ece")}
+    several = {"mirror": VIEWS[:1], **({"moved": VIEWS} if settings.moved else {})} if mirror else {}
+    for prefix, views in several.items():
+        networks = max(1, settings.samples // (1 + len(views)))
+        seen = predict(posterior, images, networks, precision, views=views).evaluate(labels)
+        values |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
     content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}

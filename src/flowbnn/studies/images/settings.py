@@ -88,6 +88,8 @@ class ImageSettings:
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
         curves: whether the best recipe has these curves too.
+        moved: also judge predictions for six views of an image: it and its mirror image, as they are and moved by a pixel along
+            either diagonal; with a sixth of the networks.
         rounds: rounds of the measurement of time and memory; 0 measures none.
         start, document: document 000's training of the plain network, and of what starts from it.
         plain, dropout, ...: the best training we found for each method, from scratch.
@@ -103,6 +105,7 @@ class ImageSettings:
     shift_images: int = 2000
     curve_samples: int = 8
     curves: bool = False
+    moved: bool = False
     rounds: int = 5
     start: Training = Training(epochs=10, optimizer="sgd", weight_lr=2e-3)
     document: Training = Training()
