@@ -17,6 +17,8 @@ VARIANTS = {
     "Gaussian noise, position": ("gaussian", "position"),
     "flow noise, channel": ("flow", "channel"),
     "flow noise, position": ("flow", "position"),
+    "mixture noise, channel": ("mixture", "channel"),
+    "mixture noise, position": ("mixture", "position"),
 }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
-from flowbnn.layers import divergences, noise_layers, packing
+from flowbnn.layers import divergences, noise_layers, packing, preparing
 from flowbnn.layers.sharing import Share
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import fused
@@ -26,6 +26,7 @@ def as_on_a_device(monkeypatch):
     """Draw ahead as where there are kernels for many flows; without them the groups go one after the other."""
     served = SimpleNamespace(**{**vars(fused), "available": lambda z: True})
     monkeypatch.setattr(packing, "fused", served)
+    monkeypatch.setattr(preparing, "fused", served)
 
 
 def network(rules=RULES):
@@ -71,7 +72,7 @@ def test_the_divergence_is_that_of_the_layers():
     model(torch.randn(6, 3, 6, 6))
     layers = noise_layers(model)
     torch.manual_seed(4)
-    found = packing.ahead(layers, 6)
+    found = preparing.ahead(layers, 6)
     torch.manual_seed(4)
     expected = divergences(layers)  # of the same normals, which are drawn first
     assert found.keys() == expected.keys() == layers.keys()
@@ -85,7 +86,7 @@ def test_draws_made_ahead_have_the_distribution_of_the_noise():
     model = network()
     layer = noise_layers(model)["2"]
     model(torch.randn(400, 3, 6, 6))
-    packing.ahead(noise_layers(model), 400)
+    preparing.ahead(noise_layers(model), 400)
     ahead = dict(layer.group.prepared)[layer].flatten(0, 2).detach()
     plain = layer.draw((6400,)).detach()
     spread = plain.std(0) / 6400**0.5
@@ -96,7 +97,7 @@ def test_draws_made_ahead_have_the_distribution_of_the_noise():
 def test_a_pass_of_another_size_draws_for_itself():
     model = network()
     model(torch.randn(6, 3, 6, 6))
-    assert packing.ahead(noise_layers(model), 6) is not None
+    assert preparing.ahead(noise_layers(model), 6) is not None
     assert model(torch.randn(4, 3, 6, 6)).shape == (4, 2)
     assert noise_layers(model)["0"].seen == {6: ((6, 6), False), 4: ((6, 6), False)}
 
@@ -113,7 +114,7 @@ def test_a_layer_called_twice_draws_anew():
     torch.manual_seed(0)
     model = fb.to_stochastic(Twice(), {"*": fb.NormalInvConv(site="position")})
     model(torch.randn(5, 3, 2, 2))
-    assert packing.ahead(noise_layers(model), 5) is not None
+    assert preparing.ahead(noise_layers(model), 5) is not None
     one, two = model(torch.ones(5, 3, 2, 2))
     assert not torch.equal(one, two)
 
@@ -146,7 +147,7 @@ def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
         return module.forward
 
     def step():
-        known = packing.ahead(noise_layers(model), 6)
+        known = preparing.ahead(noise_layers(model), 6)
         return model(images).sum() + known.total.kl
 
     model(images)
@@ -162,15 +163,15 @@ def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
 def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
     """A trial pass without autocast comes first, as in fit."""
     model, images, asked = network(), torch.randn(6, 3, 6, 6), []
-    push = packing.fused.push_groups
+    push = preparing.fused.push_groups
     monkeypatch.setattr(
-        packing.fused,
+        preparing.fused,
         "push_groups",
         lambda groups: (asked.append([g.coarse for g in groups]), push(groups))[1],
     )
     model(images)
     for _ in range(2):
-        packing.ahead(noise_layers(model), 6)
+        preparing.ahead(noise_layers(model), 6)
         with torch.autocast("cpu", torch.bfloat16):
             model(images)
     assert asked == [[False, False, False], [False, True, True]]
@@ -185,7 +186,7 @@ def test_all_processes_draw_ahead_or_none():
             for noise in noise_layers(model).values():
                 noise.share = Share(start, stop, total)
             torch.manual_seed(total)
-            known = packing.ahead(noise_layers(model), stop - start)
+            known = preparing.ahead(noise_layers(model), stop - start)
             model(torch.ones(stop - start, 3, 6, 6))
             drew.append(None if known is None else known.total.kl.item())
         assert drew[0] == drew[1]
@@ -216,11 +217,11 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
     layers = noise_layers(model)
     assert layers["0.inner"].seen is None
     assert layers["1"].seen is not None
-    packing.ahead(layers, 6)
+    preparing.ahead(layers, 6)
     assert [noise for noise, _ in layers["1"].group.prepared] == [layers["1"]]
 
     def step():
-        packing.ahead(layers, 6)
+        preparing.ahead(layers, 6)
         return model(images).sum()
 
     torch._dynamo.reset()
@@ -240,7 +241,7 @@ def test_a_layer_called_at_two_sizes_keeps_its_draw_for_the_one_it_fits():
     model = fb.to_stochastic(TwoSizes(), {"*": fb.NormalInvConv(site="position")})
     model(torch.randn(5, 3, 4, 4))
     layer = noise_layers(model)["first"]
-    packing.ahead(noise_layers(model), 5)
+    preparing.ahead(noise_layers(model), 5)
     given = []
     drawn = dict(layer.group.prepared)[layer]
     model.first.register_forward_hook(lambda module, args, output: given.append(args[0]))
@@ -255,7 +256,7 @@ def test_two_converted_parts_of_one_model_each_get_their_draws():
     for part in (other[0][0], other[1]):
         part(torch.randn(6, 3, 6, 6))
     layers = noise_layers(other)
-    assert packing.ahead(layers, 6) is not None
+    assert preparing.ahead(layers, 6) is not None
     groups = {id(noise.group): noise.group for noise in layers.values()}
     assert [len(group.prepared) for group in groups.values()] == [2, 2]
 
@@ -264,13 +265,13 @@ def test_noise_saved_before_it_remembered_anything_still_works():
     model = network()
     for noise in noise_layers(model).values():
         vars(noise).pop("seen", None)
-    assert packing.ahead(noise_layers(model), 6) is None
+    assert preparing.ahead(noise_layers(model), 6) is None
 
 
 def test_copies_carry_no_draws():
     model = network()
     model(torch.randn(6, 3, 6, 6))
-    packing.ahead(noise_layers(model), 6)
+    preparing.ahead(noise_layers(model), 6)
     twin = noise_layers(copy.deepcopy(model))["0"]
     assert twin.group.prepared == []
     assert twin.ready is None
@@ -281,11 +282,11 @@ def test_other_modes_are_left_alone(mode):
     model = network()
     model(torch.randn(6, 3, 6, 6))
     with fb.noise(model, mode):
-        assert packing.ahead(noise_layers(model), 6) is None
+        assert preparing.ahead(noise_layers(model), 6) is None
 
 
 def test_where_there_are_no_kernels_nothing_is_drawn_ahead(monkeypatch):
     monkeypatch.undo()
     model = network()
     model(torch.randn(6, 3, 6, 6))
-    assert packing.ahead(noise_layers(model), 6) is None
+    assert preparing.ahead(noise_layers(model), 6) is None

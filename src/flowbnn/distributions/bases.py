@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal, constraints
 
-from flowbnn.distributions.draws import standard_normal
+from flowbnn.distributions.draws import chosen_normal, standard_normal
 from flowbnn.errors import FlowBNNError
 
 __all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture", "as_diagonal_normal"]
@@ -140,9 +140,9 @@ class NormalMixture(Distribution):
         shape = torch.Size(sample_shape) + self.batch_shape
         device = self.loc.device
         which = torch.randint(self.components, shape, generator=generator, device=device)
-        noise = torch.randn(
-            shape + self.event_shape, generator=generator, dtype=self.loc.dtype, device=device
-        )
+        noise = standard_normal(shape + self.event_shape, self.loc.dtype, device, generator)
+        if not self.batch_shape:
+            return chosen_normal(self.loc, self.scale, which, noise)
         index = which[..., None, None].expand(*shape, 1, self.event_shape[0])
         full = shape + self.loc.shape[-2:]
         loc = self.loc.expand(full).gather(-2, index).squeeze(-2)
@@ -247,5 +247,10 @@ class MixtureBase(Base):
         self.loc = nn.Parameter(loc + spread * torch.randn(components, dim, generator=generator))
         self.log_scale = nn.Parameter(torch.full((components, dim), math.log(scale)))
 
+    @staticmethod
+    def bounded(log_scale: Tensor) -> Tensor:
+        """Within what an exponential can take."""
+        return log_scale.clamp(-8.0, 8.0)
+
     def distribution(self) -> NormalMixture:
-        return NormalMixture(self.loc, self.log_scale.clamp(-8.0, 8.0).exp())
+        return NormalMixture(self.loc, self.bounded(self.log_scale).exp())

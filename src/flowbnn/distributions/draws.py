@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["reparameterized", "standard_normal", "standard_normals"]
+__all__ = ["chosen_normal", "reparameterized", "standard_normal", "standard_normals"]
 
 # torch fills normals one by one on these processors; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
@@ -81,6 +81,49 @@ def standard_normals(
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, range(len(generators))))
     return rows
+
+
+def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
+    r""":math:`\mu_k + \sigma_k \epsilon` with a component ``which`` of its own for every draw.
+
+    Args:
+        loc, scale: of the components, ``[components, dim]``.
+        which: any shape of draws.
+        normal: that shape and ``dim``.
+
+    >>> loc = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    >>> chosen_normal(loc, torch.ones(2, 2), torch.tensor([1, 0, 1]), torch.zeros(3, 2))
+    tensor([[2., 3.],
+            [0., 1.],
+            [2., 3.]])
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        return torch.addcmul(loc[which], scale[which], normal)
+    if torch.compiler.is_compiling():  # by products both ways, which selects exactly, too
+        chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
+        return torch.addcmul(chosen @ loc, chosen @ scale, normal)
+    return _Chosen.apply(loc, scale, which.reshape(-1), normal.reshape(-1, loc.shape[-1])).view(normal.shape)
+
+
+class _Chosen(torch.autograd.Function):
+    """Draws by the million share a few components: their gradients are sums over rows, by one product each and in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
+        ctx.components = len(loc)
+        ctx.save_for_backward(which, normal)
+        return torch.addcmul(loc.index_select(0, which), scale.index_select(0, which), normal)
+
+    @staticmethod
+    def backward(ctx: Any, of_draws: Tensor) -> Any:
+        which, normal = ctx.saved_tensors
+        chosen = _chosen(which.unsqueeze(-1), ctx.components, of_draws.dtype).T
+        return chosen @ of_draws, chosen @ (of_draws * normal), None, None
+
+
+def _chosen(which: Tensor, components: int, dtype: torch.dtype) -> Tensor:
+    """One where a component is the chosen one, else nought."""
+    return (which == torch.arange(components, device=which.device)).to(dtype)
 
 
 def reparameterized(

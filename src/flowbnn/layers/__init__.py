@@ -14,7 +14,8 @@ from flowbnn.layers.dropout import DropoutNoise
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.layout import Layout, layout_of, register_layer, wrappable
 from flowbnn.layers.noise import Mode, Noise, Site
-from flowbnn.layers.packing import Divergences, NoiseGroup, ahead, divergences, shared_draws
+from flowbnn.layers.packing import NoiseGroup, shared_draws
+from flowbnn.layers.preparing import Divergences, ahead, divergences
 from flowbnn.layers.recipes import (
     Dropout,
     FlowNoise,

@@ -7,8 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.distributions import Base, DiagonalNormal, Divergence, Flow, NormalBase, divergence
-from flowbnn.distributions.draws import reparameterized, standard_normal
+from flowbnn.distributions import (
+    Base,
+    DiagonalNormal,
+    Divergence,
+    Flow,
+    MixtureBase,
+    NormalBase,
+    NormalMixture,
+    divergence,
+)
+from flowbnn.distributions.draws import chosen_normal, reparameterized, standard_normal
 from flowbnn.layers.layout import Layout
 from flowbnn.layers.noise import Noise, Site
 from flowbnn.numerics import sum_rightmost
@@ -39,6 +48,7 @@ class InputNoise(Noise):
 
     # of passes so far, by the rows of the whole batch: the positions, and whether half precision rounds the draws
     seen: dict[int, tuple[tuple[int, ...], bool]] | None = None
+    mixed: Any = None  # where the noise begins as a mixture: base, elementwise affine map and prior
 
     def __init__(
         self,
@@ -56,8 +66,13 @@ class InputNoise(Noise):
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
         # a normal base, an elementwise affine map and a normal prior: what can be done for many layers at once
         parts = list(transform) if isinstance(transform, Compose) else [transform]
-        normal = isinstance(base, NormalBase) and isinstance(prior, NormalBase)
-        self.start: Any = (base, parts[0], prior) if normal and isinstance(parts[0], Affine) else None
+        known = (
+            (base, parts[0], prior)
+            if isinstance(prior, NormalBase) and isinstance(parts[0], Affine)
+            else None
+        )
+        self.start: Any = known if isinstance(base, NormalBase) else None
+        self.mixed = known if isinstance(base, MixtureBase) else None
         self.rest: list[Transform] = parts[1:]
         self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
@@ -129,15 +144,25 @@ class InputNoise(Noise):
         return super()._fits(rows, at) and (found is None or found[1] == (self._half is not None))
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
-        if self.start is None or self.reads_batch or not self.draws_plainly:
+        if self.reads_batch or not self.draws_plainly or (self.start is None and self.mixed is None):
             return super().draw_each(at, generators)
         coarse = self._half is not None
         with self._in_full_precision():  # the normals one by one, and all that follows at once
-            base, affine, _ = self.start
-            mean, deviation, _ = affine.push_normal(base.loc, base.scale)
-            shape = torch.Size((*at, self.layout.dim))
-            normal = [standard_normal(shape, mean.dtype, mean.device, source) for source in generators]
-            return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
+            mean, deviation = self._normals()
+            shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
+            for source in generators:
+                if self.mixed is not None:
+                    which.append(torch.randint(len(mean), at, generator=source, device=mean.device))
+                normal.append(standard_normal(shape, mean.dtype, mean.device, source))
+            if self.mixed is None:
+                return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
+            return self._end(chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal)), coarse)
+
+    def _normals(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
+        base, affine, _ = self.start or self.mixed
+        first = base.distribution()
+        return affine.push_normal(first.loc, first.scale)[:2]
 
     @property
     def draws_plainly(self) -> bool:
@@ -166,10 +191,11 @@ class InputNoise(Noise):
     def _begin(
         self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
     ) -> Tensor:
-        if self.start is None:
+        if self.start is None and self.mixed is None:
             return reparameterized(self.base.distribution(), shape, generator)
-        base, affine, _ = self.start  # the two affine maps in one: half the launches
-        mean, deviation, _ = affine.push_normal(base.loc, base.scale)
+        mean, deviation = self._normals()
+        if self.mixed is not None:
+            return NormalMixture(mean, deviation).rsample(shape, generator)
         if half is not None and not self.rest and torch.compiler.is_compiling():
             # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
             normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
@@ -177,7 +203,8 @@ class InputNoise(Noise):
         return DiagonalNormal(mean, deviation).rsample(shape, generator)
 
     def _end(self, z: Tensor, coarse: bool = False) -> Tensor:
-        return self.transform(z)[0] if self.start is None else self.push(z, False, coarse)[0]
+        whole = self.start is None and self.mixed is None
+        return self.transform(z)[0] if whole else self.push(z, False, coarse)[0]
 
     def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
         """What follows the learnable Gaussian; ``coarse``: as in :func:`flowbnn.transforms.fused.push_many`."""
