@@ -13,6 +13,7 @@ from flowbnn.data import TensorLoader, mirrored, moved
 from flowbnn.errors import FlowBNNError
 from flowbnn.report import load_results
 from flowbnn.studies import get_study
+from flowbnn.studies.images import cost
 from flowbnn.studies.images.measures import VIEWS
 from flowbnn.studies.images.pictures import KINDS, load_pictures
 from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
@@ -245,3 +246,24 @@ def test_six_views_are_judged_when_asked_for(tmp_path):
         images = torch.rand(2, 3, 8, 8)
         assert torch.equal(one(images), moved(step, step)(images))
         assert torch.equal(other(images), mirrored(moved(step, step)(images)))
+
+
+def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch, tmp_path):
+    """Torch's counts of a GPU's memory are played here: what is there before a method's steps is not charged to it."""
+    counts = {"before": iter([10.0, 30.0]), "peak": iter([110.0, 180.0])}
+    cleared = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cleared.append("cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: cleared.append("peak"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(counts["before"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(counts["peak"]))
+    study, settings = small("lenet-fashion")
+    pictures = study.pictures(settings, "cpu")
+    given = cost._training(settings, "flow_channel"), pictures, {"progress": False, "accelerator": "cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert cost._peak("plain", "lenet", 1.0, *given) == 100.0
+        assert cost._peak("flow-channel", "lenet", 1.0, *given) == 150.0
+    assert cleared == ["cache", "peak"] * 2
+    batches = list(cost.Same(pictures.loader(given[0], 0), 3))
+    assert len(batches) == 3
+    assert all(batch[0] is batches[0][0] for batch in batches)

@@ -4,6 +4,7 @@ Every method goes through the same functions as in the study, with the same batc
 turns in every round, so that whatever else the machine does falls on all of them, and a ratio is that of two medians.
 """
 
+import gc
 import statistics
 import time
 import warnings
@@ -25,7 +26,8 @@ from flowbnn.studies.images.training import fit_variant
 
 __all__ = ["measure_cost"]
 
-STEPS, PASSES, IMAGES = 100, 4, 500
+STEPS, PASSES, FEW = 100, 4, 12
+IMAGES = {"cpu": 500, "cuda": 2000}  # to predict: on a GPU fewer measure how soon Python launches what
 
 
 class Timed:
@@ -49,6 +51,20 @@ class Timed:
         self.seconds.append((time.perf_counter() - started) / self.steps)
 
 
+class Same:
+    """One batch again and again."""
+
+    def __init__(self, loader: TensorLoader, steps: int) -> None:
+        self.batch = tuple(tensor.clone() for tensor in next(iter(loader)))
+        self.steps, self.generator, self.num_data = steps, loader.generator, loader.num_data
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter([self.batch] * self.steps)
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done what it was told."""
     if device.type == "cuda":
@@ -67,17 +83,18 @@ def measure_cost(
     """
     methods = {group.replace("_", "-"): _training(settings, group) for group in GROUPS}
     steps: dict[str, list[float]] = {name: [] for name in methods}
-    memory: dict[str, list[float]] = {name: [] for name in methods}
+    memory: dict[str, list[float]] = {}
     posteriors: dict[str, Posterior] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlowBNNWarning)  # nothing is trained long enough to be healthy
+        for name, training in methods.items():
+            given = name, architecture, settings.width, training, pictures, options
+            memory[name] = [_peak(*given)] if pictures.device.type == "cuda" else []
         for _ in range(settings.rounds):
             for name, training in methods.items():
-                seconds, most, posteriors[name] = _train(
-                    name, architecture, settings.width, training, pictures, options
-                )
+                given = name, architecture, settings.width, training, pictures, options
+                seconds, posteriors[name] = _train(*given)
                 steps[name].append(seconds)
-                memory[name] += [most] if most is not None else []
     predictions = _predict(posteriors, pictures, settings, precision)
     measured = {"step": steps, "memory": memory, "prediction": predictions}
     medians = {
@@ -88,14 +105,14 @@ def measure_cost(
         name: {kind: value / medians["plain"][kind] for kind, value in found.items()}
         for name, found in medians.items()
     }
-    number = min(IMAGES, len(pictures.judged))
+    number = min(IMAGES[pictures.device.type], len(pictures.judged))
     rows = number * settings.samples
     where = "a GPU" if pictures.device.type == "cuda" else "a processor"
     caption = (
         f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
         f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update. "
         f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images. "
-        "Memory is the peak in training, less the data."
+        f"Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and what the steps work in."
     )
     return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
 
@@ -125,28 +142,43 @@ def _train(
     training: Training,
     pictures: Pictures,
     options: dict[str, Any],
-) -> tuple[float, float | None, Posterior]:
-    """Seconds of a step, once it runs smoothly, bytes at the peak, and the network."""
-    device = pictures.device
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+) -> tuple[float, Posterior]:
+    """Seconds of a step, once it runs smoothly, and the network."""
     loader = Timed(pictures.loader(training, 0), STEPS)
     network = make_network(architecture, pictures.channels, width)
     posterior = fit_variant(
         f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
     )
-    most = float(torch.cuda.max_memory_allocated(device) - before) if on_gpu else None
-    return statistics.median(loader.seconds[1:]), most, posterior
+    return statistics.median(loader.seconds[1:]), posterior
+
+
+def _peak(
+    name: str,
+    architecture: str,
+    width: float,
+    training: Training,
+    pictures: Pictures,
+    options: dict[str, Any],
+) -> float:
+    """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
+    loader, once = Same(pictures.loader(training, 0), FEW), replace(training, epochs=1)
+    gc.collect()  # a recorded step holds its memory until then
+    release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if release is not None:  # kept for every stream that ever asked, else
+        release()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(pictures.device)
+    before = torch.cuda.memory_allocated(pictures.device)
+    network = make_network(architecture, pictures.channels, width)
+    fit_variant(f"best-{name}", architecture, once, network, pictures, options, 0, loader=loader)
+    return float(torch.cuda.max_memory_allocated(pictures.device) - before)
 
 
 def _predict(
     posteriors: dict[str, Posterior], pictures: Pictures, settings: ImageSettings, precision: str
 ) -> dict[str, list[float]]:
     """Seconds of predictions with all samples; of the plain network, for as many rows."""
-    images = pictures.test[0][:IMAGES]
+    images = pictures.test[0][: IMAGES[pictures.device.type]]
     many = images.repeat(settings.samples, 1, 1, 1)
     seconds: dict[str, list[float]] = {name: [] for name in posteriors}
     for turn in range(settings.rounds + 1):
