@@ -49,7 +49,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], None]] = {"plain": run_plain}
     for site in ("channel", "position"):
-        for kind in ("gaussian", "flow", "dropout"):
+        for kind in ("gaussian", "flow", "mixture", "dropout"):
             if found.only in (name := f"{kind}, {site}"):
                 network = fb.to_stochastic(plain, rules(found.model, kind, site))
                 posterior = fb.NoisePosterior(network, fb.Categorical())
