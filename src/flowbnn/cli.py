@@ -365,7 +365,9 @@ def _show(results: dict[str, Any], every: bool = False) -> None:
         typer.echo(
             "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         )
-    typer.echo(f"\n  {results['answer']}")
+    typer.echo("")
+    for line in results["answer"].splitlines():
+        typer.echo(f"  {line}")
 
 
 def _cell(value: dict[str, Any] | None, metric: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from flowbnn.report.files import write_file
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import duration
-from flowbnn.report.tables import Cell, compare_table, flatten, make_tables
+from flowbnn.report.tables import Cell, compare_table, definitions, flatten, make_tables
 
 __all__ = ["write_markdown"]
 
@@ -44,7 +44,9 @@ def _differences(results: dict[str, Any]) -> list[str]:
 
 def _study(results: dict[str, Any]) -> list[str]:
     tables = make_tables(results, {})
-    lines = [f"## {results['title']}", "", f"*{results['question']}*", "", results["answer"], ""]
+    first, *others = results["answer"].splitlines() or [""]
+    lines = [f"## {results['title']}", "", f"*{results['question']}*", "", first, ""]
+    lines += [*(f"- {line}" for line in others), ""] if others else []
     for group, table in tables:
         heads = [_escape(f"{column.label} {column.arrow}".strip()) for column in table.columns]
         lines += [f"**{group}**", ""] if group else []
@@ -60,10 +62,9 @@ def _study(results: dict[str, Any]) -> list[str]:
         notes.append(f"in brackets the value printed in {results.get('source') or 'the source'}")
     lines += ["", "; ".join(notes) + ".", ""]
     lines += [
-        f"- **{_escape(c.label)}**: {c.definition}"
+        f"- **{'; '.join(_escape(column.label) for column in some)}**: {text}"
         for _, table in tables
-        for c in table.columns
-        if c.definition
+        for some, text in definitions(table.columns)
     ]
     lines += _differences(results)
     lines += ["", *(f"> {note}\n" for note in results.get("notes") or [])]

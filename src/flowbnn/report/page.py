@@ -16,7 +16,7 @@ from flowbnn.report.figures import make_plot, study_colours
 from flowbnn.report.files import write_file
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import COLOURS, duration
-from flowbnn.report.tables import compare_table, flatten, make_tables
+from flowbnn.report.tables import compare_table, definitions, flatten, make_tables
 
 __all__ = ["save_figures", "write_report"]
 
@@ -86,7 +86,7 @@ def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
         "name": results["study"],
         "title": results["title"],
         "question": results["question"],
-        "answer": results["answer"],
+        "answer": results["answer"].splitlines() or [""],
         "source": results.get("source") or "",
         "command": results.get("command") or "",
         "facts": [(name, value) for name, value in facts if value],
@@ -130,7 +130,7 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     template = (
         resources.files("flowbnn.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     )
-    html = environment.from_string(template).render(studies=studies, colours=COLOURS)
+    html = environment.from_string(template).render(studies=studies, colours=COLOURS, definitions=definitions)
     path = Path(out)
     if path.is_dir():
         path = path / "report.html"

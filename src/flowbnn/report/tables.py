@@ -13,6 +13,7 @@ __all__ = [
     "Row",
     "Table",
     "compare_table",
+    "definitions",
     "flatten",
     "make_table",
     "make_tables",
@@ -96,6 +97,20 @@ def make_tables(results: dict[str, Any], colours: dict[str, str]) -> list[tuple[
             rows = [row for row in rows if any(row["values"].get(key) for key in keys)]
         found.append((group, make_table({**results, "metrics": metrics, "rows": rows}, colours)))
     return found
+
+
+def definitions(columns: list[Column]) -> list[tuple[list[Column], str]]:
+    """What the columns mean; those that share their words stand together.
+
+    >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
+    >>> [([column.label for column in found], text) for found, text in definitions(some)]
+    [(['NLL', 'ECE'], 'Of both.')]
+    """
+    found: dict[str, list[Column]] = {}
+    for column in columns:
+        if column.definition:
+            found.setdefault(column.definition, []).append(column)
+    return [(some, text) for text, some in found.items()]
 
 
 def compare_table(

@@ -150,7 +150,7 @@ def _listed(words: list[str]) -> str:
 
 
 def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published) -> str:
-    """The answer, put together from the numbers."""
+    """The answer, put together from the numbers; its first line is the short one."""
     told, counted = [], []
     for recipe, words in RECIPES.items():
         for site in SITES:
@@ -171,15 +171,14 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             lead = "No" if worse else "Not by more than chance"
         lines.append(
             f"Does the flow beat Gaussian noise? {lead}: of {len(counted)} comparisons over seeds (accuracy, NLL and ECE) it is "
-            f"better by more than chance in {better}, worse in {worse}, and within chance in {counted.count('even')}. "
-            + ". ".join(line[0].upper() + line[1:] for line in told)
-            + "."
+            f"better by more than chance in {better}, worse in {worse}, and within chance in {counted.count('even')}."
         )
+        lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     for recipe, plain in (("document", "document-longer"), ("best", "best-plain")):
         line = _against_plain(parts, recipe, plain, variants, metrics)
         lines += [line] if line else []
     lines += _reached(parts, variants, metrics, published)
-    return " ".join(lines) or "Too little has been trained for an answer."
+    return "\n".join(lines) or "Too little has been trained for an answer."
 
 
 def _against_plain(
