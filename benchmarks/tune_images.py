@@ -3,7 +3,8 @@
     python benchmarks/tune_images.py --study lenet-fashion --method best-flow-channel --seeds 100,101 \
         --set noise_lr=0.01 --grid base_scale=0.1|0.2|0.5 --grid weight_lr=0.001|0.003 --jobs 8
 
-Trains on the training set less 5,000 images and prints accuracy, NLL and ECE on those. A bare name in ``--set`` and ``--grid`` is a
+Trains on the training set less 5,000 images and prints accuracy, NLL and ECE on those; also of an image and its mirror image
+together where training mirrors, and of six views with ``--set settings.moved=true``. A bare name in ``--set`` and ``--grid`` is a
 setting of the method's own training; ``group.name`` one of another group, ``settings.name`` one of the study. ``--grid`` takes
 alternatives, all combinations of which are tried, in processes side by side. The data folder is ``FLOWBNN_DATA``.
 """
@@ -27,7 +28,11 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.studies import get_study
 from flowbnn.studies.planning import suited
 
-SHOWN = ("accuracy", "nll", "ece", "brier", "log_likelihood", "kl", "seconds")
+SHOWN = (
+    *("accuracy", "nll", "ece", "brier"),
+    *(f"{views}_{name}" for views in ("mirror", "moved") for name in ("accuracy", "nll", "ece")),
+    *("log_likelihood", "kl", "seconds"),
+)
 
 
 def arguments() -> argparse.Namespace:

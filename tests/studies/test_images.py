@@ -146,6 +146,12 @@ def test_a_trial_sees_validation_images_and_never_the_test_set(monkeypatch):
     assert opened == [("fashion-mnist", "train")]
     assert {"accuracy", "nll", "ece", "kl", "curves"} <= set(report)
     assert len(report["curves"]["nll"]) == 1
+    assert "mirror_nll" not in report  # that recipe does not mirror its images
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, views = small("lenet-fashion", validation=16, moved=True)
+        report = study.trial(views, "best-flow-channel", 100, "cpu", "32-true")
+    assert {"mirror_accuracy", "mirror_nll", "moved_ece"} <= set(report)
 
 
 def test_pictures_are_the_same_for_every_method_and_kept_apart():

@@ -17,7 +17,7 @@ from flowbnn.studies.figures import histogram
 from flowbnn.studies.images.pictures import KINDS, STRENGTHS, Pictures
 from flowbnn.studies.images.settings import ImageSettings
 
-__all__ = ["RULE", "curves_of", "image_metrics", "judge", "predict", "score"]
+__all__ = ["RULE", "by_views", "curves_of", "image_metrics", "judge", "predict", "score"]
 
 RULE = Adaptive()
 ROWS = 16384
@@ -162,6 +162,18 @@ def score(
     return predict(posterior, pair[0], samples, precision).evaluate(pair[1])
 
 
+def by_views(
+    posterior: Posterior, pair: tuple[Tensor, Tensor], settings: ImageSettings, precision: str
+) -> dict[str, float]:
+    """Accuracy, NLL and ECE of an image and its mirror image together, and of six views where ``settings.moved`` asks for them."""
+    found: dict[str, float] = {}
+    for prefix, views in {"mirror": VIEWS[:1], **({"moved": VIEWS} if settings.moved else {})}.items():
+        networks = max(1, settings.samples // (1 + len(views)))
+        seen = predict(posterior, pair[0], networks, precision, views=views).evaluate(pair[1])
+        found |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
+    return found
+
+
 def curves_of(posterior: Posterior, number: int) -> dict[str, list[float]]:
     """What is kept of a training's record: terms of the bound in nats per image, accuracy and ECE where they were watched."""
     names = {
@@ -205,11 +217,8 @@ def judge(
         content["adaptive_rule"] = asdict(RULE)
         del sparing
     del known
-    several = {"mirror": VIEWS[:1], **({"moved": VIEWS} if settings.moved else {})} if mirror else {}
-    for prefix, views in several.items():
-        networks = max(1, settings.samples // (1 + len(views)))
-        seen = predict(posterior, images, networks, precision, views=views).evaluate(labels)
-        values |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
+    if mirror:
+        values |= by_views(posterior, pictures.test, settings, precision)
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
     content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}

@@ -11,7 +11,7 @@ from flowbnn.studies.base import Findings, Parts, Study, Variant
 from flowbnn.studies.images.cost import measure_cost
 from flowbnn.studies.images.figures import figures
 from flowbnn.studies.images.findings import answer, comparisons, notes, rows
-from flowbnn.studies.images.measures import image_metrics, judge, score
+from flowbnn.studies.images.measures import by_views, image_metrics, judge, score
 from flowbnn.studies.images.pictures import Pictures, load_pictures
 from flowbnn.studies.images.published import Published
 from flowbnn.studies.images.recipes import image_variants, make_network, rules_for
@@ -136,6 +136,8 @@ class ImageStudy(Study):
             )
             network = posterior.model
         report: dict[str, Any] = score(posterior, pictures.test, settings.samples, precision)
+        if settings.training(variant).flip:
+            report |= by_views(posterior, pictures.test, settings, precision)
         report["seconds"] = posterior.history.seconds
         last = posterior.history.last
         report |= {name: last[name] for name in ("log_likelihood", "kl", "entropy") if name in last}
