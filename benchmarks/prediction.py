@@ -6,20 +6,22 @@
 The plain network runs the batch as many times as there are samples. ``images/s`` counts images that have all their samples; ``speed``
 is that number over the plain network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the
 ratio of times is its inverse. Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes,
-softmax.
+softmax. In half precision all networks, the plain one too, have their weights cast once for a prediction.
 """
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-from common import MODELS, arguments, interleave, report, rules, write
+from common import MODELS, arguments, interleave, positive, report, rules, write
 
 import flowbnn as fb
+from flowbnn.inference.given import HalfWeights
 from flowbnn.inference.passes import casting, compiled, half_of
 
 EXTRA = {
-    "samples": {"type": int, "default": 128},
+    "samples": {"type": positive, "default": 128},
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
     "only": {"default": "", "help": "variants whose name holds this word"},
@@ -41,9 +43,14 @@ def main() -> None:
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}
     forward = compiled(plain, graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
+    half = half_of(found.precision)
+    kind = torch.channels_last if device == "cuda" else torch.preserve_format
+
     @torch.no_grad()
     def run_plain() -> None:
-        with casting(torch.device(device), half_of(found.precision)):
+        # weights in half precision are cast once for all passes, as they are for the noisy networks
+        weights = nullcontext() if half is None else HalfWeights(plain, half, kind)
+        with casting(torch.device(device), half), weights:
             for _ in range(samples):
                 forward(plain, images)
 

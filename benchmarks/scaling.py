@@ -1,6 +1,6 @@
 """What more devices bring: images per second of training with flow noise in 1, 2, ... processes, as a ratio to one in the same run.
 
-    python benchmarks/scaling.py [--model lenet] [--batch 256] [--rounds 3] [--device cpu] [--processes 1 2] [--out results]
+    python benchmarks/scaling.py [--model lenet] [--batch 128] [--rounds 3] [--device cpu] [--processes 1 2] [--out results]
 
 The batch is the global one, shared out among the processes, so that all of them take the very steps that one would. On a CPU every
 process has one thread; on GPUs every process has a device. The numbers of processes take turns in every round. A time is that of
@@ -29,7 +29,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "nargs": "*",
         "help": "default: 1 and 2, or 1, 2, 4, ... as there are GPUs",
     },
-    "steps": {"type": int, "default": 40, "help": "in an epoch"},
+    "steps": {"type": positive, "default": 40, "help": "in an epoch"},
     "site": {"choices": ("channel", "position"), "default": "channel"},
     "worker": {
         "type": int,

@@ -28,7 +28,9 @@ def main() -> None:
         acceleration={"default": "graph", "choices": ("off", "graph", "compile")},
         only={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )
-    kept = [part for part in found.only.split(",") if part]
+    kept = [part.strip() for part in found.only.split(",") if part.strip()]
+    if kept and not any(part in name for part in kept for name in VARIANTS):
+        raise SystemExit(f"no variant has '{found.only}' in its name; there are: {'; '.join(VARIANTS)}")
     steps = {
         name: Stepping(
             found.model, kind, site, found.batch, found.device, found.precision, found.acceleration

@@ -89,7 +89,12 @@ def trial(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def tasks_of(given: argparse.Namespace) -> list[dict[str, Any]]:
-    accelerator, precision = suited(get_study(given.study), given.accelerator, given.precision)
+    study = get_study(given.study)
+    known = [variant.key for variant in study.variants(study.make_settings()) if variant.key != "cost"]
+    for method in given.method:
+        if method not in known:
+            raise SystemExit(f"there is no method '{method}'; there are: {', '.join(known)}")
+    accelerator, precision = suited(study, given.accelerator, given.precision)
     fixed = [parse_setting(pair) for pair in given.changes]
     choices = []
     for pair in given.grid:

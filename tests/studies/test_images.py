@@ -273,3 +273,22 @@ def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch, tmp_path)
     batches = list(cost.Same(pictures.loader(given[0], 0), 3))
     assert len(batches) == 3
     assert all(batch[0] is batches[0][0] for batch in batches)
+
+
+def test_what_was_finished_is_put_aside_by_a_new_run_and_not_lost(tmp_path, capsys):
+    study, settings = small("lenet-fashion")
+    run(study, settings, tmp_path, only=["best-plain"], smoke=False)
+    folder = tmp_path / "lenet-fashion"
+    first = (folder / "parts" / "best-plain-seed0.json").read_bytes()
+    capsys.readouterr()
+    run(study, settings, tmp_path, only=["best-plain", "best-dropout"], smoke=False, progress=True)
+    assert "1 finished trainings of an earlier run were put aside" in capsys.readouterr().out
+    assert (folder / "earlier" / "best-plain-seed0.json").read_bytes() == first
+    assert (folder / "parts" / "best-plain-seed0.json").exists()
+    before = run(study, settings, tmp_path, only=["best-plain"], smoke=False, resume=True)
+    assert [row["key"] for row in before["rows"] if not row.get("cited")] == ["best-plain", "best-dropout"]
+    assert (folder / "earlier" / "best-plain-seed0.json").read_bytes() == first  # nothing new was put aside
+    told = run(
+        study, settings, tmp_path, collect=True, smoke=False, command="flowbnn run x --precision 32-true"
+    )
+    assert told["command"] == "flowbnn run x --precision 32-true"

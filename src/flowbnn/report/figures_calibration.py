@@ -91,7 +91,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
             lower.set_title("share of inputs", loc="left", color=light("muted"), fontsize=10, pad=4)
             lower.set_xlabel("confidence")
 
-        note = f"ECE {decimal(model['ece'])}" if model.get("ece") is not None else ""
+        note = f"ECE\N{NO-BREAK SPACE}{decimal(model['ece'])}" if model.get("ece") is not None else ""
         return Panel(model["label"], draw, note)
 
     columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3

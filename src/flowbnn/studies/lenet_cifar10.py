@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flowbnn.studies.images.published import BATCH_REMARK, LENET_CIFAR10
+from flowbnn.studies.images.published import BATCH_REMARK, LENET_CIFAR10, TWICE_REMARK
 from flowbnn.studies.images.settings import ImageSettings, Training, quick_settings
 from flowbnn.studies.images.study import ImageStudy
 
@@ -63,5 +63,5 @@ class LeNetCifar10(ImageStudy):
     data = "cifar10"
     novel: ClassVar[dict[str, str]] = {"fashion-mnist": "Fashion-MNIST", "noise": "noise"}
     published = LENET_CIFAR10
-    remarks: ClassVar[tuple[str, ...]] = (BATCH_REMARK,)
+    remarks: ClassVar[tuple[str, ...]] = (BATCH_REMARK, TWICE_REMARK)
     quick: ClassVar[dict[str, Any]] = quick_settings()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flowbnn.studies.images.published import BATCH_REMARK, FASHION
+from flowbnn.studies.images.published import BATCH_REMARK, FASHION, TWICE_REMARK
 from flowbnn.studies.images.settings import ImageSettings, Training, quick_settings
 from flowbnn.studies.images.study import ImageStudy
 
@@ -66,5 +66,5 @@ class LeNetFashion(ImageStudy):
     data = "fashion-mnist"
     novel: ClassVar[dict[str, str]] = {"mnist": "MNIST"}
     published = FASHION
-    remarks: ClassVar[tuple[str, ...]] = (BATCH_REMARK,)
+    remarks: ClassVar[tuple[str, ...]] = (BATCH_REMARK, TWICE_REMARK)
     quick: ClassVar[dict[str, Any]] = quick_settings()

@@ -20,6 +20,8 @@ from flowbnn.training import TrainingOptions, alone, check_writable, connect, is
 
 __all__ = ["run_study"]
 
+EARLIER = "earlier"  # folder of what a new run put aside
+
 SCHEMA = 1
 
 
@@ -93,7 +95,11 @@ def run_study(
     chosen = choose(study, every, only)
     if not (collect or resume):
         study.check(settings, chosen)  # before anything that is there is cleared
-    alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
+    aside = alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
+    if aside and progress and is_main_process():
+        print(
+            f"{aside} finished trainings of an earlier run were put aside in '{folder / EARLIER}'; --resume would have kept them."
+        )
     done = alone(
         lambda: [
             job for job in chosen if resume and not collect and job.stored(study.keeps_networks) is not None
@@ -151,7 +157,7 @@ def _conclude(
     made = {(part["machine"]["accelerator"], part["machine"]["precision"]) for part in content.values()}
     if collect and len(made) == 1:
         accelerator, precision = made.pop()
-        if precision != suited(study, accelerator, "auto")[1]:
+        if precision != suited(study, accelerator, "auto")[1] and "--precision" not in results["command"]:
             results["command"] += f" --precision {precision}"
     results["seconds"] = round(time.monotonic() - started, 1)
     if study.partial:  # such a run may have been put together from several: the time is that of all trainings
@@ -169,22 +175,35 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
     return chosen
 
 
-def _prepare(folder: Path, resume: bool, chosen: Sequence[Job] | None) -> None:
-    """Make sure that the folder can be written; unless resuming, clear it, or what the chosen jobs left in it."""
+def _prepare(folder: Path, resume: bool, chosen: Sequence[Job] | None) -> int:
+    """Make sure that the folder can be written; unless resuming, clear it, or what the chosen jobs left in it.
+
+    Finished trainings are put aside, in the place of those that were put aside before: hours may have gone into them.
+
+    Returns:
+        How many were put aside.
+    """
     if folder.exists() and not folder.is_dir():
         raise FlowBNNError(
             f"'{folder}' is a file, but the results go into a folder of that name; name another with --out"
         )
     check_writable(folder / "results.json")
     if resume:
-        return
+        return 0
     stale = [folder / "parts", folder / "checkpoints"]
     if chosen is not None:
         stale = [path for job in chosen for path in (job.part, job.state)]
+    finished = [path for path in (folder / "parts").glob("*.json") if chosen is None or path in stale]
+    if finished:
+        shutil.rmtree(folder / EARLIER, ignore_errors=True)
+        (folder / EARLIER).mkdir(parents=True, exist_ok=True)
+        for path in finished:
+            path.replace(folder / EARLIER / path.name)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if path.exists():
             raise FlowBNNError(f"cannot clear '{path}' of an earlier run; name another folder with --out")
+    return len(finished)
 
 
 def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> dict[str, Any]:
