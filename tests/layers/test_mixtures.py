@@ -265,3 +265,40 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
         alone.draw((5,))
     # views of a layer's share of the whole; by itself it would take as many operations as all together
     assert operations(10) - operations(2) <= 8 * 12 < 8 * counted.number / 3
+
+
+def test_many_rows_are_drawn_layer_by_layer_to_the_same_end(monkeypatch):
+    layers = mixed(network(dtype=torch.float64))
+    blended = mixtures.blend(layers)
+    which, normal = mixtures.start(layers, 9)
+    parameters = [p for layer in layers for p in layer.parameters()]
+
+    def found():
+        drawn = mixtures.draw(blended, which, normal)
+        return drawn, *torch.autograd.grad(drawn.square().sum(), parameters, retain_graph=True)
+
+    together = found()
+    monkeypatch.setattr(mixtures, "MANY", 1)
+    for ours, theirs in zip(found(), together, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_half_precision_leaves_the_choice_exact():
+    loc, scale = torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True)
+    which, normal = torch.tensor([0, 2, 1, 1]), torch.randn(4, 4)
+    truth = loc[which] + scale[which] * normal
+    expected = torch.autograd.grad(truth.square().sum(), (loc, scale))
+
+    def drawn(loc, scale):
+        return chosen_normal(loc, scale, which, normal)
+
+    torch._dynamo.reset()
+    whole = torch.compile(drawn, fullgraph=True, backend="aot_eager")
+    # torch traces the way back of a compiled step under autocast, so that there its products round as those of the layers do
+    for function, error in ((drawn, 1e-6), (whole, 2.0**-7)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = function(loc, scale)
+        gradients = torch.autograd.grad(found.square().sum(), (loc, scale))
+        torch.testing.assert_close(found, truth)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=error, atol=error)

@@ -99,9 +99,12 @@ def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> 
     """
     if torch._C._functorch.maybe_current_level() is not None:
         return torch.addcmul(loc[which], scale[which], normal)
-    if torch.compiler.is_compiling():  # by products both ways, which selects exactly, too
-        chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
-        return torch.addcmul(chosen @ loc, chosen @ scale, normal)
+    if (
+        torch.compiler.is_compiling()
+    ):  # by products, which select exactly, too; in half precision the way back rounds as the layers' does
+        with torch.autocast(loc.device.type, enabled=False):
+            chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
+            return torch.addcmul(chosen @ loc, chosen @ scale, normal)
     return _Chosen.apply(loc, scale, which.reshape(-1), normal.reshape(-1, loc.shape[-1])).view(normal.shape)
 
 
@@ -117,8 +120,9 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_draws: Tensor) -> Any:
         which, normal = ctx.saved_tensors
-        chosen = _chosen(which.unsqueeze(-1), ctx.components, of_draws.dtype).T
-        return chosen @ of_draws, chosen @ (of_draws * normal), None, None
+        with torch.autocast(which.device.type, enabled=False):
+            chosen = _chosen(which.unsqueeze(-1), ctx.components, of_draws.dtype).T
+            return chosen @ of_draws, chosen @ (of_draws * normal), None, None
 
 
 def _chosen(which: Tensor, components: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.distributions import Divergence
-from flowbnn.distributions.draws import standard_normal
+from flowbnn.distributions.draws import chosen_normal, standard_normal
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
 from flowbnn.layers.sharing import Share
@@ -20,6 +20,9 @@ from flowbnn.numerics import soft_clamp
 
 __all__ = ["Blend", "alike", "blend", "draw", "start", "summarize", "together"]
 
+MANY = (
+    2**17
+)  # numbers of a layer from which on it had better draw by itself: sums of gradients then take longer than launches
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -87,6 +90,10 @@ def start(layers: list[Any], rows: int, fresh: int = 0, share: Share | None = No
 def draw(blended: Blend, which: Tensor, normal: Tensor) -> Tensor:
     r""":math:`m_k + d_k \epsilon` with the component ``which`` of each row and layer, ``[rows, numbers]``."""
     columns = enumerate(blended.sizes)
+    if normal.numel() >= MANY * len(blended.sizes):
+        tables = (tensor.split(blended.sizes, -1) for tensor in (blended.mean, blended.deviation, normal))
+        parts = enumerate(zip(*tables, strict=True))
+        return torch.cat([chosen_normal(m, d, which[:, i], some) for i, (m, d, some) in parts], -1)
     index = torch.cat([which[:, i : i + 1].expand(-1, size) for i, size in columns], -1)
     return torch.addcmul(blended.mean.gather(0, index), blended.deviation.gather(0, index), normal)
 
