@@ -3,18 +3,21 @@
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flowbnn as fb
-from flowbnn.distributions import Flow, NormalMixture
+from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import chosen_normal
-from flowbnn.layers import divergences, mixtures, noise, noise_layers
+from flowbnn.layers import InputNoise, divergences, mixtures, noise, noise_layers
 from flowbnn.layers.sharing import Share
 from flowbnn.objectives import ELBO
+from flowbnn.transforms import Affine, Compose
 
 PLAIN = {"*": fb.NormalAffine(components=3)}
 FLOWS = {"*": fb.NormalAffine(components=3), "2": fb.NormalPlanar(2, components=3)}
@@ -302,3 +305,57 @@ def test_half_precision_leaves_the_choice_exact():
         torch.testing.assert_close(found, truth)
         for ours, theirs in zip(gradients, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
+
+
+def test_what_a_subclass_defines_is_kept():
+    class Narrow(MixtureBase):
+        def distribution(self):
+            return NormalMixture(self.loc, 0.01 * self.log_scale.exp())
+
+    class Loud(InputNoise):
+        def draw(self, shape, generator=None):
+            return super().draw(shape, generator).clamp(min=0.9)
+
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), PLAIN)
+    layers = noise_layers(model)
+    narrow = {
+        name: InputNoise(
+            Narrow(4, 3, spread=0.0), Compose(Affine(4, center=1.0)), NormalBase(4), layer.layout
+        )
+        for name, layer in layers.items()
+    }
+    found = divergences(narrow)
+    torch.manual_seed(0)
+    for name, layer in narrow.items():
+        assert layer.draw((1000,)).std() < 0.01
+        torch.testing.assert_close(found[name].kl, layer.divergence().kl, rtol=0.2, atol=0.0)
+    for layer in layers.values():
+        layer.__class__ = Loud
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(args[0].detach()) or None)
+    model[1].register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
+    model(torch.randn(500, 4))
+    assert seen[0].min() == 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own derivatives are scripts
+def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_work():
+    model = network()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for rows in (8, 5, 6):
+        assert compiled(torch.randn(rows, 3, 6, 6)).shape == (rows, 2)
+    loc, scale = torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True)
+    which, normal = torch.tensor([0, 2, 1, 1]), torch.randn(4, 4)
+    with forward_ad.dual_level():
+        duals = (
+            forward_ad.make_dual(loc, torch.ones(3, 4)),
+            forward_ad.make_dual(scale, torch.full((3, 4), 2.0)),
+        )
+        tangent = forward_ad.unpack_dual(chosen_normal(*duals, which, normal)).tangent
+    torch.testing.assert_close(tangent, 1.0 + 2.0 * normal)
+    model = network({"*": fb.NormalAffine(components=3, site="position")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is leaving its traces behind
+        traced = torch.jit.trace(model, torch.randn(2, 3, 6, 6), check_trace=False)
+    assert "_Chosen" not in str(traced.inlined_graph)

@@ -1,6 +1,6 @@
 """Random crops, flips and holes for a batch of images, on the device that holds it."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -140,28 +140,44 @@ def mirrored(images: Tensor) -> Tensor:
     return images.flip(-1)
 
 
-def moved(down: int, right: int) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True)
+class Moved:
+    """What :func:`moved` gives."""
+
+    down: int
+    right: int
+
+    def __post_init__(self) -> None:
+        if type(self.down) is not int or type(self.right) is not int:
+            raise FlowBNNError(
+                f"images are moved by whole numbers of pixels, not {self.down!r} and {self.right!r}"
+            )
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.ndim < 3:
+            raise FlowBNNError(
+                f"moved takes images [..., C, H, W] or [B, H, W], not shape {tuple(images.shape)}"
+            )
+        for axis, move in ((-2, self.down), (-1, self.right)):
+            length = images.shape[axis]
+            if move and abs(move) >= length:
+                size = "x".join(str(side) for side in images.shape[-2:])
+                raise FlowBNNError(f"images of {size} cannot be moved by {move} pixels")
+            if move:
+                places = torch.arange(length, device=images.device) - move
+                images = images.index_select(axis, length - 1 - (length - 1 - places.abs()).abs())
+        return images
+
+
+def moved(down: int, right: int) -> Moved:
     """A view for ``posterior.predict(images, views=[mirrored, moved(1, 1), moved(-1, -1)])``: images ``[..., H, W]`` moved by so many
     pixels, with their mirror image beyond the border, as :class:`CropAndFlip` moves them in training.
 
-    >>> moved(0, 1)(torch.tensor([[1, 2, 3]]))
-    tensor([[2, 1, 2]])
-    >>> moved(-1, 0)(torch.tensor([[1, 2], [3, 4], [5, 6]]))
-    tensor([[3, 4],
-            [5, 6],
-            [3, 4]])
+    >>> moved(0, 1)(torch.tensor([[[1, 2, 3]]]))
+    tensor([[[2, 1, 2]]])
+    >>> moved(-1, 0)(torch.tensor([[[1, 2], [3, 4], [5, 6]]]))
+    tensor([[[3, 4],
+             [5, 6],
+             [3, 4]]])
     """
-
-    def view(images: Tensor) -> Tensor:
-        for axis, move in ((-2, down), (-1, right)):
-            length = images.shape[axis]
-            if abs(move) >= length:
-                size = "x".join(str(side) for side in images.shape[-2:])
-                raise FlowBNNError(f"images of {size} cannot be moved by {move} pixels")
-            places = torch.arange(length, device=images.device) - move
-            images = (
-                images.index_select(axis, length - 1 - (length - 1 - places.abs()).abs()) if move else images
-            )
-        return images
-
-    return view
+    return Moved(down, right)

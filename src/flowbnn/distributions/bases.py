@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal, constraints
 
-from flowbnn.distributions.draws import chosen_normal, standard_normal
+from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
 
 __all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture", "as_diagonal_normal"]
@@ -139,7 +139,7 @@ class NormalMixture(Distribution):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
         device = self.loc.device
-        which = torch.randint(self.components, shape, generator=generator, device=device)
+        which = components_of(self.components, shape, device, generator)
         noise = standard_normal(shape + self.event_shape, self.loc.dtype, device, generator)
         if not self.batch_shape:
             return chosen_normal(self.loc, self.scale, which, noise)

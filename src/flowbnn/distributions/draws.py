@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["chosen_normal", "reparameterized", "standard_normal", "standard_normals"]
+__all__ = ["chosen_normal", "components_of", "reparameterized", "standard_normal", "standard_normals"]
 
 # torch fills normals one by one on these processors; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
@@ -33,7 +33,9 @@ def standard_normal(
     True
     """
     if not _by_numpy(shape.numel(), dtype, device) or torch._C._functorch.maybe_current_level() is not None:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)  # vmap must see the draw
+        # vmap must see the draw; a generator that is named, if only as None, does not compile with sizes that vary
+        named: dict[str, Any] = {} if generator is None else {"generator": generator}
+        return torch.randn(shape, dtype=dtype, device=device, **named)
     return torch.from_numpy(_ziggurat(generator).standard_normal(tuple(shape), dtype=numpy.float32))
 
 
@@ -83,6 +85,14 @@ def standard_normals(
     return rows
 
 
+def components_of(
+    number: int, shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Which of ``number`` equal components each draw of a mixture comes from."""
+    named: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.randint(number, tuple(shape), device=device, **named)
+
+
 def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
     r""":math:`\mu_k + \sigma_k \epsilon` with a component ``which`` of its own for every draw.
 
@@ -97,11 +107,11 @@ def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> 
             [0., 1.],
             [2., 3.]])
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    needed = torch.is_grad_enabled() and (loc.requires_grad or scale.requires_grad)
+    if not needed or torch.jit.is_tracing() or torch._C._functorch.maybe_current_level() is not None:
         return torch.addcmul(loc[which], scale[which], normal)
-    if (
-        torch.compiler.is_compiling()
-    ):  # by products, which select exactly, too; in half precision the way back rounds as the layers' does
+    if torch.compiler.is_compiling():
+        # by products, which select exactly, too; in half precision the way back rounds as the layers' does
         with torch.autocast(loc.device.type, enabled=False):
             chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
             return torch.addcmul(chosen @ loc, chosen @ scale, normal)
@@ -115,7 +125,16 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
         ctx.components = len(loc)
         ctx.save_for_backward(which, normal)
+        ctx.save_for_forward(which, normal)
         return torch.addcmul(loc.index_select(0, which), scale.index_select(0, which), normal)
+
+    @staticmethod
+    def jvp(ctx: Any, of_loc: Tensor | None, of_scale: Tensor | None, *none: None) -> Tensor:
+        which, normal = ctx.saved_tensors
+        found = torch.zeros_like(normal)
+        if of_loc is not None:
+            found = found + of_loc.index_select(0, which)
+        return found if of_scale is None else torch.addcmul(found, of_scale.index_select(0, which), normal)
 
     @staticmethod
     def backward(ctx: Any, of_draws: Tensor) -> Any:

@@ -17,7 +17,7 @@ from flowbnn.distributions import (
     NormalMixture,
     divergence,
 )
-from flowbnn.distributions.draws import chosen_normal, reparameterized, standard_normal
+from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
 from flowbnn.layers.layout import Layout
 from flowbnn.layers.noise import Noise, Site
 from flowbnn.numerics import sum_rightmost
@@ -72,7 +72,8 @@ class InputNoise(Noise):
             else None
         )
         self.start: Any = known if isinstance(base, NormalBase) else None
-        self.mixed = known if isinstance(base, MixtureBase) else None
+        # a subclass may have another distribution
+        self.mixed = known if type(base) is MixtureBase else None
         self.rest: list[Transform] = parts[1:]
         self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
@@ -152,7 +153,7 @@ class InputNoise(Noise):
             shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
             for source in generators:
                 if self.mixed is not None:
-                    which.append(torch.randint(len(mean), at, generator=source, device=mean.device))
+                    which.append(components_of(len(mean), at, mean.device, source))
                 normal.append(standard_normal(shape, mean.dtype, mean.device, source))
             if self.mixed is None:
                 return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)

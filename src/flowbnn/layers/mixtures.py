@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.distributions import Divergence
-from flowbnn.distributions.draws import chosen_normal, standard_normal
+from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
 from flowbnn.layers.sharing import Share
@@ -77,7 +77,7 @@ def start(layers: list[Any], rows: int, fresh: int = 0, share: Share | None = No
     loc = layers[0].mixed[0].loc
     whole = (rows if share is None else share.whole(rows)) + fresh
     source = layers[0].generator
-    which = torch.randint(len(loc), (whole, len(layers)), generator=source, device=loc.device)
+    which = components_of(len(loc), (whole, len(layers)), loc.device, source)
     width = sum(noise.layout.dim for noise in layers)
     normal = standard_normal(torch.Size((whole, width)), loc.dtype, loc.device, source)
     if share is None:

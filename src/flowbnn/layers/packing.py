@@ -109,7 +109,7 @@ class NoiseGroup:
 
 
 def packable(noise: Noise) -> bool:
-    if not isinstance(noise, InputNoise) or not _kind(noise) or noise.reads_batch:
+    if not isinstance(noise, InputNoise) or not _kind(noise) or noise.reads_batch or not noise.draws_plainly:
         return False
     return noise.mode == "sample" and noise.site == "channel" and noise.ready is None
 

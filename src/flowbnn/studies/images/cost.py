@@ -27,7 +27,7 @@ from flowbnn.studies.images.training import fit_variant
 __all__ = ["measure_cost"]
 
 STEPS, PASSES, FEW = 100, 4, 12
-IMAGES = {"cpu": 500, "cuda": 2000}  # to predict: on a GPU fewer measure how soon Python launches what
+IMAGES, ON_GPU = 500, 2000  # to predict: on a GPU fewer measure how soon Python launches what
 
 
 class Timed:
@@ -105,16 +105,24 @@ def measure_cost(
         name: {kind: value / medians["plain"][kind] for kind, value in found.items()}
         for name, found in medians.items()
     }
-    number = min(IMAGES[pictures.device.type], len(pictures.judged))
+    number = min(_images(pictures), len(pictures.judged))
     rows = number * settings.samples
     where = "a GPU" if pictures.device.type == "cuda" else "a processor"
     caption = (
         f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
         f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update. "
-        f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images. "
-        f"Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and what the steps work in."
+        f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images."
     )
+    if any(memory.values()):
+        caption += (
+            f"Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and "
+        )
+        caption += "what the steps work in."
     return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
+
+
+def _images(pictures: Pictures) -> int:
+    return ON_GPU if pictures.device.type == "cuda" else IMAGES
 
 
 def _training(settings: ImageSettings, group: str) -> Training:
@@ -178,7 +186,7 @@ def _predict(
     posteriors: dict[str, Posterior], pictures: Pictures, settings: ImageSettings, precision: str
 ) -> dict[str, list[float]]:
     """Seconds of predictions with all samples; of the plain network, for as many rows."""
-    images = pictures.test[0][: IMAGES[pictures.device.type]]
+    images = pictures.test[0][: _images(pictures)]
     many = images.repeat(settings.samples, 1, 1, 1)
     seconds: dict[str, list[float]] = {name: [] for name in posteriors}
     for turn in range(settings.rounds + 1):
