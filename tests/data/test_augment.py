@@ -142,7 +142,7 @@ def test_on_a_gpu_nothing_is_waited_for():
         lambda: CropAndFlip(fill=256)(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)),
         lambda: moved(8, 0)(torch.zeros(1, 3, 8, 8)),
         lambda: moved(0, -8)(torch.zeros(1, 3, 8, 8)),
-        lambda: moved(1.5, 0),  # type: ignore[arg-type]
+        lambda: moved(1.5, 0),
         lambda: moved(True, 0),
         lambda: moved(1, 0)(torch.zeros(4, 8)),
     ],

@@ -254,7 +254,7 @@ def test_six_views_are_judged_when_asked_for(tmp_path):
         assert torch.equal(other(images), mirrored(moved(step, step)(images)))
 
 
-def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch, tmp_path):
+def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch):
     """Torch's counts of a GPU's memory are played here: what is there before a method's steps is not charged to it."""
     counts = {"before": iter([10.0, 30.0]), "peak": iter([110.0, 180.0])}
     cleared = []
@@ -264,13 +264,17 @@ def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(counts["peak"]))
     study, settings = small("lenet-fashion")
     pictures = study.pictures(settings, "cpu")
-    given = cost._training(settings, "flow_channel"), pictures, {"progress": False, "accelerator": "cpu"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert cost._peak("plain", "lenet", 1.0, *given) == 100.0
-        assert cost._peak("flow-channel", "lenet", 1.0, *given) == 150.0
+    training, trained = cost._training(settings, "flow_channel"), []
+
+    def train(name, training, loader):
+        trained.append((name, training.epochs, len(list(loader))))
+        assert cleared[-1] == "peak"  # the count begins before the steps
+
+    assert cost._peak(train, "plain", training, pictures) == 100.0
+    assert cost._peak(train, "flow-channel", training, pictures) == 150.0
+    assert trained == [("plain", 1, cost.FEW), ("flow-channel", 1, cost.FEW)]
     assert cleared == ["cache", "peak"] * 2
-    batches = list(cost.Same(pictures.loader(given[0], 0), 3))
+    batches = list(cost.Same(pictures.loader(training, 0), 3))
     assert len(batches) == 3
     assert all(batch[0] is batches[0][0] for batch in batches)
 

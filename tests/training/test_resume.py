@@ -104,8 +104,16 @@ def test_resume_without_a_file_begins(tmp_path, peaceful):
     assert (tmp_path / "new" / "a.safetensors").exists()
 
 
+@pytest.fixture
+def heeded():
+    """Ctrl-C counts: a shell has its background jobs ignore it, and a run of these tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("how", ["raised in the step", "signal in the step", "signal in validation"])
-def test_interruption_saves_and_says_where(tmp_path, capsys, how):
+def test_interruption_saves_and_says_where(tmp_path, capsys, how, heeded):
     calls = {"steps": 0, "validations": 0}
 
     def interrupted(model, batch, clock):

@@ -4,6 +4,9 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
+import time
 
 import pytest
 import safetensors.torch
@@ -219,6 +222,23 @@ def test_unwritable_places(tmp_path):
     (tmp_path / ".a.safetensors.123.part").write_text("left by a killed run")
     check_writable(tmp_path / "a.safetensors")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder.safetensors"]
+
+
+def test_only_what_nobody_writes_any_more_is_cleared(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here, path = storage._this_machine(), tmp_path / "a.safetensors"
+    elsewhere = f"{int(here, 16) ^ 1:08x}"
+    kept = [f".a.safetensors.{here}-{os.getppid()}.part", f".a.safetensors.{elsewhere}-{ended.pid}.part"]
+    old = tmp_path / f".a.safetensors.{here}-{os.getppid()}.part"
+    for name in (*kept, f".a.safetensors.{here}-{ended.pid}.part"):
+        (tmp_path / name).write_text("half of a checkpoint")
+    check_writable(path)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+    two_days = time.time() - 2 * storage.DAY
+    os.utime(old, (two_days, two_days))
+    check_writable(path)
+    assert os.listdir(tmp_path) == kept[1:]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -145,7 +145,7 @@ class InputNoise(Noise):
         return super()._fits(rows, at) and (found is None or found[1] == (self._half is not None))
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
-        if self.reads_batch or not self.draws_plainly or (self.start is None and self.mixed is None):
+        if self.reads_batch or not self.draws_plainly or self._opening is None:
             return super().draw_each(at, generators)
         coarse = self._half is not None
         with self._in_full_precision():  # the normals one by one, and all that follows at once
@@ -159,9 +159,14 @@ class InputNoise(Noise):
                 return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
             return self._end(chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal)), coarse)
 
+    @property
+    def _opening(self) -> Any:
+        """Base, affine map and prior where the noise begins as a learnable Gaussian or a mixture of them, else None."""
+        return self.mixed if self.start is None else self.start
+
     def _normals(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
-        base, affine, _ = self.start or self.mixed
+        base, affine, _ = self._opening
         first = base.distribution()
         return affine.push_normal(first.loc, first.scale)[:2]
 
@@ -192,7 +197,7 @@ class InputNoise(Noise):
     def _begin(
         self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
     ) -> Tensor:
-        if self.start is None and self.mixed is None:
+        if self._opening is None:
             return reparameterized(self.base.distribution(), shape, generator)
         mean, deviation = self._normals()
         if self.mixed is not None:
@@ -204,8 +209,7 @@ class InputNoise(Noise):
         return DiagonalNormal(mean, deviation).rsample(shape, generator)
 
     def _end(self, z: Tensor, coarse: bool = False) -> Tensor:
-        whole = self.start is None and self.mixed is None
-        return self.transform(z)[0] if whole else self.push(z, False, coarse)[0]
+        return self.transform(z)[0] if self._opening is None else self.push(z, False, coarse)[0]
 
     def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
         """What follows the learnable Gaussian; ``coarse``: as in :func:`flowbnn.transforms.fused.push_many`."""

@@ -20,9 +20,8 @@ from flowbnn.numerics import soft_clamp
 
 __all__ = ["Blend", "alike", "blend", "draw", "start", "summarize", "together"]
 
-MANY = (
-    2**17
-)  # numbers of a layer from which on it had better draw by itself: sums of gradients then take longer than launches
+# numbers of a layer from which on it had better draw by itself: sums of gradients then take longer than launches
+MANY = 2**17
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -115,9 +114,8 @@ def summarize(
     of_prior = ((ends - loc) / scale).unsqueeze(1)
     logs = torch.cat([blended.log_deviation, scale.log().unsqueeze(0)]) + _HALF_LOG_2PI
     numbers = -0.5 * torch.cat([of_each, of_prior], 1).square() - logs
-    sums = torch.stack(
-        [part.sum(-1) for part in numbers.split(blended.sizes, -1)]
-    )  # [layers, draws, components + 1]
+    # [layers, draws, components + 1]
+    sums = torch.stack([part.sum(-1) for part in numbers.split(blended.sizes, -1)])
     log_q = torch.logsumexp(sums[..., :components], -1) - math.log(components)
     if log_dets is not None:
         log_q = log_q - log_dets

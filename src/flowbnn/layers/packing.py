@@ -38,10 +38,14 @@ class NoiseGroup:
     """The noise of one network, told by hooks on its root when a pass begins and ends.
 
     In a pass, a layer of site ``channel`` that draws per example draws once: called again, it keeps its draw, as noise that belongs
-    to the network should. The first learnable Gaussian that asks draws for all of them. Outside a pass of the root, and inside a part
-    of it that runs twice (activation checkpointing), a layer draws for itself, so that torch's generator, which is put back for
-    the second run, gives it the same draw again.
+    to the network should. The first learnable Gaussian that asks for as many rows as the network was given draws for all of them, and
+    so does the first mixture; one that asks for others (a layer that sees each time step as a row) draws for itself. Outside a pass
+    of the root, and inside a part of it that runs twice (activation checkpointing), a layer draws for itself, so that torch's
+    generator, which is put back for the second run, gives it the same draw again.
     """
+
+    # the first sizes of what the pass that is going on was given; none where nothing tells
+    given: tuple[int, ...] = ()
 
     def __init__(self, members: list[Noise]) -> None:
         self.members = members
@@ -57,6 +61,7 @@ class NoiseGroup:
             return
         self._forget()
         self.inside, self.gradients = True, torch.is_grad_enabled()
+        self.given = next((tuple(given.shape[:2]) for given in args if isinstance(given, Tensor)), ())
         if (
             self.gradients == self.prepared_with_gradients
         ):  # else it is the first of two runs, which draw for themselves
@@ -69,11 +74,11 @@ class NoiseGroup:
         if self.members and self.members[0].given is not None:
             return
         self._forget()
-        self.inside = False
+        self.inside, self.given = False, ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a pass, which copies and pickles must not carry along."""
-        return {**self.__dict__, "prepared": [], "inside": False}
+        return {**self.__dict__, "prepared": [], "inside": False, "given": ()}
 
     def _forget(self) -> None:
         for member in self.members:
@@ -91,9 +96,11 @@ class NoiseGroup:
         """This pass's draw of a layer for ``rows`` rows."""
         if noise.ready is not None and noise.ready.shape[0] == rows:
             return noise.ready
-        together = (
-            [m for m in self.members if packable(m) and _kind(m) == _kind(noise)] if packable(noise) else []
-        )
+        together: list[Noise] = []
+        if packable(noise) and (not self.given or any(rows == size for size in self.given)):
+            together = [
+                member for member in self.members if packable(member) and _kind(member) == _kind(noise)
+            ]
         packed: list[Tensor] = []
         if len(together) > 1 and _kind(noise) == "mixture" and mixtures.alike(together):
             packed = _mixed_draws(together, rows, noise.share)

@@ -11,7 +11,6 @@ from flowbnn.layers.gaussians import Frame, draw, summarize
 from flowbnn.layers.input_noise import InputNoise
 from flowbnn.layers.noise import Noise
 from flowbnn.layers.packing import (
-    NoiseGroup,
     alike,
     flows_last,
     gather_all,
@@ -37,36 +36,28 @@ class Divergences(dict[str, Divergence]):
 
 def divergences(layers: dict[str, Noise]) -> Divergences:
     """KL and entropy of every layer that has them."""
-    found: dict[str, Divergence] = {}
-    totals: list[Divergence] = []
-    able = _together(layers)
-    packed = list(able.values())
-    if packed:
-        with in_full_precision(packed):
-            order, ordered = flows_last(packed)
-            flows = [noise for noise in ordered if noise.rest]
-            gathered = gather_all(ordered)
-            _, mean, deviation, _ = gathered
-            normal: Tensor | None = None
-            ends: list[Tensor] = []
-            log_dets: Tensor | None = None
-            if flows:
-                width = sum(noise.layout.dim for noise in flows)
-                normal = normals(flows, flows[0].kl_samples, width, mean)
-                ends, log_dets = push_all(flows, draw(mean, deviation, normal, len(mean) - width))
-            parts, total = _summary(order, gathered, len(flows), normal, ends, log_dets)
-        found |= dict(zip(able, parts, strict=True))
-        totals.append(total)
-    mixed = mixtures.together(layers)
-    blends = list(mixed.values())
-    if blends:
-        with in_full_precision(blends):
-            blended = mixtures.blend(blends)
-            drawn = mixtures.draw(blended, *mixtures.start(blends, 0, blends[0].kl_samples))
-            parts, total = mixtures.summarize(blends, blended, drawn, *mixed_ends(blends, drawn))
-        found |= dict(zip(mixed, parts, strict=True))
-        totals.append(total)
-    return _joined(layers, found, totals)
+    return _joined(layers, {}, [])
+
+
+def _normal_divergences(packed: list[Any]) -> tuple[list[Divergence], Divergence]:
+    """Of layers that begin as Gaussians: KL and entropy of each and of all."""
+    order, ordered = flows_last(packed)
+    flows = [noise for noise in ordered if noise.rest]
+    gathered = gather_all(ordered)
+    _, mean, deviation, _ = gathered
+    if not flows:
+        return _summary(order, gathered, 0, None, [], None)
+    width = sum(noise.layout.dim for noise in flows)
+    normal = normals(flows, flows[0].kl_samples, width, mean)
+    ends, log_dets = push_all(flows, draw(mean, deviation, normal, len(mean) - width))
+    return _summary(order, gathered, len(flows), normal, ends, log_dets)
+
+
+def _mixed_divergences(packed: list[Any]) -> tuple[list[Divergence], Divergence]:
+    """The same of layers that begin as mixtures."""
+    blended = mixtures.blend(packed)
+    drawn = mixtures.draw(blended, *mixtures.start(packed, 0, packed[0].kl_samples))
+    return mixtures.summarize(packed, blended, drawn, *mixed_ends(packed, drawn))
 
 
 def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
@@ -78,7 +69,7 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
     if torch._C._functorch.maybe_current_level() is not None:
         return None
     able, mixed = (
-        {name: noise for name, noise in some.items() if packable(noise)}
+        {name: noise for name, noise in some.items() if packable(noise) and noise.group is not None}
         for some in (_together(layers), mixtures.together(layers))
     )
     able, mixed = (some if len(some) > 1 else {} for some in (able, mixed))
@@ -95,9 +86,16 @@ def ahead(layers: dict[str, Noise], rows: int) -> Divergences | None:
             prepared += draws
             found |= dict(zip(some, parts, strict=True))
             totals.append(total)
-    group: NoiseGroup = prepared[0][0].group
-    group.prepared, group.prepared_with_gradients = prepared, torch.is_grad_enabled()
+    _hand_over(prepared)
     return _joined(layers, found, totals)
+
+
+def _hand_over(prepared: list[tuple[Any, Tensor]]) -> None:
+    """Draws for the next pass, to the networks that their layers belong to."""
+    for noise, _ in prepared:
+        noise.group.prepared, noise.group.prepared_with_gradients = [], torch.is_grad_enabled()
+    for noise, drawn in prepared:
+        noise.group.prepared.append((noise, drawn))
 
 
 Made = tuple[list[tuple[Noise, Tensor]], list[Divergence], Divergence]
@@ -166,11 +164,12 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
             groups.append(fused.Group([noise.chain], start.reshape(-1, start.shape[-1]), False, rounded))
         (ends, log_dets), *draws = fused.push_groups(groups)
         parts, total = _summary(order, gathered, len(flows), normal, list(ends.split(sizes, -1)), log_dets)
-    for noise, _ in drawn:
-        noise.group.prepared = []
-    for (noise, (at, _)), (x, _) in zip(drawn, draws, strict=True):
-        noise.group.prepared.append((noise, x.view(rows, *at, noise.layout.dim)))
-        noise.group.prepared_with_gradients = torch.is_grad_enabled()
+    _hand_over(
+        [
+            (noise, x.view(rows, *at, noise.layout.dim))
+            for (noise, (at, _)), (x, _) in zip(drawn, draws, strict=True)
+        ]
+    )
     return _joined(layers, dict(zip(able, parts, strict=True)), [total])
 
 
@@ -202,9 +201,21 @@ def _together(layers: dict[str, Noise]) -> dict[str, Any]:
 
 
 def _joined(layers: dict[str, Noise], found: dict[str, Divergence], totals: list[Divergence]) -> Divergences:
-    """What was found together, with its totals, and, one by one, the other layers'."""
+    """What was found together, with its totals, and the other layers': together where that goes, else one by one."""
+    rest = {name: noise for name, noise in layers.items() if name not in found}
+    found, totals = dict(found), list(totals)
+    for some, make in (
+        (_together(rest), _normal_divergences),
+        (mixtures.together(rest), _mixed_divergences),
+    ):
+        if some:
+            packed = list(some.values())
+            with in_full_precision(packed):
+                each, whole = make(packed)
+            found |= dict(zip(some, each, strict=True))
+            totals.append(whole)
     parts: dict[str, Divergence] = {}
-    alone = list(totals)
+    alone = totals
     for name, noise in layers.items():
         part = found[name] if name in found else noise.divergence()
         if part is not None:

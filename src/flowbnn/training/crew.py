@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from flowbnn.training.engine import FabricEngine
 from flowbnn.training.interrupt import Terminated
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.sharing import SharedLoader, shared_dropout, synchronised_statistics
+from flowbnn.training.storage import is_alive
 
 __all__ = ["CrewEngine", "WorkerLost", "is_connection_loss"]
 
@@ -181,19 +181,8 @@ class CrewEngine(FabricEngine):
             found = [
                 rank
                 for rank, (host, process) in enumerate(self.everyone)
-                if host == here and not _alive(process)
+                if host == here and not is_alive(process)
             ]
             if found or time.monotonic() > until:
                 return found
             time.sleep(0.05)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return False
-    except OSError:  # not ours to ask, or no such file on this system
-        return True
-    return state not in "ZX"  # dead, and not yet taken note of by its parent

@@ -7,7 +7,11 @@ Nothing is ever unpickled.
 
 import json
 import os
+import re
 import shutil
+import socket
+import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +24,11 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["check_writable", "keep_as", "load_document", "load_tensors", "save_tensors"]
+__all__ = ["check_writable", "is_alive", "keep_as", "load_document", "load_tensors", "save_tensors"]
 
 FORMAT = 1
 HEADER = "flowbnn"
+DAY = 24 * 3600.0
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Path:
@@ -134,14 +139,33 @@ def check_writable(path: str | Path) -> None:
     probe = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob(f".{path.name}.*.part"):
-            leftover.unlink(missing_ok=True)
+        for part in path.parent.glob(f".{path.name}.*.part"):
+            if _is_left_over(part):
+                part.unlink(missing_ok=True)
         probe.write_bytes(b"0")
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise FlowBNNError(
             f"cannot write in folder '{path.parent}' ({_reason(error)}); name another folder or make it writable"
         ) from None
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine runs; where that cannot be asked, it is taken to.
+
+    >>> is_alive(os.getpid())
+    True
+    """
+    if os.name == "nt":  # there, signal 0 is Ctrl-C
+        return True
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # not ours to ask, or no such file on this system
+        return True
+    return state not in "ZX"  # dead, and not yet taken note of by its parent
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -199,7 +223,25 @@ def _looks_like_pickle(path: Path) -> bool:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Where a file is written before it gets its name: it tells the machine and the process that write it."""
+    return path.with_name(f".{path.name}.{_this_machine()}-{os.getpid()}.part")
+
+
+def _this_machine() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_left_over(part: Path) -> bool:
+    """Whether nobody writes this any more. Another process of the same run may be writing its checkpoint just now."""
+    try:
+        old = time.time() - part.stat().st_mtime > DAY
+    except FileNotFoundError:  # it has got its name meanwhile
+        return False
+    writer = re.search(r"\.([0-9a-f]{8})-(\d+)\.part$", part.name)
+    if writer is None or old:
+        return True
+    machine, process = writer[1], int(writer[2])
+    return machine == _this_machine() and (process == os.getpid() or not is_alive(process))
 
 
 def _flush(path: Path) -> None:

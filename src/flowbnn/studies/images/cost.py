@@ -8,7 +8,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
 from flowbnn.studies.images.training import fit_variant
 
 __all__ = ["measure_cost"]
+
+Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
 
 STEPS, PASSES, FEW = 100, 4, 12
 IMAGES, ON_GPU = 500, 2000  # to predict: on a GPU fewer measure how soon Python launches what
@@ -85,16 +87,22 @@ def measure_cost(
     steps: dict[str, list[float]] = {name: [] for name in methods}
     memory: dict[str, list[float]] = {}
     posteriors: dict[str, Posterior] = {}
+
+    def train(name: str, training: Training, loader: Any) -> Posterior:
+        network = make_network(architecture, pictures.channels, settings.width)
+        return fit_variant(
+            f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
+        )
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlowBNNWarning)  # nothing is trained long enough to be healthy
         for name, training in methods.items():
-            given = name, architecture, settings.width, training, pictures, options
-            memory[name] = [_peak(*given)] if pictures.device.type == "cuda" else []
+            memory[name] = [_peak(train, name, training, pictures)] if pictures.device.type == "cuda" else []
         for _ in range(settings.rounds):
             for name, training in methods.items():
-                given = name, architecture, settings.width, training, pictures, options
-                seconds, posteriors[name] = _train(*given)
-                steps[name].append(seconds)
+                loader = Timed(pictures.loader(training, 0), STEPS)
+                posteriors[name] = train(name, training, loader)
+                steps[name].append(statistics.median(loader.seconds[1:]))  # once it runs smoothly
     predictions = _predict(posteriors, pictures, settings, precision)
     measured = {"step": steps, "memory": memory, "prediction": predictions}
     medians = {
@@ -143,33 +151,9 @@ def _training(settings: ImageSettings, group: str) -> Training:
     return replace(settings.plain, epochs=PASSES, average=0.0, **same)
 
 
-def _train(
-    name: str,
-    architecture: str,
-    width: float,
-    training: Training,
-    pictures: Pictures,
-    options: dict[str, Any],
-) -> tuple[float, Posterior]:
-    """Seconds of a step, once it runs smoothly, and the network."""
-    loader = Timed(pictures.loader(training, 0), STEPS)
-    network = make_network(architecture, pictures.channels, width)
-    posterior = fit_variant(
-        f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
-    )
-    return statistics.median(loader.seconds[1:]), posterior
-
-
-def _peak(
-    name: str,
-    architecture: str,
-    width: float,
-    training: Training,
-    pictures: Pictures,
-    options: dict[str, Any],
-) -> float:
+def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> float:
     """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
-    loader, once = Same(pictures.loader(training, 0), FEW), replace(training, epochs=1)
+    loader = Same(pictures.loader(training, 0), FEW)
     gc.collect()  # a recorded step holds its memory until then
     release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if release is not None:  # kept for every stream that ever asked, else
@@ -177,8 +161,7 @@ def _peak(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(pictures.device)
     before = torch.cuda.memory_allocated(pictures.device)
-    network = make_network(architecture, pictures.channels, width)
-    fit_variant(f"best-{name}", architecture, once, network, pictures, options, 0, loader=loader)
+    train(name, replace(training, epochs=1), loader)
     return float(torch.cuda.max_memory_allocated(pictures.device) - before)
 
 

@@ -15,7 +15,7 @@ from flowbnn.predictive import CategoricalPredictive
 from flowbnn.studies.base import CLASSIFICATION, Metric
 from flowbnn.studies.figures import histogram
 from flowbnn.studies.images.pictures import KINDS, STRENGTHS, Pictures
-from flowbnn.studies.images.settings import ImageSettings
+from flowbnn.studies.images.settings import ImageSettings, Training
 
 __all__ = ["RULE", "by_views", "curves_of", "image_metrics", "judge", "predict", "score"]
 
@@ -163,11 +163,22 @@ def score(
 
 
 def by_views(
-    posterior: Posterior, pair: tuple[Tensor, Tensor], settings: ImageSettings, precision: str
+    posterior: Posterior,
+    pair: tuple[Tensor, Tensor],
+    settings: ImageSettings,
+    training: Training,
+    precision: str,
 ) -> dict[str, float]:
-    """Accuracy, NLL and ECE of an image and its mirror image together, and of six views where ``settings.moved`` asks for them."""
+    """Accuracy, NLL and ECE of several views of an image together, as far as training has seen such views.
+
+    The image and its mirror image where training mirrors; six views where it moves images as well and ``settings.moved`` asks for
+    them. With as many fewer networks, so that as many images are seen.
+    """
     found: dict[str, float] = {}
-    for prefix, views in {"mirror": VIEWS[:1], **({"moved": VIEWS} if settings.moved else {})}.items():
+    several = {"mirror": VIEWS[:1]} if training.flip else {}
+    if training.flip and training.padding and settings.moved:
+        several["moved"] = VIEWS
+    for prefix, views in several.items():
         networks = max(1, settings.samples // (1 + len(views)))
         seen = predict(posterior, pair[0], networks, precision, views=views).evaluate(pair[1])
         found |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
@@ -192,14 +203,9 @@ def curves_of(posterior: Posterior, number: int) -> dict[str, list[float]]:
 
 
 def judge(
-    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str, mirror: bool = False
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, training: Training, precision: str
 ) -> dict[str, Any]:
-    """Everything the table and the figures need of one trained network.
-
-    Args:
-        mirror: also judge the predictions for an image and its mirror image together, where training has mirrored images too; with
-            half as many networks, so that a network sees as many images. ``settings.moved`` has six views judged besides.
-    """
+    """Everything the table and the figures need of one trained network."""
     images, labels = pictures.test
     noisy = not isinstance(posterior, PointPosterior)
     known = predict(posterior, images, settings.samples, precision)
@@ -217,8 +223,7 @@ def judge(
         content["adaptive_rule"] = asdict(RULE)
         del sparing
     del known
-    if mirror:
-        values |= by_views(posterior, pictures.test, settings, precision)
+    values |= by_views(posterior, pictures.test, settings, training, precision)
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
     content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}

@@ -89,7 +89,7 @@ class ImageSettings:
         curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
         curves: whether the best recipe has these curves too.
         moved: also judge predictions for six views of an image: it and its mirror image, as they are and moved by a pixel along
-            either diagonal; with a sixth of the networks.
+            either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
         rounds: rounds of the measurement of time and memory; 0 measures none.
         start, document: document 000's training of the plain network, and of what starts from it.
         plain, dropout, ...: the best training we found for each method, from scratch.

@@ -35,9 +35,8 @@ class ImageStudy(Study):
     accelerator: ClassVar[str] = "auto"
     partial: ClassVar[bool] = True
     keeps_networks: ClassVar[bool] = False
-    remarks: ClassVar[
-        tuple[str, ...]
-    ] = ()  # how its settings came about where validation images did not choose them
+    # how its settings came about where validation images did not choose them
+    remarks: ClassVar[tuple[str, ...]] = ()
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:
         found = image_variants(self.network_label, self.seed_counts)
@@ -81,7 +80,7 @@ class ImageStudy(Study):
             settings.curve_samples if watched else 0,
         )
         posterior.save(job.posterior)
-        return judge(posterior, pictures, settings, job.precision, training.flip)
+        return judge(posterior, pictures, settings, training, job.precision)
 
     def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
         variants = self.variants(settings)
@@ -136,8 +135,7 @@ class ImageStudy(Study):
             )
             network = posterior.model
         report: dict[str, Any] = score(posterior, pictures.test, settings.samples, precision)
-        if settings.training(variant).flip:
-            report |= by_views(posterior, pictures.test, settings, precision)
+        report |= by_views(posterior, pictures.test, settings, settings.training(variant), precision)
         report["seconds"] = posterior.history.seconds
         last = posterior.history.last
         report |= {name: last[name] for name in ("log_likelihood", "kl", "entropy") if name in last}
