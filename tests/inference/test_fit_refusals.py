@@ -95,3 +95,36 @@ def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered
     assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
     with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in fp16: predict in float32"):
         posterior.predict(x, samples=2, precision="fp16")
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_predictions_that_are_no_numbers_name_the_parameter_or_the_layer(precision):
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    posterior = fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalAffine()}), fb.Categorical())
+    with torch.no_grad():
+        posterior.model.get_parameter("1.weight").fill_(3e38)
+    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them: look"):
+        posterior.predict(torch.full((5, 4), 1e3), samples=2, precision=precision)
+    with torch.no_grad():
+        posterior.model.get_parameter("1.weight")[0, 0] = torch.nan
+    with pytest.raises(
+        FlowBNNError, match=r"5 of 5 inputs: parameter '1.weight' holds NaN or infinity: load"
+    ):
+        posterior.predict([torch.ones(5, 4)], samples=2, precision=precision)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [fb.DeepEnsemble(2, epochs=1), fb.SWAG(epochs=2, begin=0), fb.Laplace(epochs=1), fb.MAP(epochs=1)],
+)
+def test_so_do_those_of_other_methods(method):
+    class Square(nn.Module):
+        def forward(self, x):
+            return x.square()
+
+    network = nn.Sequential(nn.Linear(4, 4), Square(), nn.Linear(4, 3))
+    posterior = method.fit(network, loader(), seed=0, **QUIET)
+    with pytest.raises(
+        FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them"
+    ):
+        posterior.predict(torch.full((5, 4), 1e30), samples=2)

@@ -36,6 +36,7 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
+from flowbnn.training.guard import first_nonfinite_tensor
 
 __all__ = ["Posterior"]
 
@@ -187,16 +188,23 @@ class Posterior:
                     progress,
                 )
         except NotFinite as error:
-            half = half_of(precision)
-            if half is None:
-                raise
-            where = self._first_overflow(inputs, half)
-            raise FlowBNNError(
-                f"{error.told}{where} overflows in {precision}: predict in float32 (precision=None)"
-            ) from None
+            raise FlowBNNError(error.told + self._why_not_finite(inputs, precision)) from None
 
-    def _first_overflow(self, inputs: Any, half: torch.dtype) -> str:
-        """The layer that first makes numbers that are none in half precision, as far as the first batches tell."""
+    def _why_not_finite(self, inputs: Any, precision: str | None) -> str:
+        """Which parameter or layer spoils the samples, and what to do about it."""
+        broken = first_nonfinite_tensor(self.model.named_parameters())
+        if broken is not None:
+            return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
+        half = half_of(precision)
+        whole = self._first_overflow(inputs, None)
+        if half is not None and whole is None:
+            where = self._first_overflow(inputs, half) or "a layer"
+            return f"{where} overflows in {precision}: predict in float32 (precision=None)"
+        where = whole or "a layer"
+        return f"{where} makes NaN or infinity of them: look for huge or zero weights there, and for inputs far from the training data"
+
+    def _first_overflow(self, inputs: Any, half: torch.dtype | None) -> str | None:
+        """The layer that first makes numbers that are none, as far as the first batches tell."""
         device = device_of(self.model)
         batches = [inputs] if is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
         for some in batches:
@@ -205,7 +213,7 @@ class Posterior:
                 name = first_nonfinite_layer(self.model, lambda moved=moved: call(self.model, moved))  # type: ignore[misc]
             if name:
                 return f"layer '{name}'"
-        return "a layer"
+        return None
 
     def _predict(
         self,
