@@ -124,7 +124,5 @@ def test_so_do_those_of_other_methods(method):
 
     network = nn.Sequential(nn.Linear(4, 4), Square(), nn.Linear(4, 3))
     posterior = method.fit(network, loader(), seed=0, **QUIET)
-    with pytest.raises(
-        FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them"
-    ):
+    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them"):
         posterior.predict(torch.full((5, 4), 1e30), samples=2)

@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
+from flowbnn.distributions.bases import MixtureBase, NormalBase
 from flowbnn.layers import noise_layers
+from flowbnn.layers.preparing import divergences
 from flowbnn.objectives import ELBO
 
 
@@ -224,3 +226,21 @@ def test_draws_made_ahead_are_not_copied_along():
     assert len(group.prepared) == 2
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert noise_layers(twin)["0"].group.prepared == []
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_another_prior_on_a_layer_that_is_there_counts(components):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = fb.to_stochastic(network, {"*": fb.NormalAffine(components=components, kl_samples=20_000)})
+    layers = noise_layers(model)
+    before = {name: part.kl.item() for name, part in divergences(layers).items()}
+    layers["1"].prior = NormalBase(4, loc=3.0, scale=0.5)
+    after = divergences(layers)
+    alone = layers["1"].divergence().kl.item()
+    assert alone > before["1"] + 10
+    assert after["1"].kl.item() == pytest.approx(alone, rel=0.02)
+    assert after["0"].kl.item() == pytest.approx(before["0"], rel=0.1, abs=0.05)
+    layers["1"].prior = MixtureBase(4, 2)  # of another kind: for itself
+    mixed = divergences(layers)["1"].kl.item()
+    assert mixed == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)

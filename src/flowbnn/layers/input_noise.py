@@ -27,6 +27,7 @@ __all__ = ["InputNoise"]
 
 
 MEMORY = 8  # sizes of batches
+PARTS = frozenset({"base", "transform", "prior"})
 
 
 class InputNoise(Noise):
@@ -64,18 +65,23 @@ class InputNoise(Noise):
         super().__init__(layout, site)
         self.base, self.transform, self.prior = base, transform, prior
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
-        # a normal base, an elementwise affine map and a normal prior: what can be done for many layers at once
-        parts = list(transform) if isinstance(transform, Compose) else [transform]
-        known = (
-            (base, parts[0], prior)
-            if isinstance(prior, NormalBase) and isinstance(parts[0], Affine)
-            else None
-        )
-        self.start: Any = known if isinstance(base, NormalBase) else None
+        self._look()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in PARTS and "rest" in self.__dict__:  # another prior, say, on a layer that is there
+            self._look()
+
+    def _look(self) -> None:
+        """What base, transform and prior allow: learnable Gaussians and mixtures are drawn for many layers at once."""
+        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        normal = isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
+        known = (self.base, parts[0], self.prior) if normal else None
+        self.start: Any = known if isinstance(self.base, NormalBase) else None
         # a subclass may have another distribution
-        self.mixed = known if type(base) is MixtureBase else None
+        self.mixed = known if type(self.base) is MixtureBase else None
         self.rest: list[Transform] = parts[1:]
-        self.normalising = tuple(m for m in transform.modules() if isinstance(m, ActNorm | BatchNorm))
+        self.normalising = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     @property
     def count(self) -> int:
