@@ -79,12 +79,15 @@ def test_parts_are_taken_over_and_collected_wherever_they_were_made(tmp_path):
     target = tmp_path / "there" / "lenet-fashion" / "parts"
     target.mkdir(parents=True)
     for path in parts.iterdir():
-        (target / path.name).write_text(
-            path.read_text().replace('"accelerator": "cpu"', '"accelerator": "cuda"')
-        )
+        part = json.loads(path.read_text().replace('"accelerator": "cpu"', '"accelerator": "cuda"'))
+        if "flow" in path.name:
+            part["content"]["machine"]["acceleration"] = "graph"
+        (target / path.name).write_text(json.dumps(part))
     collected = study.run(settings, seeds=1, out=tmp_path / "there", progress=False, collect=True)
     assert collected["rows"] == first["rows"]
     assert collected["settings"]["accelerator"] == "cuda"
+    assert set(collected["settings"]["acceleration"].split(" and ")) == {"graph", "not stored"}
+    assert "acceleration" not in first["settings"]  # there is none on a CPU
     stamps = {path: path.stat().st_mtime_ns for path in parts.iterdir()}
     again = run(study, settings, tmp_path / "here", only=["best-plain", "best-flow-channel"], resume=True)
     assert again["rows"] == first["rows"]

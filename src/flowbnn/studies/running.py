@@ -210,7 +210,7 @@ def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> d
     machines = [part["machine"] for part in parts.content.values()]
 
     def told(name: str) -> str:
-        return " and ".join(dict.fromkeys(str(machine[name]) for machine in machines))
+        return " and ".join(dict.fromkeys(str(machine.get(name, "not stored")) for machine in machines))
 
     results = {
         "schema": SCHEMA,
@@ -227,6 +227,7 @@ def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> d
             **study.describe_settings(settings),
             "accelerator": told("accelerator"),
             "precision": told("precision"),
+            **({"acceleration": told("acceleration")} if any("acceleration" in m for m in machines) else {}),
         },
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,

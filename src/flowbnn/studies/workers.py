@@ -22,6 +22,8 @@ from flowbnn.training import alone, processes
 
 __all__ = ["Workers", "device_name", "open_workers", "processors", "work"]
 
+GPUS = ("cuda", "gpu")
+
 
 def processors() -> int:
     """Cores this process may use."""
@@ -55,6 +57,8 @@ def work(job: Job) -> Job:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if job.accelerator in GPUS:
+        content["machine"]["acceleration"] = job.acceleration  # which changes times
     alone(lambda: job.finish(content))
     return job
 
@@ -65,7 +69,7 @@ def device_name(accelerator: str) -> str:
     >>> device_name("cpu").startswith("cpu, ")
     True
     """
-    if accelerator in ("cuda", "gpu") and torch.cuda.is_available():
+    if accelerator in GPUS and torch.cuda.is_available():
         return f"cuda, {torch.cuda.get_device_name(0)}"
     return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"
 
