@@ -1,7 +1,7 @@
-"""Choose settings of the image studies on validation images: the test set is not opened.
+r"""Choose settings of the image studies on validation images: the test set is not opened.
 
     python benchmarks/tune_images.py --study lenet-fashion --method best-flow-channel --seeds 100,101 \
-        --set noise_lr=0.01 --grid base_scale=0.1|0.2|0.5 --grid weight_lr=0.001|0.003 --jobs 8
+        --set noise_lr=0.01 --grid 'base_scale=0.1|0.2|0.5' --grid 'weight_lr=0.001|0.003' --jobs 8
 
 Trains on the training set less 5,000 images and prints accuracy, NLL and ECE on those; also of an image and its mirror image
 together where training mirrors, and of six views with ``--set settings.moved=true``. A bare name in ``--set`` and ``--grid`` is a
