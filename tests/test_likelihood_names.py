@@ -1,10 +1,12 @@
 """The likelihood that ``"auto"`` chooses, and what it refuses to guess."""
 
+import math
+
 import pytest
 import torch
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import make_likelihood
+from flowbnn.likelihoods import Categorical, Gaussian, make_likelihood
 
 
 def test_labels_as_real_numbers_are_not_taken_for_regression():
@@ -27,8 +29,45 @@ def test_labels_as_real_numbers_are_not_taken_for_regression():
 def test_real_numbers_are_regression():
     for targets in (
         torch.tensor([0.0, 0.5, 1.0]),
-        torch.ones(3, 2),
+        torch.full((3, 2), 1.5),
         torch.tensor([1.0, 2.0, 0.0]),
     ):
         outputs = torch.zeros(3, 1 if targets.ndim == 1 else 2)
         assert type(make_likelihood("auto", outputs, targets)).__name__ == "Gaussian"
+
+
+def test_several_labels_of_an_example_are_refused_with_advice():
+    several = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    with pytest.raises(FlowBNNError, match="3 columns of 0 and 1: several labels of one example"):
+        make_likelihood("auto", torch.zeros(2, 3), several)
+    assert isinstance(make_likelihood("gaussian", torch.zeros(2, 3), several), Gaussian)
+    with pytest.raises(FlowBNNError, match="several labels of one example are no classes"):
+        Categorical().check(torch.zeros(2, 3), several.long())
+    with pytest.raises(FlowBNNError, match=r"one-hot labels give labels.argmax"):
+        Categorical().check(torch.zeros(2, 3), torch.eye(3).long()[:2])
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 6e4, 1e9])
+def test_noise_is_learned_in_any_unit(unit):
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = (unit * torch.randn(5000, 2, generator=generator) for _ in range(2))
+    targets = torch.tensor([0.1, 3.0]) * targets + outputs
+    learned = Gaussian(dim=2)
+    learned.start(outputs, targets)
+    _, variance = learned.moments(outputs)
+    torch.testing.assert_close(variance[0].sqrt(), unit * torch.tensor([0.1, 3.0]), rtol=0.03, atol=0.0)
+    predicted = Gaussian("predicted")
+    raw = torch.cat([outputs, torch.full_like(outputs, 2.0 * math.log(unit))], -1)
+    torch.testing.assert_close(
+        predicted.moments(raw)[1], torch.full_like(outputs, unit**2), rtol=1e-4, atol=0.0
+    )
+    expected = torch.distributions.Normal(outputs.double(), unit).log_prob(targets.double()).sum(-1)
+    torch.testing.assert_close(predicted.log_prob(raw, targets).double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_noise_of_an_exact_fit_stays_within_the_targets_own_scale():
+    targets = 100.0 + 5.0 * torch.randn(400, 1, generator=torch.Generator().manual_seed(0))
+    for truth, expected in ((targets, 1e-4 * targets.std().item()), (torch.zeros(4, 1), 1e-4)):
+        likelihood = Gaussian()
+        likelihood.start(truth.clone(), truth)
+        assert likelihood.log_scale.exp().item() == pytest.approx(expected, rel=0.01)

@@ -1,7 +1,7 @@
 """Likelihoods: how the outputs of a network speak of its targets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -77,7 +77,7 @@ class Categorical(Likelihood):
             if not targets.is_floating_point() and targets.shape == (len(outputs), 1):
                 advice = "give labels.squeeze(1)"
             elif not targets.is_floating_point() and targets.shape == outputs.shape:
-                advice = "of one-hot labels give labels.argmax(1)"
+                advice = "of one-hot labels give labels.argmax(1)" if _one_hot(targets) else SEVERAL_LABELS
             raise FlowBNNError(
                 f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
                 f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
@@ -156,11 +156,9 @@ class Gaussian(Likelihood):
         outputs = outputs.float() if outputs.dtype in _HALF else outputs
         if self.noise == "predicted":
             mean, raw = outputs.chunk(2, -1)
-            return mean, raw.clamp(-20.0, 20.0).exp()
+            return mean, raw.clamp(-2.0 * LIMIT, 2.0 * LIMIT).exp()
         if self.noise == "learned":
-            return outputs, (2.0 * self.log_scale.clamp(-10.0, 10.0)).exp().to(outputs.dtype).expand_as(
-                outputs
-            )
+            return outputs, log_variance(self.log_scale).exp().to(outputs.dtype).expand_as(outputs)
         return outputs, outputs.new_full((), float(self.noise) ** 2).expand_as(outputs)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -172,8 +170,26 @@ class Gaussian(Likelihood):
     def start(self, outputs: Tensor, targets: Tensor) -> None:
         """A learned noise that is still at one starts at the size of the residuals: targets come in all units."""
         if self.noise == "learned" and not bool(self.log_scale.any()):
-            residual = targets.to(outputs).reshape(outputs.shape) - outputs
-            self.log_scale.copy_(residual.float().square().mean(0).clamp_min(1e-8).log() / 2)
+            self.settle([(outputs, targets)])
+
+    @torch.no_grad()
+    def settle(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The learned noise is the size of the residuals over all ``(outputs, targets)``.
+
+        No smaller than a ten-thousandth of the targets' own spread, which a network that interpolates them would ask for.
+        """
+        count, square, first, second = 0, *torch.zeros(3, self.dim, dtype=torch.float64)
+        for outputs, targets in pairs:
+            truth = targets.cpu().double().reshape(outputs.shape)
+            square = square + (truth - outputs.cpu().double()).square().sum(0)
+            first, second = first + truth.sum(0), second + truth.square().sum(0)
+            count += len(truth)
+        if not count:
+            return
+        size = second / count
+        spread = (size - (first / count).square()).clamp_min(0.0)
+        unit = torch.where(spread > 1e-12 * size, spread, torch.where(size > 0, size, torch.ones_like(size)))
+        self.log_scale.copy_(torch.maximum(square / count, 1e-8 * unit).log() / 2)
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
@@ -220,6 +236,12 @@ class Gaussian(Likelihood):
 
 
 _HALF = (torch.float16, torch.bfloat16)
+LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
+
+
+def log_variance(log_scale: Tensor) -> Tensor:
+    """Of a Gaussian's noise, within what float32 can compute with."""
+    return 2.0 * log_scale.clamp(-LIMIT, LIMIT)
 
 
 def _stacked(outputs: Sequence[Tensor]) -> Tensor:
@@ -272,6 +294,14 @@ def make_likelihood(
     return kinds[likelihood](**settings)
 
 
+SEVERAL_LABELS = "several labels of one example are no classes that exclude each other; fit a network with one output for each of them"
+
+
+def _one_hot(targets: Tensor) -> bool:
+    """Whether each row has a single one among noughts."""
+    return bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())
+
+
 def _refuse_labels(targets: Tensor, outputs: Tensor | None) -> None:
     """Class labels in the form of real numbers would be taken for regression without a word.
 
@@ -279,10 +309,15 @@ def _refuse_labels(targets: Tensor, outputs: Tensor | None) -> None:
     """
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return
-    if targets.ndim == 2 and targets.shape[1] > 1 and bool((targets.sum(1) == 1).all()):
+    if targets.ndim == 2 and targets.shape[1] > 1:
+        if _one_hot(targets):
+            raise FlowBNNError(
+                "the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or say "
+                "likelihood='gaussian' if these are real numbers"
+            )
         raise FlowBNNError(
-            "the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or say likelihood='gaussian' "
-            "if these are real numbers"
+            f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; say likelihood='gaussian' if these are "
+            "real numbers"
         )
     if targets.numel() == len(targets):
         labels = "likelihood='bernoulli' if these are labels (or give them as integers)"

@@ -267,3 +267,28 @@ def test_nested_state_keeps_its_types():
     assert back == value
     assert type(back["milestones"]) is type(value["milestones"])
     assert isinstance(back[1], tuple)
+
+
+def test_a_flipped_bit_is_noticed_and_files_without_sums_are_read(tmp_path):
+    tensors = {
+        "weight": torch.randn(40, 3),
+        "half": torch.randn(7).bfloat16(),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 4),
+        "complex": torch.randn(3, dtype=torch.complex64),
+    }
+    path = save_tensors(tmp_path / "a.safetensors", tensors, {"epoch": 3})
+    whole = path.read_bytes()
+    for name in ("weight", "half", "flag", "complex"):
+        where = whole.rindex(raw_bytes(tensors[name]))
+        spoilt = bytearray(whole)
+        spoilt[where] ^= 1
+        path.write_bytes(spoilt)
+        with pytest.raises(FlowBNNError) as caught:
+            load_tensors(path)
+        one_line(caught, f"is damaged: the bytes of '{name}'")
+    text = json.dumps({"format": 1, "aliases": {}, "document": {"epoch": 3}})
+    safetensors.torch.save_file(tensors, path, metadata={"flowbnn": text})
+    found, document = load_tensors(path)
+    assert document == {"epoch": 3}
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

@@ -49,7 +49,14 @@ def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return {name: apply(value, function) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
         return tuple(apply(value, function) for value in inputs)
-    raise FlowBNNError(f"inputs are tensors, or tuples or mappings of them, not {type(inputs).__name__}")
+    raise FlowBNNError(
+        f"inputs are tensors, or tuples or mappings of them, not {type(inputs).__name__}{_from_numpy(inputs)}"
+    )
+
+
+def _from_numpy(inputs: Any) -> str:
+    """What to do with an array, as the tail of an error message."""
+    return "; give torch.from_numpy(inputs).float()" if type(inputs).__name__ == "ndarray" else ""
 
 
 def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -129,7 +136,7 @@ def tensors_of(inputs: Any) -> Iterator[Tensor]:
 def rows(inputs: Any) -> int:
     first = next(tensors_of(inputs), None)
     if first is None or first.ndim == 0:
-        raise FlowBNNError("inputs are tensors with the examples on their first axis")
+        raise FlowBNNError(f"inputs are tensors with the examples on their first axis{_from_numpy(inputs)}")
     return first.shape[0]
 
 

@@ -12,7 +12,7 @@ from flowbnn.inference.members import MemberPosterior, check_members
 from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.weights import WeightPasses
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Gaussian, Likelihood, log_variance
 from flowbnn.training import History
 
 __all__ = ["EnsemblePosterior"]
@@ -79,7 +79,7 @@ class EnsemblePosterior(MemberPosterior):
         )
         noisy.source = passes.source
         taken = torch.tensor([self.chosen(index, samples) for index in range(samples)])
-        noisy.log_variances = 2.0 * self.log_scales[taken.to(self.log_scales.device)].clamp(-10.0, 10.0)
+        noisy.log_variances = log_variance(self.log_scales[taken.to(self.log_scales.device)])
         return noisy
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:

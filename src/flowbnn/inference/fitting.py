@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, told
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, told
 from flowbnn.inference.batches import apply, call, move, split_batch, tensors_of
-from flowbnn.inference.inputs import failure
+from flowbnn.inference.inputs import check_finite, failure
 from flowbnn.inference.posterior import Posterior
 from flowbnn.inference.sampling import device_of, dtype_of, evaluating
 from flowbnn.layers import Recipe, noise_layers
-from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood, make_likelihood
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.training import History, Step, TrainingOptions, train
 from flowbnn.training.changes import RECIPES
 from flowbnn.training.randomness import loader_generators
@@ -29,6 +29,7 @@ __all__ = [
     "check_optimizer",
     "check_rate",
     "check_schedule",
+    "checked_validation",
     "first_batch",
     "optimizer_for",
     "prepare",
@@ -37,6 +38,21 @@ __all__ = [
     "undisturbed",
     "validator",
 ]
+
+FEW, FAR = (
+    8,
+    5.0,
+)  # rows from which on a spread tells something; spreads from which on outputs are far from their targets
+# what users of other libraries would write
+OTHERWISE = {
+    "device": "accelerator, such as accelerator='cuda'",
+    "batch_size": "it where the loader is made",
+    "patience": "early_stop, an EarlyStop(patience=...)",
+    "kl_weight": "beta",
+    "verbose": "progress",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+}
 
 
 class Bundle(nn.Module):
@@ -85,6 +101,11 @@ def check_loader(loader: Any) -> None:
         raise FlowBNNError(
             "this loader can be gone through only once; give a DataLoader, or a list of batches"
         )
+    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        raise FlowBNNError(
+            "training takes a loader of batches; of a pair of tensors flowbnn.data.TensorLoader(inputs, targets, batch_size=128, "
+            "shuffle=True) is one"
+        )
     if isinstance(loader, list | tuple) and not loader:
         raise FlowBNNError("the loader is empty: there is nothing to train on")
 
@@ -120,6 +141,7 @@ def prepare(
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
     _warn_of_probabilities(model, chosen, outputs)
+    _warn_of_units(chosen, outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
     like = outputs[:1].detach()
 
@@ -130,12 +152,12 @@ def prepare(
     return chosen, inputs, check
 
 
-def _tried(model: nn.Module, inputs: Any) -> Tensor:
+def _tried(model: nn.Module, inputs: Any, what: str = "first batch") -> Tensor:
     """Outputs of the first batch, or one line on why there are none; what the network said stays below it."""
     try:
         return call(model, inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise FlowBNNError(f"the network fails on the first batch, of {failure(inputs, error)}") from error
+        raise FlowBNNError(f"the network fails on the {what}, of {failure(inputs, error)}") from error
 
 
 def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
@@ -154,6 +176,62 @@ def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Te
             FlowBNNWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
+    """Steps of a learning rate do not take a network to targets that are far away from it, measured by their own spread."""
+    if not isinstance(likelihood, Gaussian) or len(targets) < FEW:
+        return
+    truth = targets.to("cpu", torch.float64).reshape(len(targets), -1)
+    found = likelihood.moments(outputs.detach())[0].to("cpu", torch.float64).reshape(truth.shape)
+    middle, spread, off = truth.mean(0), truth.std(0), (truth - found).square().mean(0).sqrt()
+    far = (off > FAR * spread) & (spread > 0)
+    if bool(far.any()):
+        one = int((off / spread.clamp_min(1e-300) * far).argmax())
+        warnings.warn(
+            f"the network's outputs are about {off[one]:.3g} away from the targets, which spread by {spread[one]:.3g} around "
+            f"{middle[one]:.3g}: train the network first, or standardise the targets (less their mean, over their standard deviation)",
+            FlowBNNWarning,
+            stacklevel=3,
+        )
+
+
+def checked_validation(posterior: Posterior, validation: Any) -> Any:
+    """Validation data whose first batch has been tried before an epoch is spent; a pair of tensors is one batch."""
+    if validation is None:
+        return None
+    if (
+        isinstance(validation, tuple)
+        and len(validation) == 2
+        and all(isinstance(p, Tensor) for p in validation)
+    ):
+        validation = [validation]
+    if not hasattr(validation, "__iter__") or isinstance(validation, Tensor):
+        raise FlowBNNError(
+            f"validation is a loader of (inputs, targets), or one such pair, not a {type(validation).__name__}"
+        )
+    if hasattr(validation, "__next__"):
+        raise FlowBNNError(
+            "the validation loader can be gone through only once; give a DataLoader, or a list of batches"
+        )
+    model = posterior.model
+    with undisturbed(validation):
+        batch = next(iter(validation), None)
+    if batch is None:
+        raise FlowBNNError("the validation loader is empty: there is nothing to judge by")
+    inputs, targets = split_batch(batch)
+    if targets is None:
+        raise FlowBNNError("validation needs batches of (inputs, targets), but the loader gives inputs alone")
+    check_finite(inputs, "validation inputs")
+    check_finite(targets, "validation targets")
+    device = device_of(model)
+    with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        outputs = _tried(model, move(inputs, device, dtype_of(model)), "first batch of the validation data")
+    try:
+        posterior.likelihood.check(outputs, targets)
+    except FlowBNNError as error:
+        raise FlowBNNError(f"the validation data do not fit: {error}") from None
+    return validation
 
 
 def optimizer_for(
@@ -215,6 +293,7 @@ def run(
     check_schedule(schedule)
     if schedule is not None and not hasattr(loader, "__len__"):
         raise FlowBNNError("a learning-rate schedule needs a loader with a length")
+    validation = checked_validation(posterior, validation)
     model = posterior.model if around is None else around
     model.train()
     history = train(
@@ -246,12 +325,25 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, **plain}
 
 
-def run_options(epochs: int, options: dict[str, Any], description: str) -> TrainingOptions:
+def run_options(
+    epochs: int, options: dict[str, Any], description: str, accepted: Iterable[str] = ()
+) -> TrainingOptions:
+    """The options of a run; ``accepted`` are the names that its caller takes besides, for the error message."""
     try:
         return TrainingOptions(**{"epochs": epochs, "description": description, **options})
-    except TypeError as error:
-        known = ", ".join(TrainingOptions.__dataclass_fields__)
-        raise FlowBNNError(f"{str(error).rpartition('() ')[2]}; the options of a run are {known}") from None
+    except TypeError:
+        own, known = tuple(accepted), tuple(TrainingOptions.__dataclass_fields__)
+        unknown = next(name for name in options if name not in known)
+        rates = " and ".join(name for name in own if name.endswith("lr"))
+        meant = rates if unknown in ("lr", "learning_rate") else OTHERWISE.get(unknown, "")
+        if meant:
+            raise FlowBNNError(f"there is no option {unknown!r}; say {meant}") from None
+        close = nearest(unknown, [*own, *known])
+        takes = f"; this takes {', '.join(own)}" if own else ""
+        raise FlowBNNError(
+            f"there is no option {unknown!r}{close if 'did you mean' in close else ''}{takes}; the options of a run are "
+            f"{', '.join(known)}"
+        ) from None
 
 
 def validator(

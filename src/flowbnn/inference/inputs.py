@@ -1,5 +1,6 @@
 """What a prediction is asked for: one batch of inputs or a loader, all of it numbers."""
 
+import re
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def is_batch(inputs: Any) -> bool:
     return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
 
 
-def check_finite(inputs: Any) -> None:
+def check_finite(inputs: Any, what: str = "inputs") -> None:
     """Refuse inputs that hold NaN or infinity."""
     tensors = (
         [inputs]
@@ -39,7 +40,8 @@ def check_finite(inputs: Any) -> None:
         ):
             bad = (~torch.isfinite(tensor)).flatten(1).any(1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
             raise FlowBNNError(
-                f"the inputs hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows; clean them before predicting"
+                f"the {what} hold NaN or infinity in {int(bad.sum())} of {len(bad)} rows (the first is row {int(bad.nonzero()[0])}); "
+                "clean them first"
             )
 
 
@@ -51,4 +53,8 @@ def failure(inputs: Any, error: Exception) -> str:
     advice = ""
     if any(part.dtype == torch.uint8 for part in tensors):
         advice = "; bytes are made numbers by images.float() / 255"
+    elif "same dtype" in said[0] and any(not part.is_floating_point() for part in tensors):
+        advice = "; whole numbers are made real ones by inputs.float()"
+    elif any(part.ndim in (1, 3) for part in tensors) and re.search("shape|channels|dim", said[0]):
+        advice = "; the examples come first: a single one is given as inputs[None]"
     return f"shape {sizes}: {said[0]}{advice}"

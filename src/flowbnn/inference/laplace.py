@@ -16,14 +16,21 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.inference.fitting import check_optimizer, check_schedule, prepare, run_options
-from flowbnn.inference.laplace_curvature import Curvature, gradient, is_direct, measure, settle_noise
+from flowbnn.inference.fitting import check_optimizer, check_rate, check_schedule, prepare, run_options
+from flowbnn.inference.laplace_curvature import Curvature, gradient, is_direct, measure
 from flowbnn.inference.laplace_layers import Survey, chosen_layers, survey, without_nested
 from flowbnn.inference.laplace_memory import bytes_needed, check_memory
 from flowbnn.inference.laplace_outputs import check_likelihood
 from flowbnn.inference.laplace_posterior import PREDICTIVES, LaplacePosterior
 from flowbnn.inference.laplace_prior import names_of, newton_step, with_prior
-from flowbnn.inference.method import LikelihoodName, Method, check_scale, check_whole, register_method
+from flowbnn.inference.method import (
+    LikelihoodName,
+    Method,
+    check_scale,
+    check_whole,
+    learn_noise,
+    register_method,
+)
 from flowbnn.inference.passes import device_of
 from flowbnn.inference.point_posterior import PointPosterior
 from flowbnn.likelihoods import Gaussian
@@ -91,8 +98,7 @@ class Laplace(Method):
                     f"prior_scale is a number above 0 or '{EVIDENCE}', not {self.prior_scale!r}"
                 )
             check_scale("prior_scale", self.prior_scale)
-        if self.damping != 0:
-            check_scale("damping", self.damping)
+        check_rate("damping", self.damping)
         for what, value, known in (
             ("structure", self.structure, STRUCTURES),
             ("predictive", self.predictive, PREDICTIVES),
@@ -157,8 +163,7 @@ class Laplace(Method):
         def noise() -> bool:
             if self.epochs or not untrained:
                 return False
-            assert isinstance(chosen, Gaussian)
-            settle_noise(model, chosen, batches("noise"))
+            learn_noise(model, chosen, batches("noise"))
             return True
 
         def curved() -> Curvature:

@@ -15,9 +15,9 @@ from flowbnn.inference.laplace_outputs import OutputCurvature, output_curvature
 from flowbnn.inference.laplace_rows import flat_outputs
 from flowbnn.inference.laplace_sums import LastLayer, LayerSums, RowSums, Sums
 from flowbnn.inference.passes import device_of, dtype_of
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Likelihood
 
-__all__ = ["Curvature", "gradient", "is_direct", "measure", "settle_noise"]
+__all__ = ["Curvature", "gradient", "is_direct", "measure"]
 
 
 @dataclass
@@ -179,16 +179,3 @@ def gradient(
         for name, flag in flags.items():
             own[name].requires_grad_(flag)
     return found
-
-
-@torch.no_grad()
-def settle_noise(model: nn.Module, likelihood: Gaussian, batches: Iterable[Any]) -> None:
-    """The noise of a Gaussian that nothing has trained: the size of the residuals over all data."""
-    device, dtype = device_of(model), dtype_of(model)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        inputs, targets = split_batch(batch)
-        outputs = flat_outputs(model, move(inputs, device, dtype))
-        total = total + (targets.to(outputs).reshape(outputs.shape) - outputs).double().square().sum(0).cpu()
-        count += len(outputs)
-    likelihood.log_scale.copy_((total / max(1, count)).clamp_min(1e-8).log() / 2)

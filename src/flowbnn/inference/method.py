@@ -247,14 +247,10 @@ def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any])
     """The learned noise of a network that is taken as it is: the size of its residuals on all the data."""
     if not isinstance(likelihood, Gaussian) or likelihood.noise != "learned":
         return
-    square, number = torch.zeros_like(likelihood.log_scale), 0
+    device, dtype = device_of(model), dtype_of(model)
     with evaluating(model):
-        for batch in loader:
-            inputs, targets = split_batch(batch)
-            outputs = call(model, move(inputs, device_of(model), dtype_of(model)))
-            square += (targets.to(outputs).reshape(outputs.shape) - outputs).square().sum(0).to(square)
-            number += len(outputs)
-        likelihood.log_scale.copy_((square / number).clamp_min(1e-8).log() / 2)
+        pairs = (split_batch(batch) for batch in loader)
+        likelihood.settle((call(model, move(inputs, device, dtype)), targets) for inputs, targets in pairs)
 
 
 def check_scale(name: str, value: Any) -> float:

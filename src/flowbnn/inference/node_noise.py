@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,7 +168,7 @@ def fit(
         raise FlowBNNError(f"num_data is a whole number of at least 1, not {num_data!r}")
     if not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
-    settings = run_options(epochs, options, "fitting the noise")
+    settings = run_options(epochs, options, "fitting the noise", list(signature(fit).parameters)[2:-1])
     if settings.precision in ("bf16-true", "16-true"):
         warnings.warn(
             f"precision={settings.precision!r} keeps the noise itself in half precision, where flows lose their footing; "

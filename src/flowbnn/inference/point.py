@@ -1,6 +1,7 @@
 """The plain network: maximum likelihood, or maximum a posteriori with weight decay. The start, and the rival, of all others."""
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,9 @@ def fit_point(
         )
     check_rate("lr", lr)
     check_rate("weight_decay", weight_decay)
-    settings = run_options(epochs, options, "training the network")
+    settings = run_options(
+        epochs, options, "training the network", list(signature(fit_point).parameters)[2:-1]
+    )
     chosen, _, check = prepare(model, loader, likelihood, settings.seed)
     groups = [
         {

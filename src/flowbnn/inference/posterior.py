@@ -37,6 +37,7 @@ from flowbnn.training import (
     track,
 )
 from flowbnn.training.guard import first_nonfinite_tensor
+from flowbnn.training.weights import kinds_of, warn_of_other_kinds
 
 __all__ = ["Posterior"]
 
@@ -231,7 +232,7 @@ class Posterior:
     ) -> tuple[Any, Tensor | None]:
         samples = self.default_samples if samples is None else samples
         if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples!r}")
         if seed is not None and not hasattr(seed, "__index__"):
             raise FlowBNNError(f"seed is a whole number, or None for new draws, not {seed!r:.60}")
         rule = as_adaptive(adaptive)
@@ -327,6 +328,7 @@ class Posterior:
             "kind": self.kind,
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
+            "modules": kinds_of(self.model),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -371,6 +373,7 @@ class Posterior:
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             check_architecture(target, given, path)
+        warn_of_other_kinds(model, document.get("modules"), path)
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             target.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

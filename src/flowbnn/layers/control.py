@@ -27,6 +27,10 @@ FROZEN = "_frozen_by_flowbnn"
 
 def noise_layers(model: nn.Module) -> dict[str, Noise]:
     """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
+    if not isinstance(model, nn.Module):
+        owner = type(model).__name__
+        advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
     found: dict[str, Noise] = {}
     seen: set[int] = set()
 

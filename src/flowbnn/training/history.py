@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, told
 from flowbnn.training.schema import HISTORY, complaints
 
 __all__ = ["Averages", "History"]
@@ -47,7 +47,24 @@ class History:
         """The last epoch's record."""
         return self.records[-1] if self.records else {}
 
-    def __getitem__(self, name: str) -> list[float]:
+    @overload
+    def __getitem__(self, name: str) -> list[float]: ...
+
+    @overload
+    def __getitem__(self, name: int) -> dict[str, float]: ...
+
+    def __getitem__(self, name: str | int) -> list[float] | dict[str, float]:
+        """All epochs of one number by its name, or all numbers of one epoch by its place: ``history["kl"]``, ``history[-1]``."""
+        if isinstance(name, int):
+            if not -len(self.records) <= name < len(self.records):
+                raise FlowBNNError(
+                    f"the history has {len(self.records)} epochs; there is no epoch at place {name}"
+                )
+            return self.records[name]
+        if not isinstance(name, str):
+            raise FlowBNNError(
+                f"a history is asked by a name or by the place of an epoch, not by {told(name)}"
+            )
         if name not in self.names:
             raise FlowBNNError(f"the history holds no {name!r}{nearest(name, self.names)}")
         return [record.get(name, float("nan")) for record in self.records]

@@ -180,7 +180,7 @@ class TrainingOptions:
             raise FlowBNNError(f"seed must lie in 0 .. 2**32 - 1, got {self.seed!r:.60}")
         if self.acceleration not in ACCELERATIONS:
             raise FlowBNNError(
-                f"acceleration {self.acceleration!r} is not known{nearest(str(self.acceleration), ACCELERATIONS)}"
+                f"acceleration {self.acceleration!r} is not known; it is one of {', '.join(ACCELERATIONS)}"
             )
         if self.strategy not in STRATEGIES:
             raise FlowBNNError(

@@ -53,7 +53,8 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapp
     path = Path(path)
     stored, aliases = _without_aliases(tensors)
     try:
-        text = json.dumps({"format": FORMAT, "aliases": aliases, "document": document})
+        sums = {name: _checksum(tensor) for name, tensor in stored.items()}
+        text = json.dumps({"format": FORMAT, "aliases": aliases, "sums": sums, "document": document})
     except (TypeError, ValueError, RecursionError) as error:
         raise FlowBNNError(f"cannot write '{path}': its document is not JSON ({error})") from None
     temporary = _temporary(path)
@@ -81,6 +82,8 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         raise FlowBNNError(f"there is no file '{path}'")
+    if path.is_dir():
+        raise FlowBNNError(f"'{path}' is a folder; name the file in it")
     try:
         with safe_open(path, framework="pt", device="cpu") as opened:
             header = (opened.metadata() or {}).get(HEADER)
@@ -93,7 +96,16 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise FlowBNNError(f"'{path}' is cut short or no safetensors file ({_reason(error)})") from None
     if header is None:
         raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it")
-    return _with_document(path, tensors, header)
+    stored = dict(tensors)
+    found = _with_document(path, tensors, header)
+    sums = json.loads(header).get("sums")
+    if isinstance(sums, dict):  # files of an earlier flowbnn have none
+        for name, tensor in stored.items():
+            if sums.get(name) != _checksum(tensor):
+                raise FlowBNNError(
+                    f"'{path}' is damaged: the bytes of '{name}' are not those that were written; take another copy of the file"
+                )
+    return found
 
 
 def load_document(path: str | Path) -> dict[str, Any]:
@@ -225,6 +237,11 @@ def _looks_like_pickle(path: Path) -> bool:
 def _temporary(path: Path) -> Path:
     """Where a file is written before it gets its name: it tells the machine and the process that write it."""
     return path.with_name(f".{path.name}.{_this_machine()}-{os.getpid()}.part")
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes, which tells every flipped bit."""
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _this_machine() -> str:

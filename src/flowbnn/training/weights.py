@@ -1,17 +1,25 @@
 """Stored weights against a model: do names, shapes and kinds fit, and are they numbers?"""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.guard import is_finite, name_below
 from flowbnn.training.state import decode_state
 from flowbnn.training.storage import load_tensors
 
-__all__ = ["check_architecture", "check_finite_weights", "check_same_kind", "load_weights"]
+__all__ = [
+    "check_architecture",
+    "check_finite_weights",
+    "check_same_kind",
+    "kinds_of",
+    "load_weights",
+    "warn_of_other_kinds",
+]
 
 
 def check_architecture(
@@ -99,3 +107,39 @@ def _few(words: str, names: list[str], most: int = 3) -> str:
         return ""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{words} {', '.join(names[:most])}{rest}"
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """The class of every module that holds no others: what computes with the weights, or between them.
+
+    >>> kinds_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    {'0': 'Linear', '1': 'ReLU'}
+    """
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if name and next(module.children(), None) is None
+    }
+
+
+def warn_of_other_kinds(model: nn.Module, stored: Any, path: Any) -> None:
+    """Weights fit a network whose activations are others, and mean something else there."""
+    if not isinstance(stored, dict):  # a file of an earlier flowbnn
+        return
+    own = kinds_of(model)
+    other = [
+        f"'{name}' is {_a(own[name])} and was {_a(stored[name])}"
+        for name in own
+        if name in stored and own[name] != stored[name]
+    ]
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        warnings.warn(
+            f"'{path}' was made from a network of other layers: {', '.join(other[:3])}{more}; its predictions here are not those "
+            "of the network that was trained",
+            FlowBNNWarning,
+        )
+
+
+def _a(kind: Any) -> str:
+    return f"an {kind}" if str(kind)[:1] in "AEIOaeio" else f"a {kind}"

@@ -163,7 +163,7 @@ def test_memory_is_told_and_refused_before_it_is_taken(monkeypatch):
         ({"prior_scale": "evidence"}, "'marginal likelihood'"),
         ({"predictive": "probits"}, "did you mean 'probit'"),
         ({"curvature": "hessian"}, "there is no curvature 'hessian'"),
-        ({"damping": -1.0}, "damping must be a number above 0"),
+        ({"damping": -1.0}, "damping is a number of at least 0"),
         ({"epochs": -1}, "epochs must be"),
     ],
 )
