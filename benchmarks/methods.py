@@ -4,7 +4,7 @@
 
 Training: one batch, fused Adam, forward, loss (with the KL), backward, update. Prediction: everything from the inputs to the mean
 probabilities of ``images`` images with ``samples`` samples, next to the plain network's time for images times samples. The variants
-take turns within every round, so that whatever else the machine does falls on all of them; the ratio is that of the medians.
+take turns within every round, so that whatever else the machine does falls on all of them; the ratio is the median of the rounds'.
 """
 
 from collections.abc import Callable

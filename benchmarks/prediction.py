@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from common import MODELS, arguments, interleave, positive, report, rules, write
+from common import MODELS, arguments, interleave, positive, report, rules, shape_of, write
 
 import flowbnn as fb
 from flowbnn.inference.given import HalfWeights
@@ -35,9 +35,10 @@ def main() -> None:
     torch.manual_seed(0)
     channels = found.channels or (1 if found.model == "lenet" else 3)
     side = 28 if channels == 1 else 32
+    shape = shape_of("mlp") if found.model == "mlp" else (channels, side, side)
     plain = MODELS[found.model](channels).eval().to(device)
-    images = torch.randn(found.batch, channels, side, side, device=device)
-    if device == "cuda":
+    images = torch.randn(found.batch, *shape, device=device)
+    if device == "cuda" and images.ndim == 4:
         plain = plain.to(memory_format=torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}

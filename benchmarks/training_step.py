@@ -4,7 +4,7 @@
     python benchmarks/training_step.py --model vgg16 --device cuda --precision bf16-mixed --acceleration compile
 
 One batch, fused Adam: forward, loss (with the KL), backward, update. The variants take turns within every round, so that whatever
-else the machine does falls on all of them; the ratio is that of the medians. On a GPU all of them, the plain network too, are
+else the machine does falls on all of them; the ratio is the median of the rounds'. On a GPU all of them, the plain network too, are
 compiled and recorded as ``acceleration`` says.
 """
 

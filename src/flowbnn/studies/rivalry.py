@@ -103,8 +103,12 @@ class RivalStudy(Study):
         return method, {name: value for name, value in options.items() if name in OPTIONS}
 
     def shown(self, settings: Any, parts: Parts) -> list[Rival]:
-        """The methods that have numbers."""
-        return [r for r in self.rivals(settings) if any(part["values"] for part in parts.of(r.key))]
+        """The methods that have numbers; where none has, the reason is told."""
+        found = [r for r in self.rivals(settings) if any(part["values"] for part in parts.of(r.key))]
+        reasons = [part["refused"] for part in parts.content.values() if part.get("refused")]
+        if not found and reasons:
+            raise FlowBNNError(f"no method could be tried: {reasons[0]}")
+        return found
 
     def rows(self, settings: Any, parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
         """A row for each method that has numbers, in the colour of its family."""
