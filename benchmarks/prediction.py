@@ -34,6 +34,10 @@ def main() -> None:
     device, samples = found.device, found.samples
     torch.manual_seed(0)
     channels = found.channels or (1 if found.model == "lenet" else 3)
+    if channels not in (1, 3) or (found.model == "vgg16" and channels == 1):
+        raise SystemExit(
+            "--channels is 1 (28x28) or 3 (32x32); VGG16 halves its maps five times and takes 32x32"
+        )
     side = 28 if channels == 1 else 32
     shape = shape_of("mlp") if found.model == "mlp" else (channels, side, side)
     plain = MODELS[found.model](channels).eval().to(device)
@@ -45,12 +49,12 @@ def main() -> None:
     forward = compiled(plain, graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
     half = half_of(found.precision)
-    kind = torch.channels_last if device == "cuda" else torch.preserve_format
+    lying = torch.channels_last if device == "cuda" else torch.preserve_format
 
     @torch.no_grad()
     def run_plain() -> None:
         # weights in half precision are cast once for all passes, as they are for the noisy networks
-        weights = nullcontext() if half is None else HalfWeights(plain, half, kind)
+        weights = nullcontext() if half is None else HalfWeights(plain, half, lying)
         with casting(torch.device(device), half), weights:
             for _ in range(samples):
                 forward(plain, images)
@@ -66,6 +70,10 @@ def main() -> None:
                     _ = posterior.predict(images, samples, **options).probabilities
 
                 runs[name] = predict
+    if len(runs) == 1:
+        raise SystemExit(
+            f"no variant has '{found.only}' in its name; they are like 'flow, channel' and 'gaussian, position'"
+        )
     times = interleave(runs, rounds, device, warm=1)
     rows = report(
         f"{found.model} {channels}x{side}x{side}, batch {found.batch}, {samples} samples, {device}, {found.precision}"

@@ -29,7 +29,7 @@ def test_labels_as_real_numbers_are_not_taken_for_regression():
 def test_real_numbers_are_regression():
     for targets in (
         torch.tensor([0.0, 0.5, 1.0]),
-        torch.full((3, 2), 1.5),
+        torch.ones(3, 2),
         torch.tensor([1.0, 2.0, 0.0]),
     ):
         outputs = torch.zeros(3, 1 if targets.ndim == 1 else 2)

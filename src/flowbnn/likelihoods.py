@@ -315,10 +315,11 @@ def _refuse_labels(targets: Tensor, outputs: Tensor | None) -> None:
                 "the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or say "
                 "likelihood='gaussian' if these are real numbers"
             )
-        raise FlowBNNError(
-            f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; say likelihood='gaussian' if these are "
-            "real numbers"
-        )
+        if bool((targets == 0).any()) and bool((targets == 1).any()):
+            raise FlowBNNError(
+                f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; say likelihood='gaussian' if these are "
+                "real numbers"
+            )
     if targets.numel() == len(targets):
         labels = "likelihood='bernoulli' if these are labels (or give them as integers)"
         if outputs is not None and outputs.numel() > len(outputs):

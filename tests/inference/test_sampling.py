@@ -203,3 +203,54 @@ def test_the_chunk_follows_the_width_of_the_network():
 def test_bad_input(act, line):
     with pytest.raises(FlowBNNError, match=line):
         act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
+
+
+class Repeating(nn.Module):
+    """Calls one layer ten times."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        for _ in range(10):
+            x = x + 0.3 * torch.tanh(self.cell(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [fb.Dropout(0.3), fb.NormalAffine(site="position"), fb.NormalAffine()],
+    ids=["dropout", "position", "channel"],
+)
+@pytest.mark.filterwarnings("ignore:the network does not compile in one graph:flowbnn.errors.FlowBNNWarning")
+def test_a_layer_called_several_times_has_the_same_noise_in_training_and_prediction(recipe):
+    torch.manual_seed(0)
+    model, x = fb.to_stochastic(Repeating(), {"cell": recipe}), torch.randn(1, 8)
+    posterior = fb.NoisePosterior(model, fb.Gaussian())
+    with torch.no_grad():
+        spread = model.train()(x.repeat(4000, 1)).std().item()
+    for options in ({}, {"shared": False}, {"max_batch": 100}, {"compile": True}):
+        samples = 300 if "compile" in options else 4000
+        found = posterior.predict(x, samples, seed=0, **options)
+        assert found.samples.std().item() == pytest.approx(spread, rel=0.08 if samples == 4000 else 0.25), (
+            options
+        )
+    folded, alone = posterior.predict(x, 12, seed=3), posterior.predict(x, 12, seed=3, max_batch=1)
+    torch.testing.assert_close(folded.samples, alone.samples, rtol=1e-4, atol=1e-5)
+
+
+def test_two_calls_at_positions_do_not_cancel():
+    class Difference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3, padding=1)
+
+        def forward(self, x):
+            return (self.conv(x) - self.conv(x)).mean((2, 3))
+
+    model = fb.to_stochastic(Difference(), {"*": fb.NormalAffine(site="position")})
+    found = fb.NoisePosterior(model, fb.Gaussian(dim=3)).predict(torch.ones(2, 2, 5, 5), 64, seed=0)
+    assert found.samples.std(0).min() > 0.01
+    one = fb.NoisePosterior(model, fb.Gaussian(dim=3)).sample(0)
+    assert torch.equal(one(torch.ones(1, 2, 5, 5)), one(torch.ones(1, 2, 5, 5)))

@@ -6,7 +6,7 @@ inert records of this module: no code of numpy, and none of the file's choosing,
 
 import io
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -71,8 +71,75 @@ ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    """The unpickler written in Python: in the compiled one, a few damaged bytes reserve gigabytes."""
+_InPython: Any = pickle._Unpickler  # its parts are not declared anywhere
+
+
+class _Unpickler(_InPython):
+    """The unpickler written in Python: in the compiled one, a few damaged bytes reserve gigabytes.
+
+    Dictionaries have names as keys and numbers are of a size, for a few hundred bytes can nest a key whose hash, or write a
+    number whose digits, take hours.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        if not all(isinstance(key, str | bytes) for key in keys):
+            raise Refused(
+                "has a dictionary whose keys are no names, which no CIFAR file does: do not trust this file"
+            )
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])  # all since the mark
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_dict()
+
+    def _check_digits(self, count: int, most: int) -> None:
+        if count > most:
+            raise Refused(
+                "holds a number of hundreds of digits, which no CIFAR file does: do not trust this file"
+            )
+
+    def load_long1(self) -> None:
+        size = self.read(1)[0]
+        self._check_digits(size, 8)
+        self.append(pickle.decode_long(self.read(size)))
+
+    def load_long4(self) -> None:
+        self._check_digits(9, 8)
+
+    def load_long(self) -> None:
+        digits = self.readline()[:-1].rstrip(b"L")
+        self._check_digits(len(digits), 20)
+        self.append(int(digits, 0))
+
+    def load_int(self) -> None:
+        digits = self.readline()[:-1]
+        self._check_digits(len(digits), 20)
+        self.append(digits == b"01" if digits in (b"00", b"01") else int(digits, 0))
+
+    def load_set(self) -> None:
+        raise Refused("holds a set, which no CIFAR file does: do not trust this file")
+
+    dispatch |= {
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+        pickle.LONG1[0]: load_long1,
+        pickle.LONG4[0]: load_long4,
+        pickle.LONG[0]: load_long,
+        pickle.INT[0]: load_int,
+        pickle.EMPTY_SET[0]: load_set,
+        pickle.ADDITEMS[0]: load_set,
+        pickle.FROZENSET[0]: load_set,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -113,6 +180,8 @@ def decode_array(found: Any, shape: tuple[int, ...]) -> np.ndarray:
     _, sizes, kind, fortran, content = state
     if kind.name not in ("u1", "|u1"):
         raise Refused(f"has pixels of type {kind.name!r:.20} where bytes ('u1') are expected")
+    if not (isinstance(sizes, tuple) and all(type(size) is int for size in sizes)):
+        raise Refused("has pixels without a shape")
     if sizes != shape:
         raise Refused(f"has pixels of shape {sizes!r:.40}, expected {shape}")
     if not isinstance(content, bytes) or len(content) != int(np.prod(shape)):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, take, tensors_of
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
 from flowbnn.layers import Noise, absorbs, noise, noise_layers, shared_draws
@@ -111,11 +112,11 @@ def form_for(model: nn.Module, inputs: Any, half: torch.dtype | None) -> Form:
 
 def _find_form(model: nn.Module, few: Any, half: torch.dtype | None) -> Form:
     layers, device = noise_layers(model), device_of(model)
-    asks: dict[Ask, None] = {}
+    asks: Counter[Ask] = Counter()
 
     def recorder(name: str, layer: Noise) -> Any:
         def ones(at: tuple[int, ...]) -> Tensor:
-            asks[name, at] = None
+            asks[name, at] += 1
             return torch.ones(1, *at, layer.layout.dim, device=device)
 
         return ones
@@ -125,6 +126,12 @@ def _find_form(model: nn.Module, few: Any, half: torch.dtype | None) -> Form:
             layer.given = recorder(name, layer)
         try:
             truth = call(model, few)
+            for name, layer in layers.items():
+                calls = sum(number for (asking, _), number in asks.items() if asking == name)
+                if layer.site == "position" and calls > 1:
+                    raise FlowBNNError(
+                        f"layer '{name}' is called {calls} times, with noise of its own each time"
+                    )
             weights = None if half is None else _fitting(model, few, half, truth)
         finally:
             for layer in layers.values():

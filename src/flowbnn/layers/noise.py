@@ -53,6 +53,7 @@ class Noise(nn.Module):
         self.generator: torch.Generator | None = None
         self.share: Share | None = None  # the batch is spread over several processes: the rows that are here
         self.seed = 0  # of the shared draws
+        self.calls = 0  # in this pass, of site ``position`` in mode ``shared``
         self.part = (0, 1)  # which of the shared draws are in this batch: [start, stop)
         self.group: Any = None  # the network's NoiseGroup, which draws for many layers at once
         self.ready: Tensor | None = None  # this layer's draw in the pass that is going on
@@ -132,18 +133,30 @@ class Noise(nn.Module):
                 if at not in held:
                     held[at] = self.draw((self.samples, *at), torch.Generator(device).manual_seed(self.seed))
                 return held[at][start:stop]
-            key = (at, self.part)
+            number = 0
+            if self.group is not None and self.group.serves():
+                number, self.calls = (
+                    self.calls,
+                    self.calls + 1,
+                )  # each call of a pass has a draw of its own, as in training
+            key = (at, self.part, number)
             if key not in held:
-                held.clear()
-                held[key] = self.shared_maps(at, start, stop, device)
+                if not number:
+                    held.clear()
+                held[key] = self.shared_maps(at, start, stop, device, number)
             return held[key]
 
-    def shared_maps(self, at: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
-        """The fixed draws of mode ``shared`` at site ``position``, ``[stop - start, *at, dim]``; they are not kept."""
-        source = torch.Generator(device)
+    def shared_maps(
+        self, at: tuple[int, ...], start: int, stop: int, device: torch.device, number: int = 0
+    ) -> Tensor:
+        """The fixed draws of mode ``shared`` at site ``position``, ``[stop - start, *at, dim]``; they are not kept.
+
+        ``number``: of the layer's call in a pass, which has draws of its own.
+        """
+        source, first = torch.Generator(device), self.seed + 15_485_863 * number
         with torch.no_grad():
             return self.draw_each(
-                at, (source.manual_seed(self.seed + 7919 * index) for index in range(start, stop))
+                at, (source.manual_seed(first + 7919 * index) for index in range(start, stop))
             )
 
     def shared_vectors(self, device: torch.device) -> Tensor:

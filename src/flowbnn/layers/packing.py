@@ -82,7 +82,7 @@ class NoiseGroup:
 
     def _forget(self) -> None:
         for member in self.members:
-            member.ready = None
+            member.ready, member.calls = None, 0
 
     def serves(self) -> bool:
         """Whether a layer may take part: inside a pass, and not in a part of it that will run again."""
