@@ -14,6 +14,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.report.canvas import Plot, to_png, to_svg
 from flowbnn.report.figures import make_plot, study_colours
 from flowbnn.report.files import write_file
+from flowbnn.report.glossary import sources_of
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import COLOURS, duration
 from flowbnn.report.tables import compare_table, definitions, flatten, make_tables
@@ -130,7 +131,9 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     template = (
         resources.files("flowbnn.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     )
-    html = environment.from_string(template).render(studies=studies, colours=COLOURS, definitions=definitions)
+    html = environment.from_string(template).render(
+        studies=studies, colours=COLOURS, definitions=definitions, sources=sources_of(checked)
+    )
     path = Path(out)
     if path.is_dir():
         path = path / "report.html"

@@ -143,6 +143,7 @@ _RESULTS: Shape = {
             "number": "number",
         }
     ],
+    "headline?": ["text"],
     "figures": [{"kind": "text", "title": "text", "caption?": "text", "data": "object"}],
     "notes?": ["text"],
 }

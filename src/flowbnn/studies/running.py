@@ -234,6 +234,8 @@ def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> d
         "figures": findings.figures,
         "notes": findings.notes,
     }
+    if study.headline:
+        results["headline"] = list(study.headline)
     if findings.comparisons:
         results["comparisons"] = findings.comparisons
     return results
