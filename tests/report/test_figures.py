@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from flowbnn.errors import FlowBNNError
@@ -135,13 +136,33 @@ def test_text_is_text(flow_length: dict[str, Any]) -> None:
 
 def test_colours_agree_between_figures(digits: dict[str, Any]) -> None:
     colours = study_colours(digits)
-    assert list(colours.values()) == ["blue", "vermillion", "green", "purple"]
+    assert list(colours.values()) == ["slate", "green", "blue", "vermillion"]
     digits["figures"] = [digits["figures"][0], digits["figures"][2]]
     drawn = pictures(digits)
     for index, name in enumerate(colours.values()):
         # The reliability diagram and the confidence histogram of the same model.
         assert f"var(--{name})" in drawn[index]
         assert f"var(--{name})" in drawn[index + 4]
+
+
+def test_bins_of_few_inputs_are_faint_and_dots_are_whole() -> None:
+    shares = [0.0, 1 / 1218, 30 / 1218, 1187 / 1218]
+    bins = [
+        {"low": low, "high": low + 0.25, "confidence": low + 0.2, "accuracy": 1.0, "fraction": share}
+        for low, share in zip((0.0, 0.25, 0.5, 0.75), shares, strict=True)
+    ]
+    bins[0]["confidence"] = bins[0]["accuracy"] = None
+    figure = {"kind": "reliability", "title": "r", "data": {"models": [{"label": "Plain", "bins": bins}]}}
+    plot = make_plot(figure, {})
+    assert "fewer inputs" in plot.remark
+    drawn = Figure()
+    plot.groups[0].panels[0].draw(drawn)
+    upper = drawn.axes[0]
+    dots = [line for line in upper.lines if line.get_marker() == "o"]
+    assert [dot.get_alpha() for dot in dots] == pytest.approx([(1 / 30) ** 0.5, 1.0, 1.0])
+    assert not any(dot.get_clip_on() for dot in dots)
+    one, *others = [bar.get_alpha() for bar in upper.patches]
+    assert one < 0.3 * min(others)
 
 
 def test_curves_of_other_things_keep_their_own_colours(
@@ -177,7 +198,6 @@ def test_modes_are_stated(two_clusters: dict[str, Any]) -> None:
 def test_labels_of_a_front_do_not_cover_each_other(rivals: dict[str, Any]) -> None:
     """Four methods that nearly coincide: every label is drawn, and no two of them overlap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.text import Text
 
     rivals["figures"] = rivals["figures"][3:]

@@ -15,6 +15,7 @@ from flowbnn.report.figures_density import density, images
 from flowbnn.report.figures_draws import draws
 from flowbnn.report.figures_gallery import bands, maps
 from flowbnn.report.figures_pareto import pareto
+from flowbnn.report.methods import method_of
 from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import assign_colours, light, tick
 
@@ -26,7 +27,10 @@ LEVELS = ("1 3", "4 2 1 2", "8 3")
 
 
 def study_colours(results: Data) -> dict[str, str]:
-    """One colour for each model of a study, the same in its table and in all of its figures."""
+    """One colour for each model of a study, the same in its table and in all of its figures.
+
+    A method has its colour of :mod:`~flowbnn.report.methods`, so that all studies of a page agree; others that of their row.
+    """
     labels = [row["label"] for row in results["rows"]]
     labels += [model["label"] for figure in results["figures"] for model in figure["data"].get("models", [])]
     for figure in results["figures"]:
@@ -38,7 +42,11 @@ def study_colours(results: Data) -> dict[str, str]:
             labels += lines
     return {
         **assign_colours(labels),
-        **{row["label"]: row["colour"] for row in results["rows"] if row.get("colour")},
+        **{
+            row["label"]: row["colour"]
+            for row in results["rows"]
+            if row.get("colour") and method_of(row["label"]) is None
+        },
     }
 
 

@@ -12,7 +12,7 @@ from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
 from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import decimal, light, tick
 
-__all__ = ["field", "reliability"]
+__all__ = ["count_inputs", "field", "reliability"]
 
 Data = dict[str, Any]
 CLASSES = ("amber", "violet", "green", "blue", "vermillion", "purple", "slate", "sky")
@@ -31,18 +31,61 @@ def _percent(value: float, _position: object = None) -> str:
     return f"{100 * value:.4g} %"
 
 
+def count_inputs(fractions: np.ndarray) -> np.ndarray | None:
+    """How many inputs each bin has, from the shares alone: the smallest total of which all shares are whole parts.
+
+    A common divisor of all counts cannot be seen, so a count may be told too small, never too large. None where the shares were
+    rounded, and no total up to a hundred thousand fits.
+
+    >>> count_inputs(np.array([0.0, 1 / 1218, 9 / 1218, 1208 / 1218])).tolist()
+    [0.0, 1.0, 9.0, 1208.0]
+    >>> count_inputs(np.array([0.333333, 0.666667])) is None
+    True
+    """
+    if not fractions.size or not bool(np.isfinite(fractions).all()) or abs(float(fractions.sum()) - 1) > 1e-6:
+        return None
+    totals = np.arange(1, 100_001)
+    fits = np.ones(len(totals), dtype=bool)
+    for share in fractions[fractions > 0]:
+        parts = totals * share
+        fits &= np.abs(parts - np.round(parts)) < 1e-6
+    return np.round(fractions * totals[fits][0]) if fits.any() else None
+
+
+def _strength(fractions: np.ndarray) -> np.ndarray:
+    """How firmly each bin is drawn, from 0.12 for one input to 1 for :data:`FIRM` and more; where no counts are known, by share."""
+    fractions = np.nan_to_num(fractions)
+    counts = count_inputs(fractions)
+    firm = fractions / 0.01 if counts is None else counts / FIRM
+    return np.clip(np.sqrt(firm), 0.12, 1.0)
+
+
 def _accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
-    """Bars up to the accuracy, and from the diagonal a stem to it: the stem is the calibration gap."""
+    """Bars up to the accuracy, and from the diagonal a stem to it: the stem is the calibration gap; faint where inputs are few."""
     table = _columns(bins)
     full = np.isfinite(table["accuracy"]) & np.isfinite(table["confidence"])
     middle, width = _bars(table)
     confidence, accuracy = table["confidence"][full], table["accuracy"][full]
-    axes.bar(middle[full], accuracy, width[full], color=light(colour), alpha=0.4, linewidth=0)
+    strength = _strength(table["fraction"])[full]
     axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=(0, (4, 3)), linewidth=1.1)
-    axes.vlines(
-        confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=light("ink")
-    )
-    axes.plot(confidence, accuracy, "o", color=light("ink"), markersize=3.6)
+    # single calls, because each bin has an opacity of its own
+    for x, sure, right, wide, firm in zip(
+        middle[full], confidence, accuracy, width[full], strength, strict=True
+    ):
+        axes.bar(x, right, wide, color=light(colour), alpha=0.45 * firm, linewidth=0)
+        axes.vlines(sure, min(sure, right), max(sure, right), color=light("ink"), alpha=firm)
+        # whole at the edges, too
+        axes.plot(
+            sure,
+            right,
+            "o",
+            color=light("ink"),
+            markersize=3.8,
+            alpha=firm,
+            markeredgewidth=0,
+            clip_on=False,
+            zorder=5,
+        )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     for axis in (axes.xaxis, axes.yaxis):
@@ -68,6 +111,9 @@ def _top_share(models: list[Data]) -> float:
     return (extent(np.zeros(1), shares) or (0.0, 1.0))[1]
 
 
+FIRM = 30  # inputs from which on a bin is drawn in full
+FAINT = f"A bin is the fainter the fewer inputs it has, from one to {FIRM}; what single inputs show is mostly chance."
+
 KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
     Key("accuracy at the bin's mean confidence; the stem is the gap", "ink", "dot"),
@@ -80,7 +126,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
     top = _top_share(models)
 
     def make(model: Data) -> Panel:
-        colour = colours.get(model["label"], "blue")
+        colour = colours.get(model["label"], "sky")
 
         def draw(figure: Figure) -> None:
             upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
@@ -96,7 +142,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
 
     columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
     size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
-    return Plot([Group([make(model) for model in models])], KEYS, columns, size)
+    return Plot([Group([make(model) for model in models])], KEYS, columns, size, FAINT)
 
 
 def _spacing(grid: np.ndarray, width: float) -> float:
@@ -193,11 +239,11 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     top, span = _top_share(models), _span(models)
     groups = [
-        _field_row(model, colours.get(model["label"], "blue"), largest, top, span, size) for model in models
+        _field_row(model, colours.get(model["label"], "sky"), largest, top, span, size) for model in models
     ]
     found = numbers([kind for model in models for kind in model["point_class"]])
     kinds = sorted({int(kind) for kind in found[np.isfinite(found)]})
     keys = [Key(f"class {kind}", CLASSES[kind % len(CLASSES)], "dot") for kind in kinds]
     if spreads:
         keys.append(Key("the larger the dot, the less certain", "muted", "sizes"))
-    return Plot(groups, [*keys, *KEYS], 3, size)
+    return Plot(groups, [*keys, *KEYS], 3, size, FAINT)

@@ -15,7 +15,7 @@ from flowbnn.report.style import decimal, light, tick
 __all__ = ["density", "images", "mass_levels"]
 
 Data = dict[str, Any]
-COLOUR = "blue"
+COLOUR = "sky"  # no method's own
 
 
 def _modes(count: object) -> str:

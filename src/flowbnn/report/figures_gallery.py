@@ -56,12 +56,12 @@ def _band_panel(panel: Data, data: Data, limits: tuple[float, float] | None) -> 
             spread = WIDE * np.nan_to_num(numbers(panel[name]))
             if name == "total" or bool(np.any(spread > 0)):
                 axes.fill_between(
-                    x, mean - spread, mean + spread, color=light("blue"), alpha=alpha, linewidth=0
+                    x, mean - spread, mean + spread, color=light("sky"), alpha=alpha, linewidth=0
                 )
         axes.plot(
             numbers(truth["x"]), numbers(truth["y"]), color=light("ink"), linestyle=(0, (4, 3)), linewidth=1.1
         )
-        axes.plot(x, mean, color=light("blue"))
+        axes.plot(x, mean, color=light("sky"))
         points = panel["points"]
         axes.plot(
             numbers(points["x"]),
@@ -94,9 +94,9 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
     panels = [_band_panel(panel, data, limits) for panel in data["panels"]]
     keys = [
         Key("points to learn from", "vermillion", "dot"),
-        Key("predictive mean", "blue", "line"),
-        Key("± 2 epistemic standard deviations", "blue", "area", alpha=0.5),
-        Key("± 2 standard deviations of the whole prediction", "blue", "area", alpha=0.18),
+        Key("predictive mean", "sky", "line"),
+        Key("± 2 epistemic standard deviations", "sky", "area", alpha=0.5),
+        Key("± 2 standard deviations of the whole prediction", "sky", "area", alpha=0.18),
         Key("true curve", "ink", "line", "4 3"),
     ]
     if data.get("span"):

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
+from flowbnn.report.methods import METHODS, method_of
 from flowbnn.report.schema import numbers
 from flowbnn.report.style import light, tick
 
@@ -148,7 +149,7 @@ def _panel(panel: Data, colours: Mapping[str, str]) -> Panel:
             edge = np.vstack([[front[0, 0], axes.get_ylim()[1]], front, [axes.get_xlim()[1], front[-1, 1]]])
             axes.step(edge[:, 0], edge[:, 1], where="post", color=light("accent"), linewidth=1.3, alpha=0.7)
         for item in known:
-            colour = item.get("colour") or colours.get(item["label"], "blue")
+            colour = colours.get(item["label"]) or item.get("colour") or "sky"
             axes.plot(item["x"], item["y"], "o", color=light(colour), markersize=6.5, markeredgewidth=0)
         narrow = len(places) and places[:, 0].max() < 30 * places[:, 0].min()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=9))
@@ -169,5 +170,9 @@ def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
     """A dot for each method, low and left being better, and the line of those that no other beats."""
     panels = [_panel(panel, colours) for panel in data["panels"]]
     keys = [Key("no other method is both cheaper and better", "accent", "line")]
-    keys += [Key(item["label"], item["colour"], "dot") for item in data.get("families") or []]
+    found = [method_of(item["label"]) for panel in data["panels"] for item in panel["items"]]
+    if None in found:  # some methods that have no colour of their own: the families of the study
+        keys += [Key(item["label"], item["colour"], "dot") for item in data.get("families") or []]
+    else:
+        keys += [Key(kind.name, kind.colour, "dot") for kind in METHODS if kind in found]
     return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), (480, 380))

@@ -29,7 +29,7 @@ def _slug(text: str) -> str:
 
 
 def _figure(figure: dict[str, Any], plot: Plot, name: str, number: int) -> dict[str, Any]:
-    caption = figure.get("caption") or ""
+    caption = " ".join(filter(None, (figure.get("caption") or "", plot.remark)))
     groups = []
     for index, group in enumerate(plot.groups):
         panels = []
