@@ -221,6 +221,49 @@ def test_labels_of_a_front_do_not_cover_each_other(rivals: dict[str, Any]) -> No
     assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
 
 
+def test_names_of_a_front_lie_on_a_ground_above_its_lines(rivals: dict[str, Any]) -> None:
+    rivals["figures"] = rivals["figures"][3:]
+    svg = pictures(rivals)[0]
+    line, name = svg.index("stroke: var(--accent)"), svg.index(">MC dropout</text>")
+    ground = svg.index("fill: var(--surface)")
+    assert line < ground < name
+
+
+def test_an_empty_map_says_why(rivals: dict[str, Any]) -> None:
+    rivals["figures"] = rivals["figures"][1:2]
+    data = rivals["figures"][0]["data"]
+    for panel in data["panels"]:
+        panel["values"] = [[0.5] * len(data["x"]) for _ in data["y"]]
+    assert not any("nowhere above" in svg for svg in pictures(rivals))
+    data["panels"][1]["values"] = [[0.004] * len(data["x"]) for _ in data["y"]]
+    first, second, *_ = pictures(rivals)
+    assert "nowhere above" not in first
+    assert "nowhere above 0.004" in second
+
+
+def test_the_numbers_of_one_seed_are_told_as_such(two_clusters: dict[str, Any]) -> None:
+    figure = two_clusters["figures"][0]
+    notes = [group.note for group in make_plot({**figure, "caption": "All seeds."}, {}).groups]
+    assert all("ECE" in note and "seed" not in note for note in notes)
+    notes = [group.note for group in make_plot({**figure, "caption": "Seed 0. Left: points."}, {}).groups]
+    assert all(note.startswith("seed 0: ") for note in notes)
+
+
+def test_a_likelihood_below_nought_is_a_log_likelihood(flow_length: dict[str, Any]) -> None:
+    panels = flow_length["figures"][0]["data"]["panels"][:2]
+    for panel, sign in zip(panels, (-1, 1), strict=True):
+        panel["title"] = "Likelihood"
+        for line in panel["lines"]:
+            line["mean"] = [sign * 0.5 for _ in line["mean"]]
+    assert [panel.title for panel, _ in every_panel(flow_length)][:2] == ["Log-likelihood", "Likelihood"]
+
+
+def test_titles_of_noise_dimensions_are_short(two_clusters: dict[str, Any]) -> None:
+    (density,) = [figure for figure in two_clusters["figures"] if figure["kind"] == "density"]
+    density["data"]["panels"][0]["title"] = "conv2, noise dimension 11"
+    assert make_plot(density, {}).groups[0].panels[0].title == "conv2, dimension 11"
+
+
 def test_a_map_of_another_shape_is_refused(rivals: dict[str, Any]) -> None:
     rivals["figures"][1]["data"]["panels"][0]["values"] = [[0.1, 0.2]]
     with pytest.raises(FlowBNNError, match="a row for each y and a column for each x"):

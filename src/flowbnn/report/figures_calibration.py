@@ -117,6 +117,7 @@ FAINT = f"A bin is the fainter the fewer inputs it has, from one to {FIRM}; what
 KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
     Key("accuracy at the bin's mean confidence; the stem is the gap", "ink", "dot"),
+    Key("the same where inputs are few", "ink", "dot", alpha=0.3),
 ]
 
 
@@ -209,7 +210,7 @@ def _field_panel(model: Data, largest: float, span: Any, width: int) -> Panel:
 
 
 def _field_row(
-    model: Data, colour: str, largest: float, top: float, span: Any, size: tuple[int, int]
+    model: Data, colour: str, largest: float, top: float, span: Any, size: tuple[int, int], seed: str
 ) -> Group:
     def share(figure: Figure) -> None:
         axes = figure.subplots()
@@ -229,17 +230,19 @@ def _field_row(
     ]
     named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
     note = ", ".join(f"{name} {decimal(value)}" for name, value in named if value is not None)
+    note = f"{seed}: {note}" if seed and note else note
     return Group(panels, model["label"], note)
 
 
 def field(data: Data, colours: Mapping[str, str]) -> Plot:
     """A row for each model: decisions on the plane with uncertainty as dot size, confidence, calibration."""
-    models, size = data["models"], (300, 280)
+    models, size, seed = data["models"], (300, 280), data.get("seed") or ""
     spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
     largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     top, span = _top_share(models), _span(models)
     groups = [
-        _field_row(model, colours.get(model["label"], "sky"), largest, top, span, size) for model in models
+        _field_row(model, colours.get(model["label"], "sky"), largest, top, span, size, seed)
+        for model in models
     ]
     found = numbers([kind for model in models for kind in model["point_class"]])
     kinds = sorted({int(kind) for kind in found[np.isfinite(found)]})

@@ -17,6 +17,7 @@ __all__ = ["bands", "maps"]
 
 Data = dict[str, Any]
 WIDE = 2.0  # standard deviations to either side
+BLANK = 0.03  # a map whose greatest value is below this share of the scale shows no colour, and says so
 CLASSES = ("amber", "violet", "green", "blue", "vermillion", "purple", "slate", "sky")
 
 
@@ -144,6 +145,18 @@ def _map_panel(panel: Data, data: Data, top: float) -> Panel:
         axes.set_aspect("equal")
         axes.grid(False)
         _ticks(axes)
+        most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+        if values.size and most < BLANK * top:
+            axes.text(
+                0.5,
+                0.97,
+                f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}",
+                transform=axes.transAxes,
+                ha="center",
+                va="top",
+                fontsize=10,
+                bbox={"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0},
+            )
 
     return Panel(panel["title"], draw, panel.get("note") or "")
 
