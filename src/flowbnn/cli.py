@@ -172,7 +172,7 @@ def run(
                 collect=collect,
                 workers=workers,
                 command=command,
-                smoke=quick,
+                smoke=quick or getattr(settings, "source", "") == "generated",
             )
         if is_main_process():
             _show(results)

@@ -55,6 +55,7 @@ def test_the_console_says_published_only_where_something_is(two_clusters: dict[s
         for cell in row["values"].values():
             cell["published"] = None
     assert "[published]" not in "\n".join(console_lines(two_clusters))
+    assert "  Source: document 000, figure 3" in console_lines(two_clusters)
     assert any("document 000: Weijiang Xiong" in line for line in console_lines(two_clusters))
 
 

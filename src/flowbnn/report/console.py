@@ -69,7 +69,10 @@ def console_lines(results: dict[str, Any], every: bool = False) -> list[str]:
     lines += [""] if lines[-1] else []
     lines += [f"  {line}" for line in results["answer"].splitlines()]
     words = {name: results.get(name) or "" for name in ("source", "title", "answer")}
-    for source in sources_of([words]):
+    named = sources_of([words])
+    if named and words["source"]:
+        lines += ["", *_note("Source", words["source"])]
+    for source in named:
         link = f", {source.link}" if source.link else ""
         lines += _note(source.name, f"{source.author}, {source.title}{link}.")
     return lines

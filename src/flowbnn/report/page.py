@@ -92,6 +92,7 @@ def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
         "command": results.get("command") or "",
         "facts": [(name, value) for name, value in facts if value],
         "seeds": results["seeds"],
+        "trial": bool(results.get("trial")),
         "uneven": len(_counts(results)) > 1,
         "tables": make_tables(results, {label: name for label, name in colours.items() if label in drawn}),
         "differences": compare_table(results),

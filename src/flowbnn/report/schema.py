@@ -144,6 +144,7 @@ _RESULTS: Shape = {
         }
     ],
     "headline?": ["text"],
+    "trial?": "text",
     "figures": [{"kind": "text", "title": "text", "caption?": "text", "data": "object"}],
     "notes?": ["text"],
 }

@@ -163,7 +163,8 @@ def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
         arrow, direction = ARROWS.get(better, ("", ""))
         columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
         values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
-        best = _best([value.get("mean") for value in values], better, form)
+        # the best of numbers that mean nothing is nothing
+        best = set() if results.get("trial") else _best([value.get("mean") for value in values], better, form)
         for cells, value, row in zip(by_row, values, results["rows"], strict=True):
             if row.get("cited"):
                 cells.append(Cell(decimal(value.get("published"), form), "", "", False, []))
