@@ -155,6 +155,18 @@ def test_bins_of_few_inputs_are_faint_and_dots_are_whole() -> None:
     figure = {"kind": "reliability", "title": "r", "data": {"models": [{"label": "Plain", "bins": bins}]}}
     plot = make_plot(figure, {})
     assert "fewer inputs" in plot.remark
+    assert plot.keys[-1].alpha == 0.3
+    # all in one bin, or two halves: nothing is known of the counts, and nothing is faint
+    for share in (1.0, 0.5):
+        firm = {
+            "models": [
+                {
+                    "label": "Plain",
+                    "bins": [{**one, "fraction": share} for one in bins[2:][: round(1 / share)]],
+                }
+            ]
+        }
+        assert make_plot({**figure, "data": firm}, {}).remark == ""
     drawn = Figure()
     plot.groups[0].panels[0].draw(drawn)
     upper = drawn.axes[0]

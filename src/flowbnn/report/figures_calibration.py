@@ -53,11 +53,14 @@ def count_inputs(fractions: np.ndarray) -> np.ndarray | None:
 
 
 def _strength(fractions: np.ndarray) -> np.ndarray:
-    """How firmly each bin is drawn, from 0.12 for one input to 1 for :data:`FIRM` and more; where no counts are known, by share."""
+    """How firmly each bin is drawn, from 0.12 to 1 for :data:`FIRM` inputs and more; where no counts are known, by share.
+
+    A bin of a twentieth of the inputs is firm in any case: with all inputs in one bin, no count can be told from its share.
+    """
     fractions = np.nan_to_num(fractions)
     counts = count_inputs(fractions)
     firm = fractions / 0.01 if counts is None else counts / FIRM
-    return np.clip(np.sqrt(firm), 0.12, 1.0)
+    return np.where(fractions >= 0.05, 1.0, np.clip(np.sqrt(firm), 0.12, 1.0))
 
 
 def _accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
@@ -117,8 +120,15 @@ FAINT = f"A bin is the fainter the fewer inputs it has, from one to {FIRM}; what
 KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
     Key("accuracy at the bin's mean confidence; the stem is the gap", "ink", "dot"),
-    Key("the same where inputs are few", "ink", "dot", alpha=0.3),
 ]
+FEW = Key("the same where inputs are few", "ink", "dot", alpha=0.3)
+
+
+def _faint(models: list[Data]) -> tuple[list[Key], str]:
+    """The key and the remark about faint bins, where there are any."""
+    shares = [numbers([item["fraction"] for item in model["bins"]]) for model in models]
+    some = any(bool(np.any(_strength(share)[np.nan_to_num(share) > 0] < 1)) for share in shares)
+    return ([FEW], FAINT) if some else ([], "")
 
 
 def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -143,7 +153,8 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
 
     columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
     size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
-    return Plot([Group([make(model) for model in models])], KEYS, columns, size, FAINT)
+    few, remark = _faint(models)
+    return Plot([Group([make(model) for model in models])], [*KEYS, *few], columns, size, remark)
 
 
 def _spacing(grid: np.ndarray, width: float) -> float:
@@ -249,4 +260,5 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     keys = [Key(f"class {kind}", CLASSES[kind % len(CLASSES)], "dot") for kind in kinds]
     if spreads:
         keys.append(Key("the larger the dot, the less certain", "muted", "sizes"))
-    return Plot(groups, [*keys, *KEYS], 3, size, FAINT)
+    few, remark = _faint(models)
+    return Plot(groups, [*keys, *KEYS, *few], 3, size, remark)
