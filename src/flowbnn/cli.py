@@ -27,8 +27,6 @@ Jobs = Annotated[
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar and no lines.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A smoke run of seconds; its numbers mean nothing.")]
 
-HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")
-
 
 def main() -> None:
     """The entry point."""
@@ -174,7 +172,7 @@ def run(
                 collect=collect,
                 workers=workers,
                 command=command,
-                smoke=quick,
+                smoke=quick or getattr(settings, "source", "") == "generated",
             )
         if is_main_process():
             _show(results)
@@ -351,32 +349,10 @@ def _jobs(asked: int | None, accelerator: str) -> int:
 
 def _show(results: dict[str, Any], every: bool = False) -> None:
     """The headline table: a study's rows, mean and spread over seeds, the published value where there is one."""
-    metrics = [metric for metric in results["metrics"] if every or metric["key"] in HEADLINE]
-    lines = [["", *(metric["label"] for metric in metrics)]]
-    for row in results["rows"]:
-        lines.append([row["label"], *(_cell(row["values"].get(metric["key"]), metric) for metric in metrics)])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    number = len(results["seeds"])
-    spread = (
-        f"mean ± standard deviation over {number} seeds [published]" if number > 1 else "one seed [published]"
-    )
-    typer.echo(f"\n{results['study']}: {spread}")
-    for line in lines:
-        typer.echo(
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
-    typer.echo("")
-    for line in results["answer"].splitlines():
-        typer.echo(f"  {line}")
+    from flowbnn.report.console import console_lines
 
-
-def _cell(value: dict[str, Any] | None, metric: dict[str, Any]) -> str:
-    if value is None or value["mean"] is None:
-        return "-" if value is None or value["published"] is None else f"[{value['published']:g}]"
-    text = format(value["mean"], metric["format"])
-    if value["std"] is not None:
-        text += f" ± {value['std']:{metric['format']}}"
-    return text if value["published"] is None else f"{text} [{value['published']:g}]"
+    for line in console_lines(results, every):
+        typer.echo(line)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from flowbnn.errors import FlowBNNError
@@ -135,13 +136,45 @@ def test_text_is_text(flow_length: dict[str, Any]) -> None:
 
 def test_colours_agree_between_figures(digits: dict[str, Any]) -> None:
     colours = study_colours(digits)
-    assert list(colours.values()) == ["blue", "vermillion", "green", "purple"]
+    assert list(colours.values()) == ["slate", "green", "blue", "vermillion"]
     digits["figures"] = [digits["figures"][0], digits["figures"][2]]
     drawn = pictures(digits)
     for index, name in enumerate(colours.values()):
         # The reliability diagram and the confidence histogram of the same model.
         assert f"var(--{name})" in drawn[index]
         assert f"var(--{name})" in drawn[index + 4]
+
+
+def test_bins_of_few_inputs_are_faint_and_dots_are_whole() -> None:
+    shares = [0.0, 1 / 1218, 30 / 1218, 1187 / 1218]
+    bins = [
+        {"low": low, "high": low + 0.25, "confidence": low + 0.2, "accuracy": 1.0, "fraction": share}
+        for low, share in zip((0.0, 0.25, 0.5, 0.75), shares, strict=True)
+    ]
+    bins[0]["confidence"] = bins[0]["accuracy"] = None
+    figure = {"kind": "reliability", "title": "r", "data": {"models": [{"label": "Plain", "bins": bins}]}}
+    plot = make_plot(figure, {})
+    assert "fewer inputs" in plot.remark
+    assert plot.keys[-1].alpha == 0.3
+    # all in one bin, or two halves: nothing is known of the counts, and nothing is faint
+    for share in (1.0, 0.5):
+        firm = {
+            "models": [
+                {
+                    "label": "Plain",
+                    "bins": [{**one, "fraction": share} for one in bins[2:][: round(1 / share)]],
+                }
+            ]
+        }
+        assert make_plot({**figure, "data": firm}, {}).remark == ""
+    drawn = Figure()
+    plot.groups[0].panels[0].draw(drawn)
+    upper = drawn.axes[0]
+    dots = [line for line in upper.lines if line.get_marker() == "o"]
+    assert [dot.get_alpha() for dot in dots] == pytest.approx([(1 / 30) ** 0.5, 1.0, 1.0])
+    assert not any(dot.get_clip_on() for dot in dots)
+    one, *others = [bar.get_alpha() for bar in upper.patches]
+    assert one < 0.3 * min(others)
 
 
 def test_curves_of_other_things_keep_their_own_colours(
@@ -177,7 +210,6 @@ def test_modes_are_stated(two_clusters: dict[str, Any]) -> None:
 def test_labels_of_a_front_do_not_cover_each_other(rivals: dict[str, Any]) -> None:
     """Four methods that nearly coincide: every label is drawn, and no two of them overlap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.text import Text
 
     rivals["figures"] = rivals["figures"][3:]
@@ -199,6 +231,49 @@ def test_labels_of_a_front_do_not_cover_each_other(rivals: dict[str, Any]) -> No
         canvas.draw()
     assert len(boxes) == 4
     assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+
+
+def test_names_of_a_front_lie_on_a_ground_above_its_lines(rivals: dict[str, Any]) -> None:
+    rivals["figures"] = rivals["figures"][3:]
+    svg = pictures(rivals)[0]
+    line, name = svg.index("stroke: var(--accent)"), svg.index(">MC dropout</text>")
+    ground = svg.index("fill: var(--surface)")
+    assert line < ground < name
+
+
+def test_an_empty_map_says_why(rivals: dict[str, Any]) -> None:
+    rivals["figures"] = rivals["figures"][1:2]
+    data = rivals["figures"][0]["data"]
+    for panel in data["panels"]:
+        panel["values"] = [[0.5] * len(data["x"]) for _ in data["y"]]
+    assert not any("nowhere above" in svg for svg in pictures(rivals))
+    data["panels"][1]["values"] = [[0.004] * len(data["x"]) for _ in data["y"]]
+    first, second, *_ = pictures(rivals)
+    assert "nowhere above" not in first
+    assert "nowhere above 0.004" in second
+
+
+def test_the_numbers_of_one_seed_are_told_as_such(two_clusters: dict[str, Any]) -> None:
+    figure = two_clusters["figures"][0]
+    notes = [group.note for group in make_plot({**figure, "caption": "All seeds."}, {}).groups]
+    assert all("ECE" in note and "seed" not in note for note in notes)
+    notes = [group.note for group in make_plot({**figure, "caption": "Seed 0. Left: points."}, {}).groups]
+    assert all(note.startswith("seed 0: ") for note in notes)
+
+
+def test_a_likelihood_below_nought_is_a_log_likelihood(flow_length: dict[str, Any]) -> None:
+    panels = flow_length["figures"][0]["data"]["panels"][:2]
+    for panel, sign in zip(panels, (-1, 1), strict=True):
+        panel["title"] = "Likelihood"
+        for line in panel["lines"]:
+            line["mean"] = [sign * 0.5 for _ in line["mean"]]
+    assert [panel.title for panel, _ in every_panel(flow_length)][:2] == ["Log-likelihood", "Likelihood"]
+
+
+def test_titles_of_noise_dimensions_are_short(two_clusters: dict[str, Any]) -> None:
+    (density,) = [figure for figure in two_clusters["figures"] if figure["kind"] == "density"]
+    density["data"]["panels"][0]["title"] = "conv2, noise dimension 11"
+    assert make_plot(density, {}).groups[0].panels[0].title == "conv2, dimension 11"
 
 
 def test_a_map_of_another_shape_is_refused(rivals: dict[str, Any]) -> None:

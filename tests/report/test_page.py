@@ -126,7 +126,8 @@ def test_structure(page: str) -> None:
     )
     assert len(reader.identifiers) == len(set(reader.identifiers))
     targets = [link[1:] for link in reader.links]
-    assert len(targets) == 3
+    assert targets.count("sources") == 3
+    assert len(targets) == 6
     assert set(targets) <= set(reader.identifiers)
     assert len(reader.labels) == 35
     assert all(len(label) > 20 for label in reader.labels)
@@ -136,7 +137,7 @@ def test_structure(page: str) -> None:
 def test_one_study_needs_no_contents(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = two_clusters["figures"][1:2]
     reader = Reader(page_of([two_clusters], tmp_path))
-    assert reader.links == []
+    assert reader.links == ["#sources"]
     assert "This page shows one study" in reader.words
 
 

@@ -63,3 +63,14 @@ def test_a_pair_integrates_to_one_and_has_y_in_its_rows():
     x, y = torch.tensor(pair["x"]).double(), torch.tensor(pair["y"]).double()
     assert density.shape == (len(y), len(x))
     assert abs(float(torch.trapezoid(torch.trapezoid(density, x), y)) - 1) < 0.05
+
+
+def test_headlines_are_what_the_question_asks_about():
+    from flowbnn.studies import elephant, regression_1d
+
+    for module, study, asked in (
+        (elephant, elephant.Elephant, {"with_new_entropy", "found", "lost"}),
+        (regression_1d, regression_1d.Regression1d, {"coverage_90", "growth", "coverage_outside"}),
+    ):
+        keys = {metric.key for metric in module.METRICS}
+        assert asked <= set(study.headline) <= keys

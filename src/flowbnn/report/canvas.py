@@ -59,12 +59,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Plot:
-    """A whole figure; ``size`` is that of one panel, in pixels."""
+    """A whole figure; ``size`` is that of one panel, in pixels, ``remark`` what its caption says of how it is drawn."""
 
     groups: list[Group]
     keys: list[Key] = field(default_factory=list)
     columns: int = 3
     size: tuple[int, int] = (300, 225)
+    remark: str = ""
 
 
 def nice_ticks(most: int, whole: bool = False) -> MaxNLocator:

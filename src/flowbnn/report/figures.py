@@ -1,5 +1,6 @@
 """The figures of a study, each drawn from the ``data`` of its ``results.json`` entry and nothing else."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowbnn.report.figures_density import density, images
 from flowbnn.report.figures_draws import draws
 from flowbnn.report.figures_gallery import bands, maps
 from flowbnn.report.figures_pareto import pareto
+from flowbnn.report.methods import method_of
 from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import assign_colours, light, tick
 
@@ -26,7 +28,10 @@ LEVELS = ("1 3", "4 2 1 2", "8 3")
 
 
 def study_colours(results: Data) -> dict[str, str]:
-    """One colour for each model of a study, the same in its table and in all of its figures."""
+    """One colour for each model of a study, the same in its table and in all of its figures.
+
+    A method has its colour of :mod:`~flowbnn.report.methods`, so that all studies of a page agree; others that of their row.
+    """
     labels = [row["label"] for row in results["rows"]]
     labels += [model["label"] for figure in results["figures"] for model in figure["data"].get("models", [])]
     for figure in results["figures"]:
@@ -38,7 +43,11 @@ def study_colours(results: Data) -> dict[str, str]:
             labels += lines
     return {
         **assign_colours(labels),
-        **{row["label"]: row["colour"] for row in results["rows"] if row.get("colour")},
+        **{
+            row["label"]: row["colour"]
+            for row in results["rows"]
+            if row.get("colour") and method_of(row["label"]) is None
+        },
     }
 
 
@@ -125,7 +134,10 @@ def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]
         axes.margins(x=0.02)
         axes.set_xlabel(x_label)
 
-    return Panel(panel["title"], draw, note="log scale" if log else "")
+    title = panel["title"]
+    if title == "Likelihood" and any(bool(np.any(mean < 0)) for mean in means):
+        title = "Log-likelihood"  # as earlier results called it
+    return Panel(title, draw, note="log scale" if log else "")
 
 
 def curves(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -202,4 +214,8 @@ def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
         figure: an entry with ``kind`` and ``data``.
         colours: from :func:`study_colours`.
     """
-    return KINDS[figure["kind"]](figure["data"], colours)
+    data = figure["data"]
+    one = re.match(r"Seed \d+\b", figure.get("caption") or "")
+    if one and figure["kind"] == "field":  # its numbers are not the means over seeds that stand elsewhere
+        data = {**data, "seed": one[0].lower()}
+    return KINDS[figure["kind"]](data, colours)

@@ -26,7 +26,7 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
         def draw(figure: Figure) -> None:
             axes = figure.subplots()
             places = np.arange(len(items))[::-1]
-            shades = [light(colours.get(item["label"], "blue")) for item in items]
+            shades = [light(colours.get(item["label"], "sky")) for item in items]
             axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
             top = max([*values.tolist(), panel.get("level") or 0.0, 1e-9])
             for place, value in zip(places, values, strict=True):

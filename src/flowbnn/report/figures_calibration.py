@@ -12,7 +12,7 @@ from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
 from flowbnn.report.schema import extent, numbers
 from flowbnn.report.style import decimal, light, tick
 
-__all__ = ["field", "reliability"]
+__all__ = ["count_inputs", "field", "reliability"]
 
 Data = dict[str, Any]
 CLASSES = ("amber", "violet", "green", "blue", "vermillion", "purple", "slate", "sky")
@@ -31,18 +31,64 @@ def _percent(value: float, _position: object = None) -> str:
     return f"{100 * value:.4g} %"
 
 
+def count_inputs(fractions: np.ndarray) -> np.ndarray | None:
+    """How many inputs each bin has, from the shares alone: the smallest total of which all shares are whole parts.
+
+    A common divisor of all counts cannot be seen, so a count may be told too small, never too large. None where the shares were
+    rounded, and no total up to a hundred thousand fits.
+
+    >>> count_inputs(np.array([0.0, 1 / 1218, 9 / 1218, 1208 / 1218])).tolist()
+    [0.0, 1.0, 9.0, 1208.0]
+    >>> count_inputs(np.array([0.333333, 0.666667])) is None
+    True
+    """
+    if not fractions.size or not bool(np.isfinite(fractions).all()) or abs(float(fractions.sum()) - 1) > 1e-6:
+        return None
+    totals = np.arange(1, 100_001)
+    fits = np.ones(len(totals), dtype=bool)
+    for share in fractions[fractions > 0]:
+        parts = totals * share
+        fits &= np.abs(parts - np.round(parts)) < 1e-6
+    return np.round(fractions * totals[fits][0]) if fits.any() else None
+
+
+def _strength(fractions: np.ndarray) -> np.ndarray:
+    """How firmly each bin is drawn, from 0.12 to 1 for :data:`FIRM` inputs and more; where no counts are known, by share.
+
+    A bin of a twentieth of the inputs is firm in any case: with all inputs in one bin, no count can be told from its share.
+    """
+    fractions = np.nan_to_num(fractions)
+    counts = count_inputs(fractions)
+    firm = fractions / 0.01 if counts is None else counts / FIRM
+    return np.where(fractions >= 0.05, 1.0, np.clip(np.sqrt(firm), 0.12, 1.0))
+
+
 def _accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
-    """Bars up to the accuracy, and from the diagonal a stem to it: the stem is the calibration gap."""
+    """Bars up to the accuracy, and from the diagonal a stem to it: the stem is the calibration gap; faint where inputs are few."""
     table = _columns(bins)
     full = np.isfinite(table["accuracy"]) & np.isfinite(table["confidence"])
     middle, width = _bars(table)
     confidence, accuracy = table["confidence"][full], table["accuracy"][full]
-    axes.bar(middle[full], accuracy, width[full], color=light(colour), alpha=0.4, linewidth=0)
+    strength = _strength(table["fraction"])[full]
     axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=(0, (4, 3)), linewidth=1.1)
-    axes.vlines(
-        confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=light("ink")
-    )
-    axes.plot(confidence, accuracy, "o", color=light("ink"), markersize=3.6)
+    # single calls, because each bin has an opacity of its own
+    for x, sure, right, wide, firm in zip(
+        middle[full], confidence, accuracy, width[full], strength, strict=True
+    ):
+        axes.bar(x, right, wide, color=light(colour), alpha=0.45 * firm, linewidth=0)
+        axes.vlines(sure, min(sure, right), max(sure, right), color=light("ink"), alpha=firm)
+        # whole at the edges, too
+        axes.plot(
+            sure,
+            right,
+            "o",
+            color=light("ink"),
+            markersize=3.8,
+            alpha=firm,
+            markeredgewidth=0,
+            clip_on=False,
+            zorder=5,
+        )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     for axis in (axes.xaxis, axes.yaxis):
@@ -68,10 +114,21 @@ def _top_share(models: list[Data]) -> float:
     return (extent(np.zeros(1), shares) or (0.0, 1.0))[1]
 
 
+FIRM = 30  # inputs from which on a bin is drawn in full
+FAINT = f"A bin is the fainter the fewer inputs it has, from one to {FIRM}; what single inputs show is mostly chance."
+
 KEYS = [
     Key("perfect calibration", "muted", "line", "4 3"),
     Key("accuracy at the bin's mean confidence; the stem is the gap", "ink", "dot"),
 ]
+FEW = Key("the same where inputs are few", "ink", "dot", alpha=0.3)
+
+
+def _faint(models: list[Data]) -> tuple[list[Key], str]:
+    """The key and the remark about faint bins, where there are any."""
+    shares = [numbers([item["fraction"] for item in model["bins"]]) for model in models]
+    some = any(bool(np.any(_strength(share)[np.nan_to_num(share) > 0] < 1)) for share in shares)
+    return ([FEW], FAINT) if some else ([], "")
 
 
 def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -80,7 +137,7 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
     top = _top_share(models)
 
     def make(model: Data) -> Panel:
-        colour = colours.get(model["label"], "blue")
+        colour = colours.get(model["label"], "sky")
 
         def draw(figure: Figure) -> None:
             upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
@@ -96,7 +153,8 @@ def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
 
     columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
     size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
-    return Plot([Group([make(model) for model in models])], KEYS, columns, size)
+    few, remark = _faint(models)
+    return Plot([Group([make(model) for model in models])], [*KEYS, *few], columns, size, remark)
 
 
 def _spacing(grid: np.ndarray, width: float) -> float:
@@ -163,7 +221,7 @@ def _field_panel(model: Data, largest: float, span: Any, width: int) -> Panel:
 
 
 def _field_row(
-    model: Data, colour: str, largest: float, top: float, span: Any, size: tuple[int, int]
+    model: Data, colour: str, largest: float, top: float, span: Any, size: tuple[int, int], seed: str
 ) -> Group:
     def share(figure: Figure) -> None:
         axes = figure.subplots()
@@ -183,21 +241,24 @@ def _field_row(
     ]
     named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
     note = ", ".join(f"{name} {decimal(value)}" for name, value in named if value is not None)
+    note = f"{seed}: {note}" if seed and note else note
     return Group(panels, model["label"], note)
 
 
 def field(data: Data, colours: Mapping[str, str]) -> Plot:
     """A row for each model: decisions on the plane with uncertainty as dot size, confidence, calibration."""
-    models, size = data["models"], (300, 280)
+    models, size, seed = data["models"], (300, 280), data.get("seed") or ""
     spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
     largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     top, span = _top_share(models), _span(models)
     groups = [
-        _field_row(model, colours.get(model["label"], "blue"), largest, top, span, size) for model in models
+        _field_row(model, colours.get(model["label"], "sky"), largest, top, span, size, seed)
+        for model in models
     ]
     found = numbers([kind for model in models for kind in model["point_class"]])
     kinds = sorted({int(kind) for kind in found[np.isfinite(found)]})
     keys = [Key(f"class {kind}", CLASSES[kind % len(CLASSES)], "dot") for kind in kinds]
     if spreads:
         keys.append(Key("the larger the dot, the less certain", "muted", "sizes"))
-    return Plot(groups, [*keys, *KEYS], 3, size)
+    few, remark = _faint(models)
+    return Plot(groups, [*keys, *KEYS, *few], 3, size, remark)

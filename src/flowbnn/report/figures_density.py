@@ -15,13 +15,18 @@ from flowbnn.report.style import decimal, light, tick
 __all__ = ["density", "images", "mass_levels"]
 
 Data = dict[str, Any]
-COLOUR = "blue"
+COLOUR = "sky"  # no method's own
 
 
 def _modes(count: object) -> str:
     if not isinstance(count, int | float):
         return ""
     return f"{int(count)} mode" + ("" if int(count) == 1 else "s")
+
+
+def _title(title: str) -> str:
+    """The title on one line: that it is noise, the figure says."""
+    return title.replace("noise dimension", "dimension")
 
 
 def _line_panel(panel: Data, limits: tuple[float, float] | None) -> Panel:
@@ -43,7 +48,7 @@ def _line_panel(panel: Data, limits: tuple[float, float] | None) -> Panel:
         axes.xaxis.set_major_formatter(FuncFormatter(tick))
         axes.set_xlabel("noise z")
 
-    return Panel(panel["title"], draw, _modes(panel.get("modes")))
+    return Panel(_title(panel["title"]), draw, _modes(panel.get("modes")))
 
 
 def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
@@ -82,7 +87,7 @@ def _pair_panel(pair: Data) -> Panel:
         axes.set_xlabel(pair.get("x_label") or "")
         axes.set_ylabel(pair.get("y_label") or "")
 
-    return Panel(pair["title"], draw)
+    return Panel(_title(pair["title"]), draw)
 
 
 def density(data: Data, colours: Mapping[str, str]) -> Plot:

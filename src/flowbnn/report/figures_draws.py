@@ -14,7 +14,7 @@ from flowbnn.report.style import light, tick
 __all__ = ["draws"]
 
 Data = dict[str, Any]
-HUES = ("blue", "vermillion")  # the known image, the novel one
+HUES = ("slate", "amber")  # the known image, the novel one
 
 
 def _distribution(axes: Axes, samples: np.ndarray, classes: list[str], colour: str, title: str) -> None:
@@ -77,5 +77,5 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         Key(f"{title}: a dot for each sampled network", colour, "dot")
         for title, colour in zip(titles, HUES, strict=False)
     ]
-    keys += [Key("their mean", "slate", "area")] if titles else []
+    keys += [Key("their mean", "muted", "area", alpha=0.3)] if titles else []
     return Plot([Group(panels)], keys if panels else [], 2, (420, 150))

@@ -17,6 +17,7 @@ __all__ = ["bands", "maps"]
 
 Data = dict[str, Any]
 WIDE = 2.0  # standard deviations to either side
+BLANK = 0.03  # a map whose greatest value is below this share of the scale shows no colour, and says so
 CLASSES = ("amber", "violet", "green", "blue", "vermillion", "purple", "slate", "sky")
 
 
@@ -56,12 +57,12 @@ def _band_panel(panel: Data, data: Data, limits: tuple[float, float] | None) -> 
             spread = WIDE * np.nan_to_num(numbers(panel[name]))
             if name == "total" or bool(np.any(spread > 0)):
                 axes.fill_between(
-                    x, mean - spread, mean + spread, color=light("blue"), alpha=alpha, linewidth=0
+                    x, mean - spread, mean + spread, color=light("sky"), alpha=alpha, linewidth=0
                 )
         axes.plot(
             numbers(truth["x"]), numbers(truth["y"]), color=light("ink"), linestyle=(0, (4, 3)), linewidth=1.1
         )
-        axes.plot(x, mean, color=light("blue"))
+        axes.plot(x, mean, color=light("sky"))
         points = panel["points"]
         axes.plot(
             numbers(points["x"]),
@@ -94,9 +95,9 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
     panels = [_band_panel(panel, data, limits) for panel in data["panels"]]
     keys = [
         Key("points to learn from", "vermillion", "dot"),
-        Key("predictive mean", "blue", "line"),
-        Key("± 2 epistemic standard deviations", "blue", "area", alpha=0.5),
-        Key("± 2 standard deviations of the whole prediction", "blue", "area", alpha=0.18),
+        Key("predictive mean", "sky", "line"),
+        Key("± 2 epistemic standard deviations", "sky", "area", alpha=0.5),
+        Key("± 2 standard deviations of the whole prediction", "sky", "area", alpha=0.18),
         Key("true curve", "ink", "line", "4 3"),
     ]
     if data.get("span"):
@@ -144,6 +145,18 @@ def _map_panel(panel: Data, data: Data, top: float) -> Panel:
         axes.set_aspect("equal")
         axes.grid(False)
         _ticks(axes)
+        most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+        if values.size and most < BLANK * top:
+            axes.text(
+                0.5,
+                0.97,
+                f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}",
+                transform=axes.transAxes,
+                ha="center",
+                va="top",
+                fontsize=10,
+                bbox={"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0},
+            )
 
     return Panel(panel["title"], draw, panel.get("note") or "")
 

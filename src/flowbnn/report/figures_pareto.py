@@ -9,11 +9,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from flowbnn.report.canvas import Group, Key, Panel, Plot, nice_ticks
+from flowbnn.report.methods import METHODS, method_of
 from flowbnn.report.schema import numbers
 from flowbnn.report.style import light, tick
 
@@ -62,6 +64,7 @@ class _Labels(Artist):
     def __init__(self, axes: Axes, labels: list[str], places: np.ndarray, edge: np.ndarray) -> None:
         super().__init__()
         self.set_in_layout(False)
+        self.set_zorder(2.5)  # above the grid and the front, below the dots
         self.labels, self.places, self.edge = labels, places, edge
         axes.add_artist(self)
 
@@ -83,6 +86,8 @@ class _Labels(Artist):
                 Bbox.from_extents(far_x - 1, min(y, far_y), far_x + 1, max(y, far_y)),
             ]
         taken: list[Bbox] = []
+        texts: list[Text] = []
+        leads: list[Line2D] = []
         for index in np.argsort(-pixels[:, 1], kind="stable"):
             x, y = pixels[index]
             others = [*taken, *dots[:index], *dots[index + 1 :]]
@@ -114,8 +119,18 @@ class _Labels(Artist):
                 end_y = min(max(y, box.y0), box.y1)
                 lead = Line2D([x, end_x], [y, end_y], color=light("faint"), linewidth=0.8)
                 lead.set_figure(figure)
-                lead.draw(renderer)
-            text.draw(renderer)
+                leads.append(lead)
+            texts.append(text)
+        # On a ground of the page's colour, so that neither the grid nor the front strikes a name through; the grounds come first, so
+        # that none hides another's name.
+        for box in taken:
+            ground = Rectangle(
+                (box.x0, box.y0), box.width, box.height, facecolor=light("surface"), linewidth=0
+            )
+            ground.set_figure(figure)
+            ground.draw(renderer)
+        for artist in (*leads, *texts):
+            artist.draw(renderer)
 
 
 def _panel(panel: Data, colours: Mapping[str, str]) -> Panel:
@@ -146,10 +161,20 @@ def _panel(panel: Data, colours: Mapping[str, str]) -> Panel:
                 axes.set_ylim(down - 0.12 * span, up + 0.1 * span)
             # up from the cheapest and on from the best: nobody is on the lower left of the line
             edge = np.vstack([[front[0, 0], axes.get_ylim()[1]], front, [axes.get_xlim()[1], front[-1, 1]]])
-            axes.step(edge[:, 0], edge[:, 1], where="post", color=light("accent"), linewidth=1.3, alpha=0.7)
+            axes.step(
+                edge[:, 0],
+                edge[:, 1],
+                where="post",
+                color=light("accent"),
+                linewidth=1.3,
+                alpha=0.7,
+                zorder=1.5,
+            )
         for item in known:
-            colour = item.get("colour") or colours.get(item["label"], "blue")
-            axes.plot(item["x"], item["y"], "o", color=light(colour), markersize=6.5, markeredgewidth=0)
+            colour = colours.get(item["label"]) or item.get("colour") or "sky"
+            axes.plot(
+                item["x"], item["y"], "o", color=light(colour), markersize=6.5, markeredgewidth=0, zorder=3
+            )
         narrow = len(places) and places[:, 0].max() < 30 * places[:, 0].min()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=9))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -169,5 +194,9 @@ def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
     """A dot for each method, low and left being better, and the line of those that no other beats."""
     panels = [_panel(panel, colours) for panel in data["panels"]]
     keys = [Key("no other method is both cheaper and better", "accent", "line")]
-    keys += [Key(item["label"], item["colour"], "dot") for item in data.get("families") or []]
+    found = [method_of(item["label"]) for panel in data["panels"] for item in panel["items"]]
+    if None in found:  # some methods that have no colour of their own: the families of the study
+        keys += [Key(item["label"], item["colour"], "dot") for item in data.get("families") or []]
+    else:
+        keys += [Key(kind.name, kind.colour, "dot") for kind in METHODS if kind in found]
     return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), (480, 380))

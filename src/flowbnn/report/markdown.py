@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flowbnn.report.files import write_file
+from flowbnn.report.glossary import sources_of
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import duration
 from flowbnn.report.tables import Cell, compare_table, definitions, flatten, make_tables
@@ -13,7 +14,7 @@ __all__ = ["write_markdown"]
 
 
 def _escape(text: object) -> str:
-    return str(text).replace("|", "\\|").replace("\n", " ")
+    return str(text).replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
 
 
 def _cell(cell: Cell) -> str:
@@ -83,6 +84,17 @@ def _study(results: dict[str, Any]) -> list[str]:
     )
 
 
+def _sources(checked: list[dict[str, Any]]) -> list[str]:
+    named = sources_of(checked)
+    if not named:
+        return []
+    lines = ["## Sources", ""]
+    for source in named:
+        title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
+        lines.append(f"- **{source.name[0].upper()}{source.name[1:]}**: {source.author}, {title}")
+    return lines
+
+
 def write_markdown(results: Sequence[Path | str | dict[str, Any]], out: Path | str) -> Path:
     """Write the question, answer, table and settings of each study to one Markdown file, atomically."""
     lines = [
@@ -92,7 +104,9 @@ def write_markdown(results: Sequence[Path | str | dict[str, Any]], out: Path | s
         "`flowbnn report` makes of the same folder.",
         "",
     ]
-    for source in results:
-        lines += _study(load_results(source))
+    checked = [load_results(source) for source in results]
+    for one in checked:
+        lines += _study(one)
+    lines += _sources(checked)
     write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
     return Path(out)

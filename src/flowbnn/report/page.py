@@ -14,6 +14,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.report.canvas import Plot, to_png, to_svg
 from flowbnn.report.figures import make_plot, study_colours
 from flowbnn.report.files import write_file
+from flowbnn.report.glossary import sources_of
 from flowbnn.report.reading import load_results
 from flowbnn.report.style import COLOURS, duration
 from flowbnn.report.tables import compare_table, definitions, flatten, make_tables
@@ -28,7 +29,7 @@ def _slug(text: str) -> str:
 
 
 def _figure(figure: dict[str, Any], plot: Plot, name: str, number: int) -> dict[str, Any]:
-    caption = figure.get("caption") or ""
+    caption = " ".join(filter(None, (figure.get("caption") or "", plot.remark)))
     groups = []
     for index, group in enumerate(plot.groups):
         panels = []
@@ -91,6 +92,7 @@ def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
         "command": results.get("command") or "",
         "facts": [(name, value) for name, value in facts if value],
         "seeds": results["seeds"],
+        "trial": bool(results.get("trial")),
         "uneven": len(_counts(results)) > 1,
         "tables": make_tables(results, {label: name for label, name in colours.items() if label in drawn}),
         "differences": compare_table(results),
@@ -130,7 +132,9 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     template = (
         resources.files("flowbnn.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     )
-    html = environment.from_string(template).render(studies=studies, colours=COLOURS, definitions=definitions)
+    html = environment.from_string(template).render(
+        studies=studies, colours=COLOURS, definitions=definitions, sources=sources_of(checked)
+    )
     path = Path(out)
     if path.is_dir():
         path = path / "report.html"

@@ -143,6 +143,8 @@ _RESULTS: Shape = {
             "number": "number",
         }
     ],
+    "headline?": ["text"],
+    "trial?": "text",
     "figures": [{"kind": "text", "title": "text", "caption?": "text", "data": "object"}],
     "notes?": ["text"],
 }

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from flowbnn.report.methods import method_of
+
 __all__ = ["COLOURS", "RC", "assign_colours", "decimal", "duration", "light", "tick"]
 
 # Each name is a custom property of the page: (light scheme, dark scheme). The figures are drawn in the light
@@ -26,6 +28,9 @@ COLOURS: dict[str, tuple[str, str]] = {
     "sky": ("#3b9fd6", "#8fd0f7"),
     "slate": ("#6b7280", "#98a1b0"),
     "violet": ("#7a52b8", "#a98be0"),
+    "brown": ("#8a5a3c", "#c8966f"),
+    "olive": ("#7c8500", "#bcc64a"),
+    "crimson": ("#a6163a", "#f2617c"),
     "step1": ("#440154", "#3e4a89"),
     "step2": ("#433e85", "#31688e"),
     "step3": ("#30678d", "#26828e"),
@@ -35,7 +40,19 @@ COLOURS: dict[str, tuple[str, str]] = {
     "step7": ("#b3b410", "#b5de2b"),
     "step8": ("#c9a227", "#fde725"),
 }
-MODELS = ("blue", "vermillion", "green", "purple", "amber", "sky", "slate", "violet")
+MODELS = (
+    "blue",
+    "vermillion",
+    "green",
+    "purple",
+    "amber",
+    "sky",
+    "slate",
+    "violet",
+    "brown",
+    "olive",
+    "crimson",
+)
 GROUPS = ("slate", "amber", "green", "purple", "blue", "vermillion")
 STEPS = tuple(f"step{number}" for number in range(1, 9))
 
@@ -99,10 +116,10 @@ def _are_steps(labels: list[str]) -> bool:
 
 
 def assign_colours(labels: Iterable[str], groups: bool = False) -> dict[str, str]:
-    """A colour name for each label, in order: a ramp where the labels are steps of one quantity, else hues.
+    """A colour name for each label: a ramp where the labels are steps of one quantity, else the method's own, else hues in order.
 
-    >>> assign_colours(["plain", "flow"])
-    {'plain': 'blue', 'flow': 'vermillion'}
+    >>> assign_colours(["flow noise", "Gaussian noise", "mine", "yours"])
+    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'green', 'yours': 'purple'}
     >>> list(assign_colours(["length 0", "length 6", "length 12"]).values())
     ['step1', 'step4', 'step6']
     """
@@ -111,8 +128,12 @@ def assign_colours(labels: Iterable[str], groups: bool = False) -> dict[str, str
         last = 5.0 if len(unique) <= 6 else 7.0
         places = [round(last * index / (len(unique) - 1) + 1e-9) for index in range(len(unique))]
         return {label: STEPS[place] for label, place in zip(unique, places, strict=True)}
-    hues = GROUPS if groups else MODELS
-    return {label: hues[index % len(hues)] for index, label in enumerate(unique)}
+    if groups:
+        return {label: GROUPS[index % len(GROUPS)] for index, label in enumerate(unique)}
+    own = {label: kind.colour for label in unique if (kind := method_of(label))}
+    hues = [hue for hue in MODELS if hue not in own.values()] or list(MODELS)
+    rest = [label for label in unique if label not in own]
+    return {label: own[label] if label in own else hues[rest.index(label) % len(hues)] for label in unique}
 
 
 def decimal(value: object, form: str = ".3f") -> str:

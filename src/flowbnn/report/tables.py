@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from flowbnn.report.glossary import explain
 from flowbnn.report.style import decimal
 
 __all__ = [
@@ -100,7 +101,7 @@ def make_tables(results: dict[str, Any], colours: dict[str, str]) -> list[tuple[
 
 
 def definitions(columns: list[Column]) -> list[tuple[list[Column], str]]:
-    """What the columns mean; those that share their words stand together.
+    """What the columns mean, after the terms that they use; those that share their words stand together.
 
     >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
     >>> [([column.label for column in found], text) for found, text in definitions(some)]
@@ -110,7 +111,9 @@ def definitions(columns: list[Column]) -> list[tuple[list[Column], str]]:
     for column in columns:
         if column.definition:
             found.setdefault(column.definition, []).append(column)
-    return [(some, text) for text, some in found.items()]
+    words = [word for column in columns for word in (column.label, column.definition)]
+    terms = [([Column(term, "", "", meaning)], meaning) for term, meaning in explain(words)]
+    return [*terms, *((some, text) for text, some in found.items())]
 
 
 def compare_table(
@@ -160,7 +163,8 @@ def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
         arrow, direction = ARROWS.get(better, ("", ""))
         columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
         values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
-        best = _best([value.get("mean") for value in values], better, form)
+        # the best of numbers that mean nothing is nothing
+        best = set() if results.get("trial") else _best([value.get("mean") for value in values], better, form)
         for cells, value, row in zip(by_row, values, results["rows"], strict=True):
             if row.get("cited"):
                 cells.append(Cell(decimal(value.get("published"), form), "", "", False, []))

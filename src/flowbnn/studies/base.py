@@ -170,6 +170,9 @@ class Study:
     description: ClassVar[str]
     question: ClassVar[str]
     source: ClassVar[str]
+    headline: ClassVar[
+        tuple[str, ...]
+    ] = ()  # metrics of the console's table; none: accuracy, NLL, ECE and their like
     seeds: ClassVar[int] = 5
     settings: ClassVar[type[Any]]
     quick: ClassVar[dict[str, Any]] = {}

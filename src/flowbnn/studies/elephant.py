@@ -32,7 +32,8 @@ METRICS = (
             f"AUROC, {label}",
             "higher",
             ".3f",
-            f"Chance that an image of the new digit has a higher {label} than one of a known digit; 0.5 is guessing.",
+            f"Of an image of the new digit and one of a known digit, drawn at random, how often the new one has the higher {label}: "
+            "1 is always, 0.5 is guessing.",
             TELLING,
         )
         for key, label in UNCERTAINTIES.items()
@@ -114,6 +115,7 @@ class Elephant(RivalStudy):
     )
     source = "document 002, section 1.6 and figure 6, on digits in place of Fashion-MNIST"
     settings = Settings
+    headline = ("with_new_entropy", "never", "found", "lost", "auroc_entropy", "accuracy")
     specific: ClassVar[dict[str, dict[str, Any]]] = {  # chains as long as a study of minutes allows
         "hmc": {"samples": 40, "warmup": 40, "chains": 1, "steps": 8},
         "nuts": {"samples": 30, "warmup": 30, "chains": 1, "max_depth": 3},

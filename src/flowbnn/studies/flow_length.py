@@ -149,7 +149,7 @@ class FlowLength(Study):
                 "lines": lines("elbo", -1.0),
             },
             {
-                "title": "Likelihood",
+                "title": "Log-likelihood",
                 "y_label": "nats per example",
                 "log": False,
                 "lines": lines("log_likelihood", 1.0),

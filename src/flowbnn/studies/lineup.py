@@ -15,11 +15,11 @@ from flowbnn.inference import METHODS, SGLD, Method, make_method
 
 __all__ = ["FAMILIES", "PLAIN", "RIVALS", "Rival", "find_rivals", "rivals"]
 
-FAMILIES: dict[str, tuple[str, str]] = {  # name in figures, colour
+FAMILIES: dict[str, tuple[str, str]] = {  # name in figures, and the colour that the report gives it
     "point": ("one network", "slate"),
-    "dropout": ("dropout", "purple"),
-    "ensemble": ("ensembles", "green"),
-    "variational": ("variational weights", "blue"),
+    "dropout": ("dropout", "green"),
+    "ensemble": ("ensembles", "olive"),
+    "variational": ("variational weights", "crimson"),
     "laplace": ("Laplace", "amber"),
     "chain": ("Markov chains", "violet"),
     "noise": ("node noise", "vermillion"),

@@ -116,6 +116,7 @@ class Regression1d(RivalStudy):
     )
     source = "document 001, toy regression; the curve of Blundell et al. 2015, section 5.2"
     settings = Settings
+    headline = ("nll", "coverage_90", "growth", "coverage_outside")
     specific: ClassVar[dict[str, dict[str, Any]]] = {
         "hmc": {"samples": 100, "warmup": 100, "chains": 4, "steps": 32},
         "nuts": {"samples": 60, "warmup": 60, "chains": 2, "max_depth": 6},

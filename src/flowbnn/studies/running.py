@@ -15,6 +15,7 @@ from flowbnn.studies.display import Display
 from flowbnn.studies.job import Job
 from flowbnn.studies.planning import choose, stages, suited, tidy, with_starts
 from flowbnn.studies.store import plain, write_json
+from flowbnn.studies.trial import mark_trial
 from flowbnn.studies.workers import Workers, open_workers
 from flowbnn.training import TrainingOptions, alone, check_writable, connect, is_main_process, launched
 
@@ -71,7 +72,7 @@ def run_study(
         jobs: processes; above 1 the caller must be a script that multiprocessing can import.
         workers: open ones, instead of ``jobs``.
         command: what to type to do this again.
-        smoke: the settings are too small to mean anything: say so instead of an answer.
+        smoke: the settings are too small to mean anything: say so in title, answer and notes, with nothing published beside.
 
     Returns:
         What was written.
@@ -143,8 +144,6 @@ def _conclude(
         )
     parts = Parts(sorted({seed for _, seed in content}), content)
     findings = study.findings(settings, parts)
-    if smoke:
-        findings.answer = "This is a smoke run with tiny settings: its numbers mean nothing."
     if missing:
         names = ", ".join(dict.fromkeys(job.variant for job in missing))
         findings.notes.append(f"{len(missing)} of {len(every)} trainings are still missing: {names}.")
@@ -153,6 +152,8 @@ def _conclude(
             f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
         )
     results = _results(study, settings, parts, findings)
+    if smoke:
+        results = mark_trial(results, getattr(settings, "source", "") == "generated")
     results["command"] = command or f"flowbnn run {study.name}"
     made = {(part["machine"]["accelerator"], part["machine"]["precision"]) for part in content.values()}
     if collect and len(made) == 1:
@@ -234,6 +235,8 @@ def _results(study: Study, settings: Any, parts: Parts, findings: Findings) -> d
         "figures": findings.figures,
         "notes": findings.notes,
     }
+    if study.headline:
+        results["headline"] = list(study.headline)
     if findings.comparisons:
         results["comparisons"] = findings.comparisons
     return results

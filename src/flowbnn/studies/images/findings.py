@@ -18,7 +18,7 @@ RECIPES = {"document": "document's recipe", "best": "best recipe"}
 JUDGED = ("accuracy", "nll", "ece")
 COLOURS = {
     "plain": "slate",
-    "longer": "amber",
+    "longer": "brown",
     "dropout": "green",
     "gaussian": "blue",
     "flow": "vermillion",
