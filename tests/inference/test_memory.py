@@ -160,3 +160,20 @@ def test_many_equal_samples_of_a_point():
         prediction = posterior.predict(list(x.split(2)), 3, max_batch=4)
     one = posterior.predict(x).samples
     torch.testing.assert_close(prediction.samples, one.expand(3, 9, 3))
+
+
+@pytest.mark.parametrize("max_batch", [None, 1])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_where_two_rows_do_not_fit_one_goes_through_at_a_time(max_batch, noisy):
+    model = Small(1, KINDS["cpu"])
+    stochastic = fb.to_stochastic(model, {"*": fb.NormalAffine()})
+    posterior = (
+        fb.NoisePosterior(stochastic, fb.Categorical())
+        if noisy
+        else fb.PointPosterior(model, fb.Categorical())
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = posterior.predict(torch.randn(5, 4), 6 if noisy else 1, seed=0, max_batch=max_batch)
+    assert found.probabilities.shape[0] == 5
+    assert all("memory ran out with 2 rows in one pass; going on with 1" in str(one.message) for one in told)

@@ -299,3 +299,38 @@ def test_what_was_finished_is_put_aside_by_a_new_run_and_not_lost(tmp_path, caps
         study, settings, tmp_path, collect=True, smoke=False, command="flowbnn run x --precision 32-true"
     )
     assert told["command"] == "flowbnn run x --precision 32-true"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"document.prior_scale": -1.0}, "prior_scale is above 0"),
+        ({"start.weight_lr": -1.0}, "weight_lr is at least 0"),
+        ({"document.positions": -3}, "positions is at least 0"),
+        ({"document.rate": 2.0}, "rate is at least 0 and below 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_cleared(changes, words):
+    with pytest.raises(FlowBNNError, match=words):
+        get_study("lenet-fashion").make_settings(quick=True, **changes)
+
+
+def test_a_mistaken_precision_clears_nothing_and_a_start_that_is_there_is_taken_as_it_is(tmp_path, capsys):
+    study, settings = small("lenet-fashion")
+    run(study, settings, tmp_path, only=["document-plain", "document-flow-*"])
+    parts = tmp_path / "lenet-fashion" / "parts"
+    stamps = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
+    with pytest.raises(FlowBNNError, match="precision 'foo' is not known; it is one of 32-true"):
+        run(study, settings, tmp_path, only=["document-*"], precision="foo")
+    assert {path.name: path.stat().st_mtime_ns for path in parts.iterdir()} == stamps
+    start = next(
+        (tmp_path / "lenet-fashion" / "checkpoints").glob("document-plain-seed0/*.safetensors"), None
+    )
+    run(study, settings, tmp_path, only=["document-flow-channel"])
+    plain = "document-plain-seed0.json"
+    aside = {path.name for path in (tmp_path / "lenet-fashion" / "earlier").iterdir()}
+    if start is None:  # its network was cleared away: it is trained again, and what was there is kept
+        assert plain in aside
+    else:
+        assert (parts / plain).stat().st_mtime_ns == stamps[plain]
+    assert "document-flow-channel-seed0.json" in aside

@@ -69,8 +69,12 @@ class Passes:
         if rows(inputs) == 0:
             raise FlowBNNError("there is nothing to predict: the batch holds no rows")
         if self.limit is None:
-            one = Limit(1)  # a trial of two rows that does not fit is told as one row that does not
-            self.limit = Limit(self.max_batch or one.attempt(partial(max_rows, self.model, inputs), 1) or 1)
+            few = min(2, rows(inputs))  # of the trial that measures
+            tried = Limit(few)
+            self.limit = Limit(
+                self.max_batch or tried.attempt(partial(max_rows, self.model, inputs), few) or 1
+            )
+            self.limit.told = tried.told
         return inputs
 
     def full_pass(self, inputs: Any) -> int:

@@ -95,8 +95,9 @@ class Sampler(Passes):
         """Outputs ``[high - low, batch, ...]`` of the samples from ``low`` up to ``high``, written to ``out`` where it is given."""
         inputs, high = self.ready(inputs), self.samples if high is None else high
         assert self.limit is not None
-        plan = self.limit.attempt(partial(plan_for, self.model, inputs, self.half), 1)
-        assert plan is not None
+        # trials have two rows where there are two; where these do not fit, one sample of one row goes through at a time
+        trial = partial(plan_for, self.model, inputs, self.half)
+        plan = self.limit.attempt(trial, min(2, rows(inputs))) or Plan("single")
         size = even(rows(inputs), self.limit.rows)
         result = Result(out, high - low, rows(inputs))
         fast = None

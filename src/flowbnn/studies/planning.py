@@ -39,8 +39,11 @@ def choose(study: Study, every: Sequence[Job], only: Sequence[str] | None) -> li
     return [job for job in every if any(fnmatchcase(job.variant, pattern) for pattern in only)]
 
 
-def with_starts(every: Sequence[Job], todo: Sequence[Job], resume: bool) -> list[Job]:
-    """The jobs, and those before them whose trained network they start from and which is not there."""
+def with_starts(every: Sequence[Job], todo: Sequence[Job]) -> list[Job]:
+    """The jobs, and those before them whose trained network they start from and which is not there.
+
+    One that is there is taken as it is, whether or not the run resumes: it was not asked to be trained anew.
+    """
     by_name = {(job.variant, job.seed): job for job in every}
     needed = {job.name: job for job in todo}
     waiting = list(todo)
@@ -51,7 +54,7 @@ def with_starts(every: Sequence[Job], todo: Sequence[Job], resume: bool) -> list
         start = by_name.get((job.after, job.seed))
         if start is None:
             raise FlowBNNError(f"'{job.variant}' starts from '{job.after}', which has no seed {job.seed}")
-        if start.name not in needed and (not resume or start.stored() is None):
+        if start.name not in needed and start.stored() is None:
             needed[start.name] = start
             waiting.append(start)
     return [job for job in every if job.name in needed]

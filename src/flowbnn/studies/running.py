@@ -106,9 +106,15 @@ def run_study(
             job for job in chosen if resume and not collect and job.stored(study.keeps_networks) is not None
         ]
     )
-    todo = alone(
-        lambda: [] if collect else with_starts(every, [job for job in chosen if job not in done], resume)
-    )
+    todo = alone(lambda: [] if collect else with_starts(every, [job for job in chosen if job not in done]))
+    # a start whose network is gone is trained again, and its row with it
+    others = [] if resume else [job for job in todo if job not in chosen]
+    again = alone(lambda: _put_aside(folder, [job.part for job in others if job.part.exists()]))
+    if again and progress and is_main_process():
+        names = ", ".join(job.name for job in others)
+        print(
+            f"{names}: trained again, because others start from it; what was there is in '{folder / EARLIER}'."
+        )
     if todo:
         given = nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo)))
         shown = progress and is_main_process()
@@ -195,15 +201,22 @@ def _prepare(folder: Path, resume: bool, chosen: Sequence[Job] | None) -> int:
     if chosen is not None:
         stale = [path for job in chosen for path in (job.part, job.state)]
     finished = [path for path in (folder / "parts").glob("*.json") if chosen is None or path in stale]
-    if finished:
-        shutil.rmtree(folder / EARLIER, ignore_errors=True)
-        (folder / EARLIER).mkdir(parents=True, exist_ok=True)
-        for path in finished:
-            path.replace(folder / EARLIER / path.name)
+    _put_aside(folder, finished, anew=True)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if path.exists():
             raise FlowBNNError(f"cannot clear '{path}' of an earlier run; name another folder with --out")
+    return len(finished)
+
+
+def _put_aside(folder: Path, finished: Sequence[Path], anew: bool = False) -> int:
+    """Move finished trainings to where nothing overwrites them; ``anew``: in the place of those that lie there."""
+    if finished:
+        if anew:
+            shutil.rmtree(folder / EARLIER, ignore_errors=True)
+        (folder / EARLIER).mkdir(parents=True, exist_ok=True)
+        for path in finished:
+            path.replace(folder / EARLIER / path.name)
     return len(finished)
 
 

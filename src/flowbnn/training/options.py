@@ -12,6 +12,18 @@ from flowbnn.errors import FlowBNNError, nearest, told
 
 __all__ = ["Clock", "EarlyStop", "TrainingOptions"]
 
+PRECISIONS = (
+    "32-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "64-true",
+    "32",
+    "bf16",
+    "16",
+    "64",
+)
 ACCELERATIONS = ("auto", "off", "graph", "compile")
 STRATEGIES = (
     "auto",
@@ -178,6 +190,10 @@ class TrainingOptions:
             raise FlowBNNError(f"schedule_every must be 'step' or 'epoch', got {self.schedule_every!r}")
         if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**32):
             raise FlowBNNError(f"seed must lie in 0 .. 2**32 - 1, got {self.seed!r:.60}")
+        if self.precision not in PRECISIONS:
+            raise FlowBNNError(
+                f"precision {self.precision!r} is not known; it is one of {', '.join(PRECISIONS)}"
+            )
         if self.acceleration not in ACCELERATIONS:
             raise FlowBNNError(
                 f"acceleration {self.acceleration!r} is not known; it is one of {', '.join(ACCELERATIONS)}"

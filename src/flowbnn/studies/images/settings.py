@@ -72,6 +72,25 @@ class Training:
         for name in ("epochs", "batch", "samples", "components"):
             if getattr(self, name) < 1:
                 raise FlowBNNError(f"{name} is at least 1, not {getattr(self, name)}")
+        least = (
+            "weight_lr",
+            "noise_lr",
+            "weight_decay",
+            "clip",
+            "beta",
+            "gamma",
+            "padding",
+            "cutout",
+            "positions",
+        )
+        for name in least:
+            if not getattr(self, name) >= 0:
+                raise FlowBNNError(f"{name} is at least 0, not {getattr(self, name)}")
+        for name in ("prior_scale", "base_scale"):
+            if not getattr(self, name) > 0:
+                raise FlowBNNError(f"{name} is above 0, not {getattr(self, name)}")
+        if not 0 <= self.rate < 1:
+            raise FlowBNNError(f"rate is at least 0 and below 1, not {self.rate}")
 
 
 @dataclass(frozen=True)
