@@ -25,7 +25,13 @@ Jobs = Annotated[
     typer.Option("--jobs", help="Processes that train side by side.", show_default="cores, at most 4"),
 ]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar and no lines.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A smoke run of seconds; its numbers mean nothing.")]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="A trial with tiny settings, of a few minutes at most; its numbers mean nothing.",
+    ),
+]
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def test_numbers_settle_by_their_own_spread():
     _, spent = adaptive_outputs(
         drawing(means), torch.arange(2), 64, fb.Adaptive(0.05), lambda part: GaussianPredictive(part, 1.0)
     )
-    assert spent.tolist() == [8, 64]
+    assert spent.tolist() == [18, 64]  # the first look with 16 samples or more, and all
     with pytest.raises(fb.FlowBNNError, match="regression has no decision"):
         adaptive_outputs(
             drawing(means),
@@ -239,3 +239,20 @@ def test_a_strangers_posterior_takes_part():
         coins.predict(x, precision="bf16")
     loader = DataLoader(TensorDataset(x, torch.tensor([0, 1])), batch_size=1)
     assert len(coins.predict(loader, 8)) == 2
+
+
+def test_samples_that_agree_by_chance_do_not_end_the_sampling_of_probabilities():
+    """Two classes, 128 samples, 4,000 inputs with a spread at which about half of them stop early."""
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.05 + 0.3 * torch.rand(4000, generator=generator)
+    logits = 2.0 * spread[None, :, None] * torch.randn(128, 4000, 1, generator=generator) * torch.tensor([1.0, -1.0])
+    rule = fb.Adaptive(0.03, until="probabilities")
+    outputs, spent = adaptive_outputs(drawing(logits), torch.arange(4000), 128, rule, CategoricalPredictive)
+    full = CategoricalPredictive(logits).probabilities
+    found = CategoricalPredictive(outputs[: int(spent.max())], spent).probabilities
+    early = spent < 128
+    gap = (found - full).abs().amax(-1)[early]
+    assert 0.2 < early.float().mean() < 0.98
+    assert (gap > 0.03).float().mean() < 0.1
+    assert (gap > 0.06).float().mean() < 0.002
+    assert int(spent.min()) >= 16

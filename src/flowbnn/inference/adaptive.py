@@ -23,13 +23,17 @@ __all__ = ["Adaptive", "adaptive_outputs", "as_adaptive"]
 Draw = Callable[[Any, int, int], Tensor]
 
 
+ENOUGH = 16  # samples from which on a standard error is believed
+
+
 @dataclass(frozen=True)
 class Adaptive:
     r"""When an input has had enough samples.
 
     With ``n`` of at most ``S`` samples taken, its *probabilities* have settled when the largest standard error among them,
     :math:`\max_c \hat\sigma(p_c) / \sqrt n`, is at most ``tolerance``. For regression it is the standard error of the predictive mean,
-    in predictive standard deviations.
+    in predictive standard deviations. With ``until="probabilities"``, and for regression, that error is taken at the upper end of its
+    own interval, and an input that noise has a say in has at least 16 samples: few that agree by chance do not end the sampling.
 
     Its *decision* is certain when the most probable class is so far ahead of every other that the samples to come would not turn
     it. The mean over all ``S`` differs from the mean over the first ``n`` by a standard deviation of
@@ -105,9 +109,9 @@ class Adaptive:
         if not isinstance(predictive, CategoricalPredictive):
             if self.until == "decision":
                 raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
-            return exact
+            return self._surely_exact(predictive)
         if self.until == "probabilities":
-            return exact
+            return self._surely_exact(predictive)
         from scipy.special import stdtrit  # here, because importing scipy adds a warning filter
 
         level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
@@ -117,6 +121,18 @@ class Adaptive:
             return certain
         same = predictive.sampling_error == 0  # a tie that no sample breaks
         return certain | (exact & ((ahead >= self.lead * to_come) | same))
+
+    def _surely_exact(self, predictive: Predictive) -> Tensor:
+        r"""Whether the standard error is within the tolerance even if few samples make it look smaller than it is.
+
+        Inputs whose first samples agree by chance would stop there. So the error is taken at the upper end of its interval,
+        :math:`s \sqrt{(n - 1) / \chi^2_{n-1, 1 - c}}` for certainty *c*, and no input stops with fewer than ``ENOUGH`` samples.
+        """
+        from scipy.special import chdtri
+
+        count, error = predictive.num_samples, predictive.sampling_error
+        widened = math.sqrt((count - 1) / float(chdtri(count - 1, self.certainty)))
+        return (error == 0) | ((error * widened <= self.tolerance) & (count >= ENOUGH))
 
 
 def as_adaptive(rule: "Adaptive | float | None") -> Adaptive | None:

@@ -244,7 +244,7 @@ def answer(parts: Parts, chosen: list[Rival]) -> str:
         text += (
             f", and less than twice with {words(parts, quiet, 'growth', '.1f')}."
             if quiet
-            else "; with every method that has a spread it at least doubles."
+            else "; with every method that has a spread it at least doubles on average."
         )
     if covering:
         text += (
