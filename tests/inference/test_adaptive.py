@@ -245,7 +245,12 @@ def test_samples_that_agree_by_chance_do_not_end_the_sampling_of_probabilities()
     """Two classes, 128 samples, 4,000 inputs with a spread at which about half of them stop early."""
     generator = torch.Generator().manual_seed(0)
     spread = 0.05 + 0.3 * torch.rand(4000, generator=generator)
-    logits = 2.0 * spread[None, :, None] * torch.randn(128, 4000, 1, generator=generator) * torch.tensor([1.0, -1.0])
+    logits = (
+        2.0
+        * spread[None, :, None]
+        * torch.randn(128, 4000, 1, generator=generator)
+        * torch.tensor([1.0, -1.0])
+    )
     rule = fb.Adaptive(0.03, until="probabilities")
     outputs, spent = adaptive_outputs(drawing(logits), torch.arange(4000), 128, rule, CategoricalPredictive)
     full = CategoricalPredictive(logits).probabilities
