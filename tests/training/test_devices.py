@@ -103,7 +103,7 @@ def test_a_study_on_two_devices(tmp_path):
     words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
     done = launch("-m", "flowbnn.cli", *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("two-clusters: one seed") == 1
+    assert done.stdout.count("\n  one seed\n") == 1
     lines = [line for line in done.stderr.splitlines() if " done (" in line]
     assert len(lines) == len(set(lines)) > 1
     results = (tmp_path / "two-clusters" / "results.json").read_text()

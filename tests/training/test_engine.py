@@ -96,8 +96,14 @@ def test_mixed_precision_and_a_layer_that_fails_inside_fabric():
 
 
 def test_what_fabric_refuses_is_told_in_one_line():
-    for options in ({"accelerator": "abacus"}, {"precision": "12-mixed"}, {"devices": "many"}):
-        with pytest.raises(FlowBNNError, match="Lightning Fabric refuses") as caught:
+    refused = "Lightning Fabric refuses"
+    known = "precision '12-mixed' is not known; it is one of 32-true"
+    for options, words in (
+        ({"accelerator": "abacus"}, refused),
+        ({"precision": "12-mixed"}, known),
+        ({"devices": "many"}, refused),
+    ):
+        with pytest.raises(FlowBNNError, match=words) as caught:
             fit(**options)
         assert "\n" not in str(caught.value)
 
