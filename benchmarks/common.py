@@ -196,6 +196,14 @@ def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, 
         parser.error("--device cuda: torch sees no CUDA device on this machine")
     if found.device == "cpu" and found.precision != "32-true" and not on_cpu:
         parser.error("--precision bf16-mixed is for --device cuda: on a processor steps are taken in float32")
+    if found.device == "cpu" and not on_cpu and "acceleration" in extra:
+        if found.acceleration not in ("off", extra["acceleration"]["default"]):
+            parser.error(
+                f"--acceleration {found.acceleration} is for --device cuda: on a processor steps are taken one by one"
+            )
+        found.acceleration = "off"  # which is what the file then says
+    if found.out is not None and found.out.exists() and not found.out.is_dir():
+        parser.error(f"--out {found.out} is a file; name a folder")
     torch.set_num_threads(found.threads)
     return found
 

@@ -120,6 +120,8 @@ def main() -> None:
         only={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )
     parts = [part for part in found.only.split(",") if part]
+    if parts and not any(part in name for part in parts for name in VARIANTS):
+        raise SystemExit(f"no variant has '{found.only}' in its name; there are: {'; '.join(VARIANTS)}")
     rows, plain = [], 0
     print(f"{found.model}, batch {found.batch}, {found.device}, {found.precision}, {found.acceleration}")
     context = multiprocessing.get_context("spawn")

@@ -78,6 +78,8 @@ def main() -> None:
         only={"default": "", "help": "'training' or 'prediction'"},
         methods={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )
+    if found.only not in ("", "training", "prediction"):
+        raise SystemExit(f"--only is 'training' or 'prediction', not '{found.only}'")
     kept = [part for part in found.methods.split(",") if part]
     methods = {name: m for name, m in METHODS.items() if not kept or any(part in name for part in kept)}
     torch.manual_seed(0)
