@@ -5,7 +5,8 @@
 
 Trains a small network (LeNet on the image sets) and its flow noise, then predicts test images with all samples and adaptively, by each
 of four rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
-inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs).
+inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs), ``early``
+the share of inputs that had fewer than all samples, and of these those that differ by more than the tolerance, and twice it.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 import flowbnn as fb
 from flowbnn.data import TensorLoader, load_digits, load_images
 from flowbnn.models import LeNet, SmallConv
+
+FAR = {"further": 1.0, "twice": 2.0}  # tolerances
 
 
 def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Tensor]]:
@@ -116,10 +119,17 @@ def main() -> None:
             "differ_median": float(gap.median()),
             "differ_most": float(gap.max()),
         }
+        early = gap[found.samples_spent < count]
+        row["early"] = len(early) / len(gap)
+        row |= {
+            name: float((early > times * rule.tolerance).double().mean()) if len(early) else 0.0
+            for name, times in FAR.items()
+        }
         rows.append(row)
         print(
             f"  until {name:20} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
-            f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most"
+            f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most   "
+            f"early {row['early']:.3f}, of them further than the tolerance {row['further']:.3f}, than twice {row['twice']:.3f}"
         )
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -45,9 +45,9 @@ def one_line(call, *words):
         ([(INPUTS, LABELS + 9)], "the validation data do not fit: labels run from 9"),
         ([(INPUTS[:, :3], LABELS)], "first batch of the validation data"),
         ([INPUTS], "validation needs batches of (inputs, targets)"),
-        ([], "the validation loader is empty"),
+        ([], "the loader is empty: there is nothing for validation"),
         (iter([(INPUTS, LABELS)]), "only once"),
-        (INPUTS, "validation is a loader of (inputs, targets), or one such pair"),
+        (INPUTS, "validation takes a loader of batches, not a Tensor"),
     ],
 )
 @pytest.mark.parametrize("fit", [fb.fit, fb.fit_point])

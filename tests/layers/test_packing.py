@@ -244,3 +244,48 @@ def test_another_prior_on_a_layer_that_is_there_counts(components):
     layers["1"].prior = MixtureBase(4, 2)  # of another kind: for itself
     mixed = divergences(layers)["1"].kl.item()
     assert mixed == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)
+
+
+class Steps(nn.Module):
+    """Its first layer sees each time step as a row of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.wide, self.out = nn.Linear(8, 4), nn.Linear(20, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.wide(self.step(x.reshape(-1, 8)).reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_a_layer_with_rows_of_its_own_draws_for_itself_alone(components, monkeypatch):
+    model, drawn = fb.to_stochastic(Steps(), {"*": fb.NormalAffine(components=components)}), []
+    layers = noise_layers(model)
+    for name, layer in layers.items():
+        rows = layer.draw_rows
+        monkeypatch.setattr(
+            layer,
+            "draw_rows",
+            lambda *given, name=name, rows=rows: drawn.append((name, given[0])) or rows(*given),
+        )
+    ready = []
+    model.wide.register_forward_hook(
+        lambda *_: ready.append(
+            [None if z is None else len(z) for z in (layer.ready for layer in layers.values())]
+        )
+    )
+    assert model(torch.randn(7, 5, 8)).shape == (7, 2)
+    assert drawn == [("step", 35)]
+    assert ready == [[35, 7, 7]]  # the other two together, for the rows that the network was given
+
+
+def test_draws_made_ahead_go_to_the_networks_of_their_layers():
+    one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
+    other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
+    both = nn.Sequential(one, other)
+    ELBO(fb.Categorical(), 10).ahead(both, 5)
+    for part in (one, other):
+        layers = list(noise_layers(part).values())
+        assert [noise for noise, _ in layers[0].group.prepared] == layers
+    assert both(torch.randn(5, 4)).shape == (5, 4)
+    assert all(layer.ready is None for layer in noise_layers(both).values())

@@ -93,33 +93,37 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
             generator.set_state(state)
 
 
-def check_loader(loader: Any) -> None:
+def check_loader(loader: Any, use: str = "training") -> None:
     """Refuse what is no loader, or an empty one, before anything is asked of it."""
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
-        raise FlowBNNError(f"training takes a loader of batches, not a {type(loader).__name__}")
+        raise FlowBNNError(f"{use} takes a loader of batches, not a {type(loader).__name__}")
     if hasattr(loader, "__next__"):
         raise FlowBNNError(
-            "this loader can be gone through only once; give a DataLoader, or a list of batches"
+            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches"
         )
-    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+    if _is_pair(loader):
         raise FlowBNNError(
-            "training takes a loader of batches; of a pair of tensors flowbnn.data.TensorLoader(inputs, targets, batch_size=128, "
+            f"{use} takes a loader of batches; of a pair of tensors flowbnn.data.TensorLoader(inputs, targets, batch_size=128, "
             "shuffle=True) is one"
         )
     if isinstance(loader, list | tuple) and not loader:
-        raise FlowBNNError("the loader is empty: there is nothing to train on")
+        raise FlowBNNError(f"the loader is empty: there is nothing for {use}")
 
 
-def first_batch(loader: Iterable[Any], seed: int | None = None) -> tuple[Any, Any]:
+def _is_pair(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found)
+
+
+def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "training") -> tuple[Any, Any]:
     """A look at the data without disturbing the run: torch's generator is put back. The same seed sees the same batch."""
-    check_loader(loader)
+    check_loader(loader, use)
     with undisturbed(loader, seed):
         batch = next(iter(loader), None)
     if batch is None:
-        raise FlowBNNError("the loader is empty: there is nothing to train on")
+        raise FlowBNNError(f"the loader is empty: there is nothing for {use}")
     inputs, targets = split_batch(batch)
     if targets is None:
-        raise FlowBNNError("training needs batches of (inputs, targets), but the loader gives inputs alone")
+        raise FlowBNNError(f"{use} needs batches of (inputs, targets), but the loader gives inputs alone")
     return inputs, targets
 
 
@@ -200,31 +204,11 @@ def checked_validation(posterior: Posterior, validation: Any) -> Any:
     """Validation data whose first batch has been tried before an epoch is spent; a pair of tensors is one batch."""
     if validation is None:
         return None
-    if (
-        isinstance(validation, tuple)
-        and len(validation) == 2
-        and all(isinstance(p, Tensor) for p in validation)
-    ):
-        validation = [validation]
-    if not hasattr(validation, "__iter__") or isinstance(validation, Tensor):
-        raise FlowBNNError(
-            f"validation is a loader of (inputs, targets), or one such pair, not a {type(validation).__name__}"
-        )
-    if hasattr(validation, "__next__"):
-        raise FlowBNNError(
-            "the validation loader can be gone through only once; give a DataLoader, or a list of batches"
-        )
-    model = posterior.model
-    with undisturbed(validation):
-        batch = next(iter(validation), None)
-    if batch is None:
-        raise FlowBNNError("the validation loader is empty: there is nothing to judge by")
-    inputs, targets = split_batch(batch)
-    if targets is None:
-        raise FlowBNNError("validation needs batches of (inputs, targets), but the loader gives inputs alone")
+    validation = [validation] if _is_pair(validation) else validation
+    inputs, targets = first_batch(validation, use="validation")
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
-    device = device_of(model)
+    model, device = posterior.model, device_of(posterior.model)
     with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         outputs = _tried(model, move(inputs, device, dtype_of(model)), "first batch of the validation data")
     try:

@@ -1,6 +1,5 @@
 """The figures of a study, each drawn from the ``data`` of its ``results.json`` entry and nothing else."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,10 +133,7 @@ def _curve_panel(panel: Data, x_label: str, styles: Mapping[str, tuple[str, str]
         axes.margins(x=0.02)
         axes.set_xlabel(x_label)
 
-    title = panel["title"]
-    if title == "Likelihood" and any(bool(np.any(mean < 0)) for mean in means):
-        title = "Log-likelihood"  # as earlier results called it
-    return Panel(title, draw, note="log scale" if log else "")
+    return Panel(panel["title"], draw, note="log scale" if log else "")
 
 
 def curves(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -214,8 +210,4 @@ def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
         figure: an entry with ``kind`` and ``data``.
         colours: from :func:`study_colours`.
     """
-    data = figure["data"]
-    one = re.match(r"Seed \d+\b", figure.get("caption") or "")
-    if one and figure["kind"] == "field":  # its numbers are not the means over seeds that stand elsewhere
-        data = {**data, "seed": one[0].lower()}
-    return KINDS[figure["kind"]](data, colours)
+    return KINDS[figure["kind"]](figure["data"], colours)

@@ -247,7 +247,8 @@ def _field_row(
 
 def field(data: Data, colours: Mapping[str, str]) -> Plot:
     """A row for each model: decisions on the plane with uncertainty as dot size, confidence, calibration."""
-    models, size, seed = data["models"], (300, 280), data.get("seed") or ""
+    models, size = data["models"], (300, 280)
+    seed = f"seed {data['seed']}" if data.get("seed") is not None else ""
     spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
     largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
     top, span = _top_share(models), _span(models)

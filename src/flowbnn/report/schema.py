@@ -89,7 +89,7 @@ FIGURES: dict[str, Shape] = {
     "reliability": {"models": [{"label": "text", "ece?": "number", "bins": _BINS}]},
     "histogram": {"x_label?": "text", "panels": [{"title": "text", "groups": [_GROUP]}]},
     "density": {"panels": [_DENSITY], "pairs?": [_PAIR]},
-    "field": {"models": [_FIELD]},
+    "field": {"models": [_FIELD], "seed?": "number"},
     "images": {"panels": [_IMAGE]},
     "bands": {"x_label?": "text", "span?": "numbers", "truth?": _POINTS, "panels": [_BAND]},
     "map": {

@@ -81,7 +81,7 @@ def figures(variants: Sequence[Variant], parts: Parts) -> list[dict[str, Any]]:
             f"Seed {first}. Left: test points, the predicted class on a grid, and as the size of the dots the standard deviation of "
             "the predicted probability over sampled networks. Middle: share of the test points by confidence. Right: accuracy by "
             "confidence; on the diagonal a confidence means what it says.",
-            {"models": fields},
+            {"models": fields, "seed": first},
         ),
         reliability_figure(
             "Accuracy against confidence",

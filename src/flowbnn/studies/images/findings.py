@@ -12,18 +12,10 @@ from flowbnn.studies.images.recipes import METHODS, SITES, split_key
 from flowbnn.studies.images.settings import ImageSettings
 from flowbnn.studies.statistics import Paired, paired, summary
 
-__all__ = ["COLOURS", "answer", "comparisons", "notes", "present", "rows"]
+__all__ = ["answer", "comparisons", "notes", "present", "rows"]
 
 RECIPES = {"document": "document's recipe", "best": "best recipe"}
 JUDGED = ("accuracy", "nll", "ece")
-COLOURS = {
-    "plain": "slate",
-    "longer": "brown",
-    "dropout": "green",
-    "gaussian": "blue",
-    "flow": "vermillion",
-    "mixture": "purple",
-}
 
 
 def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
@@ -42,7 +34,6 @@ def rows(
     for variant in shown:
         row = parts.row(variant, metrics, published.rows.get(variant.key))
         recipe, method, site = split_key(variant.key)
-        row["colour"] = COLOURS[method]
         ratios = costs.get(f"{method}-{site}" if site else method, {}) if recipe == last else {}
         row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
         found.append(row)
