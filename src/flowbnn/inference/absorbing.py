@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from flowbnn.inference.passes import parts_of
 from flowbnn.layers import Noise, absorbs, noise_layers, weight_scale
 
 __all__ = ["ScaledWeights", "absorbable"]
@@ -27,7 +28,7 @@ def absorbable(model: nn.Module) -> tuple[str, ...]:
     Noise at site ``position`` has one vector for a linear layer that reads plain vectors; whether it does, a trial must tell.
     """
     uses = Counter(
-        id(own) for part in model.modules() for own in part._parameters.values() if own is not None
+        id(own) for part in parts_of(model) for own in part._parameters.values() if own is not None
     )
     found = []
     for name, layer in noise_layers(model).items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, take, tensors_of
-from flowbnn.inference.passes import device_of, dtype_of, evaluating
+from flowbnn.inference.passes import device_of, dtype_of, evaluating, parts_of
 from flowbnn.layers import Noise, absorbs, noise, noise_layers, shared_draws
 
 __all__ = ["Form", "GivenDraws", "HalfWeights", "Unasked", "form_for", "pass_given", "reason"]
@@ -174,23 +174,25 @@ class HalfWeights:
     def __init__(
         self, model: nn.Module, half: torch.dtype, kind: torch.memory_format, keep: bool = True
     ) -> None:
-        uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
+        parts = parts_of(model)
+        uses = Counter(id(own) for part in parts for own in part._parameters.values())
         kept = _HALVES.setdefault(model, {}) if keep else {}
         self.places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
-        for name, module in model.named_modules():
+        for number, module in enumerate(parts):
             if not absorbs(module):
                 continue
             weight: Any = module._parameters["weight"]
             if weight.dtype != torch.float32 or uses[id(weight)] > 1:
                 continue
             own = kind if weight.ndim == 4 else torch.preserve_format
-            key = (name, weight.shape, weight.stride(), half, weight.device, own)
+            key = (number, weight.shape, weight.stride(), half, weight.device, own)
             if key not in kept:
                 empty = torch.empty_like(weight, dtype=half, memory_format=own)
                 kept[key] = nn.Parameter(empty, requires_grad=False)
-            with torch.no_grad():
-                kept[key].copy_(weight)
             self.places.append((module, weight, kept[key]))
+        if self.places:  # every time: writing to a weight's .data would go unnoticed
+            with torch.no_grad():
+                torch._foreach_copy_([half for _, _, half in self.places], [own for _, own, _ in self.places])
 
     def __enter__(self) -> "HalfWeights":
         for module, _, buffer in self.places:
@@ -251,13 +253,17 @@ class GivenDraws:
 
     def _filled(self, start: int, stop: int) -> Tensor:
         block = torch.zeros(stop - start, self.width, dtype=self.dtype, device=self.device)
+        places, vectors = [], []
         for name, at in self.form.asks:
+            begin, size = self.slots[name].starts[at], self.slots[name].dim * prod(at)
+            place = block[:, begin : begin + size]
             if name in self.vectors:
-                drawn = self.vectors[name][start:stop]
+                places.append(place)
+                vectors.append(self.vectors[name][start:stop])
             else:
-                drawn = self.layers[name].shared_maps(at, start, stop, self.device).flatten(1)
-            begin = self.slots[name].starts[at]
-            block[:, begin : begin + drawn.shape[1]] = drawn
+                place.copy_(self.layers[name].shared_maps(at, start, stop, self.device).flatten(1))
+        if places:
+            torch._foreach_copy_(places, vectors)
         return block
 
     @contextmanager

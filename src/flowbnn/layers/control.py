@@ -101,16 +101,14 @@ def noise(
     True
     """
     names = ("mode", "samples", "seed", "generator", "share", "part", "repeat", "ready", "_held")
-    before: list[dict[str, Any]] = []
-    for layer in _layers(model).values():
-        before.append({name: getattr(layer, name) for name in names})
+    # by their dictionaries: torch asks of every attribute that is set whether it is a parameter
+    before = [{name: vars(layer)[name] for name in names} for layer in _layers(model).values()]
     try:
         hold_noise(model, mode, samples, seed, generator)
         yield model
     finally:
         for layer, state in zip(noise_layers(model).values(), before, strict=True):
-            for name, value in state.items():
-                setattr(layer, name, value)
+            vars(layer).update(state)
 
 
 def noise_parameters(model: nn.Module) -> list[nn.Parameter]:

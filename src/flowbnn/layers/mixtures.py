@@ -47,12 +47,14 @@ def together(layers: dict[str, Noise]) -> dict[str, Any]:
 
 def alike(layers: list[Any]) -> bool:
     """As many components, one bound, one generator, one dtype and device."""
+    generator = layers[
+        0
+    ].generator  # compared by `is`: not every version of torch.compile knows the id of None
     kinds = {
-        (len(base.loc), affine.bound, id(noise.generator), base.loc.dtype, base.loc.device)
-        for noise in layers
-        for base, affine, _ in (noise.mixed,)
+        (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
+        for base, affine, _ in (noise.mixed for noise in layers)
     }
-    return len(kinds) == 1
+    return len(kinds) == 1 and all(noise.generator is generator for noise in layers)
 
 
 def blend(layers: list[Any]) -> Blend:

@@ -94,9 +94,10 @@ class Noise(nn.Module):
         """Set the mode. ``generator`` serves mode ``sample``; ``samples`` and ``seed`` mode ``shared``."""
         if mode not in ("sample", "shared", "mean", "off"):
             raise FlowBNNError(f"the noise is 'sample', 'shared', 'mean' or 'off', not {mode!r}")
-        self.mode, self.samples, self.seed, self.generator = mode, samples, seed, generator
-        self.part, self.share = (0, samples), None
-        self.repeat, self.ready, self._held = 1, None, {}
+        state = {"mode": mode, "samples": samples, "seed": seed, "generator": generator, "part": (0, samples)}
+        vars(self).update(
+            state, share=None, repeat=1, ready=None, _held={}
+        )  # quicker than torch sets attributes
 
     def _marks(self) -> tuple[Any, ...]:
         """Changes when a parameter or buffer does (not when its ``.data`` is written to, which torch does not tell)."""

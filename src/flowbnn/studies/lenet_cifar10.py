@@ -9,8 +9,12 @@ from flowbnn.studies.images.study import ImageStudy
 
 __all__ = ["LeNetCifar10", "Settings"]
 
-# The batches are those of the study on Fashion-MNIST; document 000 does not say its own.
-START, DOCUMENT = Training(epochs=20, batch=32, optimizer="sgd", weight_lr=2e-3), Training()
+# Document 000 says neither its batch nor whether its images are moved and mirrored. The batches are those of the study on Fashion-MNIST;
+# with images as they are the training log-likelihood runs far past the document's, with moved and mirrored ones it does not (Gaussian
+# noise by position, 128 images in a step, one seed, validation images: -0.91, accuracy 0.700, ECE 0.016; the document's -0.95, 0.687,
+# 0.015).
+START = Training(epochs=20, batch=32, optimizer="sgd", weight_lr=2e-3, padding=4, flip=True)
+DOCUMENT = Training(batch=512, padding=4, flip=True)
 # Chosen on 5,000 validation images with seed 100 (benchmarks/tune_images.py): rates of 0.002 and 0.004 for the plain network; at 0.002,
 # 100 and 200 epochs, batches of 64, 128 and 256, a running average of the weights, noise of 0.05 to 0.2 at the start with a prior as
 # wide or of 0.5, dropout of 0.05 and 0.1.

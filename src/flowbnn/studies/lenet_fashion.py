@@ -10,9 +10,10 @@ from flowbnn.studies.images.study import ImageStudy
 __all__ = ["LeNetFashion", "Settings"]
 
 # Document 000 does not say its batch. With 32 images its plain network on Fashion-MNIST comes out as it reports (0.884 against 0.887 on
-# validation images; 0.873 with 64, 0.860 with 128). What starts from it is trained with 128: with 32 it fits the training images faster
-# still than the document's curves do.
-START, DOCUMENT = Training(epochs=10, batch=32, optimizer="sgd", weight_lr=2e-3), Training()
+# validation images; 0.873 with 64, 0.860 with 128). What starts from it fits the training images as the document's curves do with 512
+# (Gaussian noise by position, one seed, validation images: log-likelihood -0.110, accuracy 0.895, ECE 0.046; the document's -0.117,
+# 0.893, 0.045), and faster with 256 (-0.060, ECE 0.066) and fewer.
+START, DOCUMENT = Training(epochs=10, batch=32, optimizer="sgd", weight_lr=2e-3), Training(batch=512)
 # Chosen on 5,000 validation images with seed 100 (benchmarks/tune_images.py): rates of 0.002 and 0.004, 60, 90 and 120 epochs, noise
 # of 0.1 to 0.4 at the start with a prior as wide or of 0.5, dropout of 0.05 to 0.2.
 BEST = Training(

@@ -12,9 +12,11 @@ __all__ = ["Settings", "VGG16Cifar10"]
 START = Training(epochs=20, optimizer="sgd", weight_lr=2e-3, padding=4, flip=True)
 DOCUMENT = Training(padding=4, flip=True)
 # Chosen on 5,000 validation images with seed 100 (benchmarks/tune_images.py), on Gaussian noise: of 0.1 to 0.4 at the start with a
-# prior as wide or of 0.5, a KL of 1 and 20 times its weight, weight decays of 0.0005 and 0.001. The others follow it.
+# prior as wide or of 0.5, a KL of 1 and 20 times its weight, weight decays of 0.0005 and 0.001. The others follow it. The noise at the
+# start was chosen once more with 70 epochs, on flow noise (0.2, 0.3, 0.4): of those whose NLL of six views is within 0.004 of the best,
+# the one with the fewest errors.
 BEST = Training(
-    epochs=60,
+    epochs=70,
     batch=256,
     optimizer="sgd",
     nesterov=True,
@@ -26,7 +28,7 @@ BEST = Training(
     flip=True,
     cutout=8,
 )
-NOISE = replace(BEST, noise_lr=0.05, warmup=0.5, base_scale=0.4)
+NOISE = replace(BEST, noise_lr=0.05, warmup=0.5, base_scale=0.3)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Settings(ImageSettings):
 
     curve_samples: int = 4
     shift_images: int = 1000
+    moved: bool = True
     start: Training = START
     document: Training = DOCUMENT
     plain: Training = BEST
@@ -67,7 +70,8 @@ class VGG16Cifar10(ImageStudy):
     novel: ClassVar[dict[str, str]] = {"fashion-mnist": "Fashion-MNIST", "noise": "noise"}
     published = VGG16_CIFAR10
     remarks: ClassVar[tuple[str, ...]] = (
-        "The best recipe's 60 epochs are a matter of time: 80 were begun and given up after one seed of the plain network, whose test "
-        "result, seen then, was no better.",
+        "The best recipe was run before with 60 epochs and noise of 0.4 at the start, and its test results were seen: with noise, errors "
+        "of 5.7 % with two views and 6.2 % with one, and an ECE of 0.008 to 0.010 with one. The present settings were chosen on validation "
+        "images for six views, where less noise errs less; with one view it is the more overconfident of the two.",
     )
     quick: ClassVar[dict[str, Any]] = quick_settings(width=0.0625)

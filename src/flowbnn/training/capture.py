@@ -8,8 +8,8 @@ those from before the bad step until the host looks, some steps later.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,14 @@ Step = Callable[[nn.Module, Any, Clock], tuple[Tensor, Mapping[str, Tensor | flo
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
+
+
+@contextmanager
+def _unconcerned() -> Iterator[None]:
+    """What torch's compiler remarks on its own choices is no error, even where warnings are made errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        yield
 
 
 class NotRecordable(RuntimeError):
@@ -256,7 +264,10 @@ class Recorder:
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
-            with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+            with (
+                torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096),
+                nullcontext() if self.warm else _unconcerned(),
+            ):
                 return self.function(self.batch, self.shown, clock)
         except (
             Exception

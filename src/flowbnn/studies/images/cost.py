@@ -118,15 +118,23 @@ def measure_cost(
     where = "a GPU" if pictures.device.type == "cuda" else "a processor"
     caption = (
         f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
-        f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update. "
+        f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update; "
+        f"{_taken(options, pictures.device)}. "
         f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images."
     )
     if any(memory.values()):
         caption += (
-            f"Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and "
+            f" Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and "
         )
         caption += "what the steps work in."
     return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
+
+
+def _taken(options: dict[str, Any], device: torch.device) -> str:
+    """How the steps were taken, which changes what they cost."""
+    asked = options.get("acceleration", "auto") if device.type == "cuda" else "off"
+    words = {"off": "taken one by one", "compile": "compiled and recorded as a CUDA graph"}
+    return f"steps are {words.get(asked, 'recorded as a CUDA graph, not compiled')}"
 
 
 def _images(pictures: Pictures) -> int:

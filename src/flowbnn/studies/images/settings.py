@@ -107,8 +107,8 @@ class ImageSettings:
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
         curves: whether the best recipe has these curves too.
-        moved: also judge predictions for six views of an image: it and its mirror image, as they are and moved by a pixel along
-            either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
+        moved: also judge the best recipe's predictions for six views of an image: it and its mirror image, as they are and moved
+            by a pixel along either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
         rounds: rounds of the measurement of time and memory; 0 measures none.
         start, document: document 000's training of the plain network, and of what starts from it.
         plain, dropout, ...: the best training we found for each method, from scratch.
@@ -167,10 +167,14 @@ class ImageSettings:
         needed = {self.group(variant)} if variant != "cost" else set(GROUPS)
         if variant.startswith("document-"):
             needed.add("start")
-        trainings = {"start", "document", *GROUPS}
-        return {
-            name: value for name, value in asdict(self).items() if name not in trainings or name in needed
-        }
+        left = {"start", "document", *GROUPS} - needed
+        if not variant.startswith("best-"):
+            left.add("moved")
+        return {name: value for name, value in asdict(self).items() if name not in left}
+
+    def judging(self, variant: str) -> "ImageSettings":
+        """As a variant is judged: six views are the best recipe's alone."""
+        return self if variant.startswith("best-") else replace(self, moved=False)
 
 
 def quick_settings(**changes: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ImageStudy(Study):
             settings.curve_samples if watched else 0,
         )
         posterior.save(job.posterior)
-        return judge(posterior, pictures, settings, training, job.precision)
+        return judge(posterior, pictures, settings.judging(job.variant), training, job.precision)
 
     def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
         variants = self.variants(settings)
@@ -135,7 +135,9 @@ class ImageStudy(Study):
             )
             network = posterior.model
         report: dict[str, Any] = score(posterior, pictures.test, settings.samples, precision)
-        report |= by_views(posterior, pictures.test, settings, settings.training(variant), precision)
+        report |= by_views(
+            posterior, pictures.test, settings.judging(variant), settings.training(variant), precision
+        )
         report["seconds"] = posterior.history.seconds
         last = posterior.history.last
         report |= {name: last[name] for name in ("log_likelihood", "kl", "entropy") if name in last}
