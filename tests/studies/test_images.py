@@ -16,7 +16,7 @@ from flowbnn.studies import get_study
 from flowbnn.studies.images import cost
 from flowbnn.studies.images.measures import VIEWS
 from flowbnn.studies.images.pictures import KINDS, load_pictures
-from flowbnn.studies.images.settings import GROUPS, ImageSettings, Training
+from flowbnn.studies.images.settings import GROUPS, ImageSettings
 
 NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
 

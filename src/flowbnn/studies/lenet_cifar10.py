@@ -9,7 +9,7 @@ from flowbnn.studies.images.study import ImageStudy
 
 __all__ = ["LeNetCifar10", "Settings"]
 
-# Document 000 says neither its batch nor whether its images are moved and mirrored. The batches are those of the study on Fashion-MNIST;
+# Document 000 says neither its batch nor whether its images are moved and mirrored. The batches are those of the other study;
 # with images as they are the training log-likelihood runs far past the document's, with moved and mirrored ones it does not (Gaussian
 # noise by position, 128 images in a step, one seed, validation images: -0.91, accuracy 0.700, ECE 0.016; the document's -0.95, 0.687,
 # 0.015).

@@ -70,8 +70,8 @@ class VGG16Cifar10(ImageStudy):
     novel: ClassVar[dict[str, str]] = {"fashion-mnist": "Fashion-MNIST", "noise": "noise"}
     published = VGG16_CIFAR10
     remarks: ClassVar[tuple[str, ...]] = (
-        "The best recipe was run before with 60 epochs and noise of 0.4 at the start, and its test results were seen: with noise, errors "
-        "of 5.7 % with two views and 6.2 % with one, and an ECE of 0.008 to 0.010 with one. The present settings were chosen on validation "
-        "images for six views, where less noise errs less; with one view it is the more overconfident of the two.",
+        "The best recipe was run before with 60 epochs and noise of 0.4 at the start, and its test results were seen: with noise, "
+        "errors of 5.7 % with two views and 6.2 % with one, and an ECE of 0.008 to 0.010 with one. The present settings were chosen on "
+        "validation images for six views, where less noise errs less; with one view it is the more overconfident of the two.",
     )
     quick: ClassVar[dict[str, Any]] = quick_settings(width=0.0625)

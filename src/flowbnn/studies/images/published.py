@@ -20,9 +20,9 @@ EPOCHS = (1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50)
 
 # Of both studies on LeNet.
 BATCH_REMARK = (
-    "The batch of the document's recipe was chosen by how well its curves say that the training images are fitted, with the test set in "
-    "sight: what starts from the plain network was run with 32 and with 128 images in a step and judged on the test images before 512 was "
-    "tried on validation images."
+    "The batch of the document's recipe was chosen by how well its curves say that the training images are fitted, with the test set "
+    "in sight: what starts from the plain network was run with 32 and with 128 images in a step and judged on the test images before "
+    "512 was tried on validation images."
 )
 
 TWICE_REMARK = (
