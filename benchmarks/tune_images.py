@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flowbnn.cli import _setting as parse_setting
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.studies import get_study
 from flowbnn.studies.planning import suited
 
@@ -95,12 +95,25 @@ def tasks_of(given: argparse.Namespace) -> list[dict[str, Any]]:
         if method not in known:
             raise SystemExit(f"there is no method '{method}'; there are: {', '.join(known)}")
     accelerator, precision = suited(study, given.accelerator, given.precision)
+    if given.jobs < 1:
+        raise SystemExit(f"--jobs is at least 1, not {given.jobs}")
     fixed = [parse_setting(pair) for pair in given.changes]
     choices = []
     for pair in given.grid:
         name, _, values = pair.partition("=")
         choices.append([parse_setting(f"{name}={value}") for value in values.split("|")])
-    seeds = [int(seed) for seed in given.seeds.split(",")]
+    try:
+        seeds = [int(seed) for seed in given.seeds.split(",")]
+    except ValueError:
+        raise SystemExit(
+            f"--seeds are whole numbers with commas between them, as in 100,101, not {given.seeds}"
+        ) from None
+    for method in given.method:  # a wrong name is told before the first training
+        for combination in itertools.product(*choices):
+            study.make_settings(
+                quick=given.quick,
+                **{dotted(study, method, name): value for name, value in [*fixed, *combination]},
+            )
     return [
         {
             "study": given.study,
@@ -127,7 +140,10 @@ def line(name: str, report: dict[str, Any]) -> str:
 
 def main() -> None:
     given = arguments()
-    tasks = tasks_of(given)
+    try:
+        tasks = tasks_of(given)
+    except FlowBNNError as error:
+        raise SystemExit(f"{error}") from None
     found: dict[str, list[dict[str, Any]]] = {}
 
     def take(result: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -97,10 +98,16 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TwoClusters, "train", interrupted)
-    result = call("run", "two-clusters", "--out", tmp_path, *SMALL)
+    folder = tmp_path / "two words"
+    result = call("run", "two-clusters", "--out", folder, "--acceleration", "off", *SMALL)
     assert result.exit_code == 130
     line = result.stderr.strip().splitlines()[-1]
-    assert f"flowbnn run two-clusters --seeds 1 --epochs 1 --quick --out {tmp_path} --resume" in line
+    words = shlex.split(line.partition("go on with: ")[2])
+    assert words[:3] == ["flowbnn", "run", "two-clusters"]
+    assert words[words.index("--out") + 1] == str(folder)
+    assert words[words.index("--acceleration") + 1] == "off"
+    assert words[words.index("--jobs") + 1] == "1"
+    assert words[-1] == "--resume"
 
 
 def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -133,21 +134,31 @@ def run(
     """Run one study and write OUT/STUDY/results.json."""
     words = ["flowbnn run", study]
     options = {"--seeds": seeds, "--epochs": epochs, "--accelerator": accelerator, "--precision": precision}
-    options |= {"--devices": devices, "--nodes": nodes, "--strategy": strategy}
+    options |= {
+        "--devices": devices,
+        "--nodes": nodes,
+        "--strategy": strategy,
+        "--acceleration": acceleration,
+    }
     usual = {
         "--accelerator": "auto",
         "--precision": "auto",
         "--devices": 1,
         "--nodes": 1,
         "--strategy": "auto",
+        "--acceleration": "auto",
     }
     words += [
-        f"{name} {value}" for name, value in options.items() if value is not None and value != usual.get(name)
+        f"{name} {quote(str(value))}"
+        for name, value in options.items()
+        if value is not None and value != usual.get(name)
     ]
-    words += [f"--set {pair}" for pair in change or []]
+    words += [f"--set {quote(pair)}" for pair in change or []]
     command = " ".join([*words, *(["--quick"] if quick else [])])
     out = _folder(out, quick)
-    with _told(" ".join([command, f"--out {out}", *(f"--only '{glob}'" for glob in only or [])])):
+    here = [f"--out {quote(str(out))}", *(f"--only {quote(glob)}" for glob in only or [])]
+    here += [] if jobs is None else [f"--jobs {jobs}"]
+    with _told(" ".join([command, *here])):
         from flowbnn.studies import get_study, open_workers, run_study
         from flowbnn.training import is_main_process, launched
 
@@ -214,14 +225,14 @@ def compare(
     no_progress: NoProgress = False,
 ) -> None:
     """Which method to use on a network and data, and what each costs; writes OUT/compare-NETWORK-DATA/results.json."""
-    words = ["flowbnn compare", f"--network {network}", f"--data {data}"]
-    words += [f"--methods {methods}"] if methods is not None else []
+    words = ["flowbnn compare", f"--network {quote(network)}", f"--data {quote(data)}"]
+    words += [f"--methods {quote(methods)}"] if methods is not None else []
     words += [f"--epochs {epochs}"] if epochs is not None else []
     words += [f"--seeds {seeds}"] if seeds != 1 else []
-    words += [f"--set {pair}" for pair in change or []]
+    words += [f"--set {quote(pair)}" for pair in change or []]
     command = " ".join([*words, *(["--quick"] if quick else [])])
     out = _folder(out, quick)
-    with _told(f"{command} --out {out}"):
+    with _told(f"{command} --out {quote(str(out))}{'' if jobs is None else f' --jobs {jobs}'}"):
         from flowbnn.studies import get_study, open_workers, run_study
         from flowbnn.studies.comparing.registry import check_names
 

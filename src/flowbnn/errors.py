@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "some_of", "told"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "some_of", "told"]
 
 
 class FlowBNNError(ValueError):
@@ -24,6 +24,18 @@ class FlowBNNWarning(UserWarning):
     def __init__(self, message: str = "", each: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.each = tuple(each)
+
+
+def check_whole(name: str, value: object, least: int = 1) -> int:
+    """A whole number of at least ``least``, or one clear line.
+
+    >>> check_whole("epochs", 2.5)
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: epochs must be a whole number of at least 1, got 2.5
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise FlowBNNError(f"{name} must be a whole number of at least {least}, got {told(value)}")
+    return value
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:

@@ -109,8 +109,10 @@ def test_novel_noise_is_uniform():
         (lambda: corrupt(torch.rand(4, 4), "blur", 1), "shape"),
         (lambda: corrupt(torch.randn(1, 1, 40, 40), "blur", 1), "corrupt first and normalize then"),
         (lambda: corrupt(torch.full((1, 1, 4, 4), torch.nan), "blur", 1), "in [0, 1]"),
-        (lambda: novel_noise(0, (1, 4, 4)), "at least one"),
-        (lambda: novel_noise(2, (1, 0, 4)), "at least one"),
+        (lambda: novel_noise(0, (1, 4, 4)), "whole number of at least 1, got 0"),
+        (lambda: novel_noise(2.5, (1, 4, 4)), "whole number of at least 1, got 2.5"),
+        (lambda: novel_noise(2, (1, 0, 4)), "not of (1, 0, 4)"),
+        (lambda: novel_noise(2, (1, 4, 4), device="nowhere"), "nowhere"),
     ],
 )
 def test_bad_requests_are_told_in_a_line(call, words):

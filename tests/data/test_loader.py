@@ -43,6 +43,7 @@ def test_it_says_how_many_examples_it_holds():
         lambda: TensorLoader(batch_size=2),
         lambda: TensorLoader(torch.zeros(3), torch.zeros(4), batch_size=2),
         lambda: TensorLoader(torch.zeros(3), batch_size=0),
+        lambda: TensorLoader(torch.zeros(3), batch_size=2.5),
         lambda: TensorLoader(torch.tensor(1.0), batch_size=1),
     ],
 )

@@ -87,6 +87,7 @@ def test_adaptive_samples_are_a_beginning_of_all():
         ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
         ({"views": [lambda x: None]}, "not a NoneType"),
         ({"views": [mirrored], "shared": False}, "leave shared=True"),
+        ({"views": [lambda x: x @ x[0, :1]]}, "the view <lambda> fails on inputs of shape"),
     ],
 )
 def test_bad_views_are_told_in_one_line(options, line):

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_whole
 
 __all__ = ["CropAndFlip", "mirrored", "moved"]
 
@@ -46,8 +46,8 @@ class CropAndFlip:
         mode: Literal["reflect", "zeros"] = "reflect",
         fill: float = 0.0,
     ) -> None:
-        if padding < 0 or cutout < 0:
-            raise FlowBNNError(f"padding and cutout are numbers of pixels, not {padding} and {cutout}")
+        check_whole("padding", padding, least=0)
+        check_whole("cutout", cutout, least=0)
         if mode not in ("reflect", "zeros"):
             raise FlowBNNError(f"mode is 'reflect' or 'zeros', not {mode!r}")
         self.padding, self.flip, self.cutout, self.mode, self.fill = padding, flip, cutout, mode, fill

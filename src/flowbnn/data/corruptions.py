@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.data.normalize import usable_device
+from flowbnn.errors import FlowBNNError, check_whole, nearest
 
 __all__ = ["CORRUPTIONS", "corrupt", "novel_noise"]
 
@@ -105,10 +106,9 @@ def novel_noise(
     >>> novel_noise(2, (3, 32, 32), torch.Generator().manual_seed(0)).shape
     torch.Size([2, 3, 32, 32])
     """
-    if number < 1 or not all(length > 0 for length in shape):
-        raise FlowBNNError(
-            f"novel_noise makes at least one image of some size, not {number} of {tuple(shape)}"
-        )
-    source = generator.device if generator is not None else torch.device(device or "cpu")
-    noise = torch.rand(number, *shape, generator=generator, device=source)
-    return noise if device is None else noise.to(device)
+    check_whole("number", number)
+    if not all(length > 0 for length in shape):
+        raise FlowBNNError(f"novel_noise makes images of some size, not of {tuple(shape)}")
+    place = usable_device("cpu" if device is None else device)
+    noise = torch.rand(number, *shape, generator=generator, device=generator.device if generator else place)
+    return noise if device is None else noise.to(place)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.data.normalize import Normalize, usable_device
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_whole
 
 __all__ = ["ImageSet"]
 
@@ -114,7 +114,7 @@ class ImageSet:
             validation: how many images to put aside.
             seed: of the draw; the same seed gives the same split.
         """
-        if not 0 < validation < len(self):
+        if not 0 < check_whole("validation", validation, least=0) < len(self):
             raise FlowBNNError(f"validation is between 1 and {len(self) - 1} images, not {validation}")
         labels = self.labels.cpu()
         counts = torch.bincount(labels).tolist()

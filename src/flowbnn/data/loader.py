@@ -9,7 +9,7 @@ from torch import Tensor
 from flowbnn.data.augment import CropAndFlip
 from flowbnn.data.images import ImageSet
 from flowbnn.data.normalize import Normalize, usable_device
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, check_whole
 
 __all__ = ["Augment", "TensorLoader", "device_loader"]
 
@@ -63,8 +63,7 @@ class TensorLoader:
         if len({tensor.device for tensor in tensors}) > 1:
             places = ", ".join(str(tensor.device) for tensor in tensors)
             raise FlowBNNError(f"the tensors of a TensorLoader are on one device, not {places}")
-        if batch_size < 1:
-            raise FlowBNNError(f"batch_size is at least 1, not {batch_size}")
+        check_whole("batch_size", batch_size)
         if drop_last and lengths[0] < batch_size:
             raise FlowBNNError(
                 f"drop_last leaves nothing of {lengths[0]} examples in batches of {batch_size}"
@@ -74,9 +73,7 @@ class TensorLoader:
         self.augment, self.prepare, self.drop_last = augment, prepare, drop_last
         self.num_data = lengths[0] // batch_size * batch_size if drop_last else lengths[0]
         self.rank, self.world = 0, 1
-        if together is not None and together < 1:
-            raise FlowBNNError(f"together is a number of batches, at least 1, not {together}")
-        self.together = together
+        self.together = None if together is None else check_whole("together", together)
 
     def __len__(self) -> int:
         return -(-self.num_data // self.batch_size)

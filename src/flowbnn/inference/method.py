@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, check_whole, nearest
 from flowbnn.inference.batches import call, count_data, move, split_batch
 from flowbnn.inference.fitting import check_loader, check_optimizer, check_schedule, prepare, undisturbed
 from flowbnn.inference.passes import device_of, dtype_of, evaluating
@@ -267,11 +267,4 @@ def check_scale(name: str, value: Any) -> float:
         or not (value > 0 and math.isfinite(value))
     ):
         raise FlowBNNError(f"{name} must be a number above 0, got {value!r}")
-    return value
-
-
-def check_whole(name: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least ``least``, or one clear line."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise FlowBNNError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return value

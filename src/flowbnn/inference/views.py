@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import rows
+from flowbnn.inference.inputs import failure
 from flowbnn.likelihoods import Likelihood
 
 __all__ = ["View", "Viewed", "check_views"]
@@ -45,7 +46,13 @@ class Viewed:
     ) -> Tensor:
         found = [self.passes(inputs, low, high)]
         for view in self.views:
-            seen = view(inputs)
+            try:
+                seen = view(inputs)
+            except FlowBNNError:
+                raise
+            except Exception as error:
+                name = getattr(view, "__name__", type(view).__name__)
+                raise FlowBNNError(f"the view {name} fails on inputs of {failure(inputs, error)}") from error
             if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
                 raise FlowBNNError(
                     f"a view gives as many inputs as it is given, of the same kind: {rows(inputs)} rows, not "

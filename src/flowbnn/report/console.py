@@ -72,6 +72,19 @@ def console_lines(results: dict[str, Any], every: bool = False) -> list[str]:
     named = sources_of([words])
     if named and words["source"]:
         lines += ["", *_note("Source", words["source"])]
+    if results.get("notes"):
+        number = len(results["notes"])
+        told = "note goes" if number == 1 else f"{number} notes go"
+        lines += [
+            "",
+            *wrap(
+                f"{'One ' if number == 1 else ''}{told} with these numbers, in the file and on its page; the last: "
+                f"{results['notes'][-1]}",
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+            ),
+        ]
     for source in named:
         link = f", {source.link}" if source.link else ""
         lines += _note(source.name, f"{source.author}, {source.title}{link}.")

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from flowbnn.errors import FlowBNNError, nearest, told
+from flowbnn.errors import FlowBNNError, check_whole, nearest, told
 
 __all__ = ["Clock", "EarlyStop", "TrainingOptions"]
 
@@ -166,7 +166,7 @@ class TrainingOptions:
     description: str = "training"
 
     def __post_init__(self) -> None:
-        _whole("epochs", self.epochs)
+        check_whole("epochs", self.epochs)
         _place("checkpoint", self.checkpoint, "a file or a folder, such as checkpoint='runs/first'")
         _place("tensorboard", self.tensorboard, "a folder, such as tensorboard='logs'")
         if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):
@@ -178,7 +178,7 @@ class TrainingOptions:
                 f"early_stop must be an EarlyStop, such as EarlyStop(patience={patience}), got {told(wanted)}"
             )
         if self.checkpoint_every is not None:
-            _whole("checkpoint_every", self.checkpoint_every)
+            check_whole("checkpoint_every", self.checkpoint_every)
             if self.checkpoint is None:
                 raise FlowBNNError("checkpoint_every needs a file: give checkpoint='folder' as well")
         if self.resume and self.checkpoint is None:
@@ -215,8 +215,3 @@ class TrainingOptions:
 def _place(name: str, value: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, str | PathLike):
         raise FlowBNNError(f"{name} must be {wanted}, got {told(value)}")
-
-
-def _whole(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FlowBNNError(f"{name} must be a whole number of at least 1, got {value!r}")
