@@ -65,3 +65,17 @@ def test_the_console_shows_the_headline_of_the_study_in_its_order(two_clusters: 
     lines = console_lines({**two_clusters, "headline": ["parameters", "accuracy"]})
     assert lines[3].split() == ["Parameters", "Accuracy"]
     assert any("Trained numbers in the network." in line for line in lines)
+
+
+def test_the_console_tells_how_many_notes_there_are_and_the_last(two_clusters: dict[str, Any]):
+    two_clusters["notes"] = []
+    assert "with these numbers" not in "\n".join(console_lines(two_clusters))
+    two_clusters["notes"] = ["first"]
+    assert any(line.strip().startswith("One note goes") for line in console_lines(two_clusters))
+    two_clusters["notes"] = ["first", "best-flow-channel: collapsed"]
+    told = " ".join(" ".join(console_lines(two_clusters)).split())
+    assert (
+        "2 notes go with these numbers, in the file and on its page; the last: best-flow-channel: collapsed"
+        in told
+    )
+    assert "first" not in told

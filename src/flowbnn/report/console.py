@@ -22,7 +22,9 @@ def _cell(value: dict[str, Any] | None, metric: dict[str, Any]) -> str:
 
 
 def _note(name: str, text: str) -> list[str]:
-    return wrap(f"{name}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return wrap(
+        f"{name}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def console_lines(results: dict[str, Any], every: bool = False) -> list[str]:
@@ -68,23 +70,17 @@ def console_lines(results: dict[str, Any], every: bool = False) -> list[str]:
         lines += _note(term, meaning)
     lines += [""] if lines[-1] else []
     lines += [f"  {line}" for line in results["answer"].splitlines()]
+    if results.get("notes"):
+        number = len(results["notes"])
+        told = f"{number} notes go" if number > 1 else "One note goes"
+        lines += [
+            "",
+            *_note(f"{told} with these numbers, in the file and on its page; the last", results["notes"][-1]),
+        ]
     words = {name: results.get(name) or "" for name in ("source", "title", "answer")}
     named = sources_of([words])
     if named and words["source"]:
         lines += ["", *_note("Source", words["source"])]
-    if results.get("notes"):
-        number = len(results["notes"])
-        told = "note goes" if number == 1 else f"{number} notes go"
-        lines += [
-            "",
-            *wrap(
-                f"{'One ' if number == 1 else ''}{told} with these numbers, in the file and on its page; the last: "
-                f"{results['notes'][-1]}",
-                WIDTH,
-                initial_indent="  ",
-                subsequent_indent="    ",
-            ),
-        ]
     for source in named:
         link = f", {source.link}" if source.link else ""
         lines += _note(source.name, f"{source.author}, {source.title}{link}.")

@@ -60,7 +60,7 @@ def _study(results: dict[str, Any]) -> list[str]:
     if any(table.spread for _, table in tables):
         notes.append("mean ± standard deviation over seeds")
     if any(table.published for _, table in tables):
-        notes.append(f"in brackets the value printed in {results.get('source') or 'the source'}")
+        notes.append(f"in brackets the value of {results.get('source') or 'the source'}")
     lines += ["", "; ".join(notes) + ".", ""]
     lines += [
         f"- **{'; '.join(_escape(column.label) for column in some)}**: {text}"
