@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from common import positive
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -59,23 +60,31 @@ def main() -> None:
     )
     parser.add_argument("--data", choices=["digits", "fashion-mnist", "cifar10"], default="digits")
     parser.add_argument("--root", type=Path, help="folder of the image sets")
-    parser.add_argument("--epochs", type=int, default=10, help="of the plain network, and again of the noise")
-    parser.add_argument("--train", type=int, default=60_000, help="training images at most")
-    parser.add_argument("--images", type=int, default=10_000, help="test images at most")
+    parser.add_argument(
+        "--epochs", type=positive, default=10, help="of the plain network, and again of the noise"
+    )
+    parser.add_argument("--train", type=positive, default=60_000, help="training images at most")
+    parser.add_argument("--images", type=positive, default=10_000, help="test images at most")
     parser.add_argument(
         "--validation",
         action="store_true",
         help="predict the last training images instead, and leave them out",
     )
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--samples", type=positive, default=128)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--certainty", type=float, default=0.95)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no CUDA device on this machine")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is a file; name a folder")
+    try:
+        usual = fb.Adaptive(arguments.tolerance, arguments.certainty)
+    except fb.FlowBNNError as error:
+        parser.error(str(error))
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore", fb.FlowBNNWarning)
@@ -99,7 +108,6 @@ def main() -> None:
         f"give the same decision on {(full.labels == other.labels).double().mean():.4f} of them; all samples take {spent:.2f} s"
     )
     rows = []
-    usual = fb.Adaptive(arguments.tolerance, arguments.certainty)
     for name, rule in {
         "either": usual,
         "either, at ties too": replace(usual, lead=0.0),

@@ -8,12 +8,12 @@ search for the prior by marginal likelihood are all in the time. ``--all`` adds 
 """
 
 import torch
-from common import MODELS, arguments, interleave, report, shape_of, write
+from common import MODELS, arguments, interleave, positive, report, shape_of, write
 
 import flowbnn as fb
 
 EXTRA = {
-    "images": {"type": int, "default": 10_000},
+    "images": {"type": positive, "default": 10_000},
     "all": {"action": "store_true", "help": "all layers as well"},
 }
 LAST = {f"{structure}, last layer": fb.Laplace(structure, epochs=0) for structure in ("kron", "diag", "full")}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from common import MODELS, arguments, interleave, report, shape_of, write
+from common import MODELS, arguments, interleave, positive, report, shape_of, write
 
 import flowbnn as fb
 from flowbnn.inference.passes import casting, half_of
@@ -73,8 +73,8 @@ def step_of(
 def main() -> None:
     found = arguments(
         __doc__,
-        samples={"type": int, "default": 128},
-        images={"type": int, "default": 256},
+        samples={"type": positive, "default": 128},
+        images={"type": positive, "default": 256},
         only={"default": "", "help": "'training' or 'prediction'"},
         methods={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )
@@ -82,6 +82,8 @@ def main() -> None:
         raise SystemExit(f"--only is 'training' or 'prediction', not '{found.only}'")
     kept = [part for part in found.methods.split(",") if part]
     methods = {name: m for name, m in METHODS.items() if not kept or any(part in name for part in kept)}
+    if not methods:
+        raise SystemExit(f"no method has '{found.methods}' in its name; there are: {', '.join(METHODS)}")
     torch.manual_seed(0)
     shape, device = shape_of(found.model), found.device
     batch = (

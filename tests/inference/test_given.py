@@ -210,6 +210,31 @@ def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_what_was_compiled_and_fails_later_leaves_the_passes_as_they_are(monkeypatch):
+    """Kernels assert how tensors lie; torch may lay them otherwise later on in the same process."""
+    calls = []
+
+    def backend(graph, inputs):
+        def run(*given):
+            calls.append(1)
+            assert len(calls) < 3, "expected stride 64==1 at dim=1"
+            return graph.forward(*given)
+
+        return run
+
+    original = torch.compile
+    monkeypatch.setattr(
+        passes.torch, "compile", lambda f, *, mode, **options: original(f, backend=backend, **options)
+    )
+    model = fb.to_stochastic(LeNet(3), MIXED)
+    images = torch.randn(4, 3, 32, 32)
+    with pytest.warns(fb.FlowBNNWarning, match="expected stride.*run as they are"):
+        found = compiled_outputs(model, images, 4)
+    assert len(calls) == 3
+    torch.testing.assert_close(found, sample_outputs(model, images, 4, seed=1), rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
 class TimeFirst(nn.Module):
     """Its layer finds the examples on the second axis, where its noise takes them for positions."""
 

@@ -66,7 +66,10 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; every module's own training flag comes back afterwards."""
+    """Eval mode and no gradients; every module's own training flag comes back afterwards.
+
+    Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), are told.
+    """
     flags = [(module, module.training) for module in parts_of(model)]
     if any(training for _, training in flags):
         model.eval()
@@ -74,6 +77,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        for module, training in flags:
+            if module.training != training and type(module).train is not nn.Module.train:
+                module.train(training)
         for module, training in flags:
             if module.training != training:
                 module.training = training

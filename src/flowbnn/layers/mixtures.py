@@ -47,9 +47,8 @@ def together(layers: dict[str, Noise]) -> dict[str, Any]:
 
 def alike(layers: list[Any]) -> bool:
     """As many components, one bound, one generator, one dtype and device."""
-    generator = layers[
-        0
-    ].generator  # compared by `is`: not every version of torch.compile knows the id of None
+    # generators by `is`: not every version of torch.compile knows the id of None
+    generator = layers[0].generator
     kinds = {
         (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
         for base, affine, _ in (noise.mixed for noise in layers)

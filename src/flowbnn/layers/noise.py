@@ -95,9 +95,8 @@ class Noise(nn.Module):
         if mode not in ("sample", "shared", "mean", "off"):
             raise FlowBNNError(f"the noise is 'sample', 'shared', 'mean' or 'off', not {mode!r}")
         state = {"mode": mode, "samples": samples, "seed": seed, "generator": generator, "part": (0, samples)}
-        vars(self).update(
-            state, share=None, repeat=1, ready=None, _held={}
-        )  # quicker than torch sets attributes
+        # quicker than torch sets attributes
+        vars(self).update(state, share=None, repeat=1, ready=None, _held={})
 
     def _marks(self) -> tuple[Any, ...]:
         """Changes when a parameter or buffer does (not when its ``.data`` is written to, which torch does not tell)."""

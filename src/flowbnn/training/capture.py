@@ -34,7 +34,7 @@ _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
 def _unconcerned() -> Iterator[None]:
     """What torch's compiler remarks on its own choices is no error, even where warnings are made errors."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(dynamo|functorch|inductor)")
         yield
 
 

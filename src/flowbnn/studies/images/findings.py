@@ -251,6 +251,7 @@ def notes(
         f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
         "The same for every method.",
         "The time of the study is that of all trainings added up, of which several ran side by side on one device.",
+        *(f"Cost: {part['caption']}" for part in parts.of("cost")[:1]),
         "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
         "KL averaged over positions, which tempers it.",
     ]
