@@ -31,7 +31,8 @@ ROOMS = [  # from the roof down; rooms on one line may import each other to the 
     ["errors"],
 ]
 HEIGHT = {room: -level for level, rooms in enumerate(ROOMS) for room in rooms}
-FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+DOORS = (ROOT / "__init__.py", ROOT / "__main__.py")
+FILES = sorted(path for path in ROOT.rglob("*.py") if path not in DOORS)
 
 
 def room_of(path: Path) -> str:
