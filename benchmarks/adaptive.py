@@ -10,8 +10,6 @@ the share of inputs that had fewer than all samples, and of these those that dif
 """
 
 import argparse
-import json
-import platform
 import sys
 import time
 import warnings
@@ -19,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import positive
+from common import parsed, positive, write
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -76,16 +74,11 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no CUDA device on this machine")
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        parser.error(f"--out {arguments.out} is a file; name a folder")
+    arguments = parsed(parser)
     try:
         usual = fb.Adaptive(arguments.tolerance, arguments.certainty)
     except fb.FlowBNNError as error:
         parser.error(str(error))
-    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore", fb.FlowBNNWarning)
     network, (x, y, images, labels) = load(arguments.data, arguments.root, arguments.device)
@@ -139,16 +132,7 @@ def main() -> None:
             f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most   "
             f"early {row['early']:.3f}, of them further than the tolerance {row['further']:.3f}, than twice {row['twice']:.3f}"
         )
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        document = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "settings": settings,
-            "rows": rows,
-        }
-        (arguments.out / f"adaptive-{arguments.data}.json").write_text(json.dumps(document, indent=1))
+    write(arguments, f"adaptive-{arguments.data}", rows)
 
 
 if __name__ == "__main__":

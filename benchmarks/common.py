@@ -25,6 +25,7 @@ __all__ = [
     "Stepping",
     "arguments",
     "interleave",
+    "parsed",
     "positive",
     "report",
     "rules",
@@ -191,9 +192,7 @@ def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, 
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     for name, settings in extra.items():
         parser.add_argument(f"--{name}", **settings)
-    found = parser.parse_args()
-    if found.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device on this machine")
+    found = parsed(parser)
     if found.device == "cpu" and found.precision != "32-true" and not on_cpu:
         parser.error("--precision bf16-mixed is for --device cuda: on a processor steps are taken in float32")
     if found.device == "cpu" and not on_cpu and "acceleration" in extra:
@@ -202,6 +201,14 @@ def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, 
                 f"--acceleration {found.acceleration} is for --device cuda: on a processor steps are taken one by one"
             )
         found.acceleration = "off"  # which is what the file then says
+    return found
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Options with ``--device``, ``--threads`` and ``--out`` among them, which are looked at before any work."""
+    found = parser.parse_args()
+    if found.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device on this machine")
     if found.out is not None and found.out.exists() and not found.out.is_dir():
         parser.error(f"--out {found.out} is a file; name a folder")
     torch.set_num_threads(found.threads)

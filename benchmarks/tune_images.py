@@ -64,11 +64,15 @@ def dotted(study: Any, method: str, name: str) -> str:
     return name if rest else f"{study.make_settings().group(method)}.{name}"
 
 
+def settings_of(study: Any, method: str, changes: Any, quick: bool) -> Any:
+    """The study's settings with a trial's changes, which are pairs of a name and a value."""
+    return study.make_settings(quick=quick, **{dotted(study, method, name): value for name, value in changes})
+
+
 def trial(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     study = get_study(task["study"])
-    changes = {dotted(study, task["method"], name): value for name, value in task["changes"]}
-    settings = study.make_settings(quick=task["quick"], **changes)
+    settings = settings_of(study, task["method"], task["changes"], task["quick"])
     options = dict(parse_setting(pair) for pair in task["options"])
     started = time.monotonic()
     warnings.simplefilter("ignore", FlowBNNWarning)
@@ -110,10 +114,7 @@ def tasks_of(given: argparse.Namespace) -> list[dict[str, Any]]:
         ) from None
     for method in given.method:  # a wrong name is told before the first training
         for combination in itertools.product(*choices):
-            study.make_settings(
-                quick=given.quick,
-                **{dotted(study, method, name): value for name, value in [*fixed, *combination]},
-            )
+            settings_of(study, method, [*fixed, *combination], given.quick)
     return [
         {
             "study": given.study,

@@ -134,7 +134,7 @@ def test_on_a_gpu_nothing_is_waited_for():
     "call",
     [
         lambda: CropAndFlip(padding=-1),
-        lambda: CropAndFlip(padding=1.5),  # type: ignore[arg-type]
+        lambda: CropAndFlip(padding=1.5),
         lambda: CropAndFlip(cutout=-1),
         lambda: CropAndFlip(mode="wrap"),  # type: ignore[arg-type]
         lambda: CropAndFlip()(torch.zeros(3, 8, 8)),

@@ -32,20 +32,26 @@ MAPPED = {
 }
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """torch.compile that traces and does not generate code; counts the graphs and the ways to call it."""
-    counts = {"graphs": 0}
+def compile_by(backend, monkeypatch):
+    """torch.compile with another backend."""
     original = torch.compile
-
-    def backend(graph, inputs):
-        counts["graphs"] += 1
-        return graph.forward
 
     def compile_(function, *, mode, **options):
         return original(function, backend=backend, **options)
 
     monkeypatch.setattr(passes.torch, "compile", compile_)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile that traces and does not generate code; counts the graphs and the ways to call it."""
+    counts = {"graphs": 0}
+
+    def backend(graph, inputs):
+        counts["graphs"] += 1
+        return graph.forward
+
+    compile_by(backend, monkeypatch)
     monkeypatch.setattr(passes, "_COMPILED", weakref.WeakKeyDictionary())
     yield counts
     torch._dynamo.reset()
@@ -198,10 +204,7 @@ def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
     def backend(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    original = torch.compile
-    monkeypatch.setattr(
-        passes.torch, "compile", lambda f, *, mode, **options: original(f, backend=backend, **options)
-    )
+    compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
     with pytest.warns(fb.FlowBNNWarning, match="no compiler here.*run as they are"):
@@ -222,10 +225,7 @@ def test_what_was_compiled_and_fails_later_leaves_the_passes_as_they_are(monkeyp
 
         return run
 
-    original = torch.compile
-    monkeypatch.setattr(
-        passes.torch, "compile", lambda f, *, mode, **options: original(f, backend=backend, **options)
-    )
+    compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
     with pytest.warns(fb.FlowBNNWarning, match="expected stride.*run as they are"):

@@ -257,6 +257,29 @@ def test_six_views_are_judged_when_asked_for(tmp_path):
         assert torch.equal(other(images), mirrored(moved(step, step)(images)))
 
 
+def test_six_views_are_the_best_recipes_alone():
+    with_them, without = ImageSettings(moved=True), ImageSettings(moved=False)
+    for variant in ("document-flow-channel", "document-plain", "cost"):
+        assert with_them.relevant(variant) == without.relevant(variant), "its stored results stay in force"
+        assert not with_them.judging(variant).moved
+    assert with_them.relevant("best-plain") != without.relevant("best-plain")
+    assert with_them.judging("best-plain").moved
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "words"),
+    [
+        ("auto", "cuda", "recorded as a CUDA graph, not compiled"),
+        ("graph", "cuda", "recorded as a CUDA graph, not compiled"),
+        ("compile", "cuda", "compiled and recorded"),
+        ("off", "cuda", "one by one"),
+        ("compile", "cpu", "one by one"),
+    ],
+)
+def test_a_cost_tells_how_its_steps_were_taken(asked, device, words):
+    assert words in cost._taken({"acceleration": asked}, torch.device(device))
+
+
 def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch):
     """Torch's counts of a GPU's memory are played here: what is there before a method's steps is not charged to it."""
     counts = {"before": iter([10.0, 30.0]), "peak": iter([110.0, 180.0])}

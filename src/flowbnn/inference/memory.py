@@ -79,8 +79,7 @@ def max_rows(model: nn.Module, inputs: Any) -> int:
         torch.cuda.synchronize(device)
         free = torch.cuda.mem_get_info(device)[0] // 2
         if free < GPU_BYTES:  # torch's own counts take longer to read
-            spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free = min(free + spare // 2, GPU_BYTES)
+            free += (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
         free = min(free, GPU_BYTES)
         known = _PER_ROW.setdefault(model, {})
         key = (

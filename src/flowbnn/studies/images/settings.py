@@ -168,9 +168,7 @@ class ImageSettings:
         if variant.startswith("document-"):
             needed.add("start")
         left = {"start", "document", *GROUPS} - needed
-        if not variant.startswith("best-"):
-            left.add("moved")
-        return {name: value for name, value in asdict(self).items() if name not in left}
+        return {name: value for name, value in asdict(self.judging(variant)).items() if name not in left}
 
     def judging(self, variant: str) -> "ImageSettings":
         """As a variant is judged: six views are the best recipe's alone."""
