@@ -1,12 +1,15 @@
 """What prediction with many samples costs, next to the plain network's cost for as many rows in the same run.
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
-                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--out results]
+                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--together 1] [--out results]
 
 The plain network runs the batch as many times as there are samples. ``images/s`` counts images that have all their samples; ``speed``
 is that number over the plain network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the
 ratio of times is its inverse. Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes,
 softmax. In half precision all networks, the plain one too, have their weights cast once for a prediction.
+
+A compiled prediction on a GPU takes several samples in a pass where one leaves the device idle. ``--together 8`` lets the plain network
+take as many batches in a pass, which shows how much of the speed is due to that.
 """
 
 import statistics
@@ -24,6 +27,7 @@ EXTRA = {
     "samples": {"type": positive, "default": 128},
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
+    "together": {"type": positive, "default": 1, "help": "batches in a pass of the plain network"},
     "only": {"default": "", "help": "variants whose name holds this word"},
 }
 
@@ -48,6 +52,11 @@ def main() -> None:
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}
     forward = compiled(plain, graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
+    if samples % found.together:
+        raise SystemExit(f"--together {found.together} does not divide the {samples} samples")
+    rows_of_plain = images.repeat(found.together, *(1,) * len(shape))
+    if device == "cuda" and images.ndim == 4:
+        rows_of_plain = rows_of_plain.contiguous(memory_format=torch.channels_last)
     half = half_of(found.precision)
     lying = torch.channels_last if device == "cuda" else torch.preserve_format
 
@@ -56,8 +65,8 @@ def main() -> None:
         # weights in half precision are cast once for all passes, as they are for the noisy networks
         weights = nullcontext() if half is None else HalfWeights(plain, half, lying)
         with casting(torch.device(device), half), weights:
-            for _ in range(samples):
-                forward(plain, images)
+            for _ in range(samples // found.together):
+                forward(plain, rows_of_plain)
 
     runs: dict[str, Callable[[], None]] = {"plain": run_plain}
     for site in ("channel", "position"):
@@ -77,7 +86,8 @@ def main() -> None:
     times = interleave(runs, rounds, device, warm=1)
     rows = report(
         f"{found.model} {channels}x{side}x{side}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
-        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds",
+        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds"
+        f"{f', plain {found.together} batches in a pass' if found.together > 1 else ''}",
         times,
     )
     base = statistics.median(times["plain"]) / found.batch  # seconds for an image with all its samples

@@ -8,11 +8,11 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, unconcerned
 from flowbnn.models import LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
-from flowbnn.training.capture import Recorder, _Autocast, _Progress, _unconcerned
+from flowbnn.training.capture import Recorder, _Autocast, _Progress
 from flowbnn.training.options import Clock
 
 KINDS = {
@@ -57,7 +57,7 @@ def test_remarks_of_the_compiler_are_no_errors_where_warnings_are():
     told = {"message": "Online softmax is disabled", "category": UserWarning, "filename": "x.py", "lineno": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with _unconcerned():
+        with unconcerned():
             warnings.warn_explicit(**told, module="torch._inductor.lowering")
             with pytest.raises(UserWarning, match="Online"):
                 warnings.warn_explicit(**told, module="flowbnn.layers")

@@ -1,7 +1,8 @@
 r"""The draws of one sample handed to a compiled pass, so that :math:`z \circ x` melts into the kernels before it.
 
-All vectors of a sample lie in one row, ``[samples, width]``, so that a pass has one more input, of constant shape; inside, every layer
-reads its slice. The rows are made ahead, in few launches; those of maps (site ``position``) for as many samples as memory holds.
+All vectors of a sample lie in one row, ``[samples, width]``, so that a pass has one more input, of constant shape: the row of its
+sample, or several rows where a pass takes several samples. Inside, every layer reads its slice. The rows are made ahead, in few
+launches; those of maps (site ``position``) for as many samples as memory holds.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import call, take, tensors_of
+from flowbnn.inference.batches import call, pad, take, tensors_of
 from flowbnn.inference.passes import device_of, dtype_of, evaluating, parts_of
 from flowbnn.layers import Noise, absorbs, noise, noise_layers, shared_draws
 
@@ -39,7 +40,7 @@ def reason(error: BaseException) -> str:
 
 
 class Row:
-    """Where a pass finds the draws of its sample."""
+    """Where a pass finds the draws of its samples, ``[samples, width]``."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
@@ -64,11 +65,11 @@ class Slot:
         size = self.dim
         for count in at:
             size *= count
-        return self.row.tensor[start : start + size].view(1, *at, self.dim)
+        return self.row.tensor[:, start : start + size].view(len(self.row.tensor), *at, self.dim)
 
 
 def pass_given(model: nn.Module, row: Row, draws: Tensor, inputs: Any) -> Tensor:
-    """One pass of the network with these draws, ``[width]``: what is compiled."""
+    """One pass of the network with these draws, ``[samples, width]``: what is compiled."""
     row.tensor = draws
     outputs = call(model, inputs)
     row.tensor = None
@@ -235,21 +236,23 @@ class GivenDraws:
         )
         self.block: tuple[int, Tensor] = (0, torch.empty(0))
 
-    def rows(self, low: int, high: int) -> Iterator[tuple[int, Tensor]]:
-        """The samples from ``low`` up to ``high``: their numbers and their draws, ``[width]``."""
-        kind = "cpu" if self.device.type == "cpu" else "cuda"
-        each = max(1, ROW_BYTES[kind] // (4 * max(1, self.width)))
-        maps = len(self.vectors) < len({name for name, _ in self.form.asks})
-        each = min(each, MAPS) if maps else each
-        for start in range(low, high, each):
-            stop = min(start + each, high)
-            first, block = self.block
-            if not (first <= start and stop <= first + len(block)):
-                first, last = (start, stop) if maps else (start, min(start + each, self.samples))
-                self.block = (first, torch.empty(0))  # let go of the last one before the next is made
-                self.block = (first, block := self._filled(first, last))
-            for index in range(start, stop):
-                yield index, block[index - first]
+    def rows(self, first: int, last: int, high: int) -> Tensor:
+        """The draws of the samples from ``first`` up to ``last``, ``[last - first, width]``; the last one again from ``high`` on.
+
+        What is made ahead for the samples up to ``high`` is kept until others are asked for.
+        """
+        stop = min(last, high)
+        start, block = self.block
+        if not (start <= first and stop <= start + len(block)):
+            kind = "cpu" if self.device.type == "cpu" else "cuda"
+            each = max(1, ROW_BYTES[kind] // (4 * max(1, self.width)))
+            maps = len(self.vectors) < len({name for name, _ in self.form.asks})
+            each = max(last - first, min(each, MAPS) if maps else each)
+            start, end = first, min(first + each, high if maps else self.samples)
+            self.block = (start, torch.empty(0))  # let go of the last one before the next is made
+            self.block = (start, block := self._filled(start, end))
+        found = block[first - start : stop - start]
+        return pad(found, last - first) if stop < last else found
 
     def _filled(self, start: int, stop: int) -> Tensor:
         block = torch.zeros(stop - start, self.width, dtype=self.dtype, device=self.device)

@@ -17,7 +17,7 @@ from flowbnn.inference.passes import Compile, casting, compiled, device_of, dtyp
 __all__ = ["Passes", "Piece", "PointPasses", "Result", "checked", "even"]
 
 WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
-GRAPHED = 5e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
+GRAPHED = 7e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
 
 # first and last row, the inputs, and whether they have the shape of a compiled pass
 Piece = tuple[int, int, Any, bool]

@@ -8,8 +8,8 @@ those from before the bad step until the host looks, some steps later.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning, unconcerned
 from flowbnn.training.guard import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
@@ -28,14 +28,6 @@ Step = Callable[[nn.Module, Any, Clock], tuple[Tensor, Mapping[str, Tensor | flo
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
-
-
-@contextmanager
-def _unconcerned() -> Iterator[None]:
-    """What torch's compiler remarks on its own choices is no error, even where warnings are made errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(dynamo|functorch|inductor)")
-        yield
 
 
 class NotRecordable(RuntimeError):
@@ -233,8 +225,9 @@ class Recorder:
     def _whole_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         # the recording is of no particular step: nothing of the clock but the tensor may be read
-        loss, logs = self._evaluate(Clock(0, 0, clock.steps_per_epoch, clock.epochs))
-        loss.backward()
+        with nullcontext() if self.warm else unconcerned():  # the first way back is compiled too
+            loss, logs = self._evaluate(Clock(0, 0, clock.steps_per_epoch, clock.epochs))
+            loss.backward()
         gradients = [
             p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -264,10 +257,7 @@ class Recorder:
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
-            with (
-                torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096),
-                nullcontext() if self.warm else _unconcerned(),
-            ):
+            with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
                 return self.function(self.batch, self.shown, clock)
         except (
             Exception
