@@ -74,6 +74,28 @@ def test_comparisons_pair_the_seeds_that_both_have():
     assert cell.mean == "−0.0100"
 
 
+def test_a_row_with_fewer_seeds_than_others_says_so_and_wins_nothing():
+    whole = parts(
+        best_mixture_position={"accuracy": 0.99, "nll": 0.1, "ece": 0.001},
+        best_flow_channel={"accuracy": 0.95, "nll": 0.2, "ece": 0.01},
+    )
+    few = Parts(
+        whole.seeds,
+        {k: part for k, part in whole.content.items() if k[0] != "best-mixture-position" or k[1] == 0},
+    )
+    for found, number in ((whole, 5), (few, 1)):
+        table = rows(found, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
+        results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
+        ((_, made),) = make_tables(results, {})
+        row = next(row for row in made.rows if row.label.startswith("Best: mixture noise, position"))
+        assert row.label.endswith("(1 of 5 seeds)") == (number == 1)
+        assert all(cell.best == (number == 5) for cell in row.cells[:3])  # of the fourth all have the same
+        assert sum(cell.best for one in made.rows for cell in one.cells) == 3
+        told = answer(found, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
+        assert ("Accuracy 0.9900 (Best: mixture noise, position" in told) == (number == 5)
+        assert f"best recipe, {6 if number == 5 else 5} kinds of noise" in told
+
+
 def test_cited_rows_stand_for_themselves_and_are_never_the_best():
     table = rows(parts(), VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
     assert table[-1]["label"] == "To be reached"

@@ -4,6 +4,7 @@ from textwrap import wrap
 from typing import Any
 
 from flowbnn.report.glossary import explain, sources_of
+from flowbnn.report.tables import row_name
 
 __all__ = ["console_lines"]
 
@@ -46,7 +47,7 @@ def console_lines(results: dict[str, Any], every: bool = False) -> list[str]:
             continue
         published = published or any((value or {}).get("published") is not None for value in values)
         table.append(
-            [row["label"], *(_cell(value, metric) for value, metric in zip(values, metrics, strict=True))]
+            [row_name(row), *(_cell(value, metric) for value, metric in zip(values, metrics, strict=True))]
         )
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     number = len(results["seeds"])

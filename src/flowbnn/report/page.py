@@ -94,6 +94,7 @@ def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
         "seeds": results["seeds"],
         "trial": bool(results.get("trial")),
         "uneven": len(_counts(results)) > 1,
+        "unfinished": any(row.get("unfinished") for row in results["rows"]),
         "tables": make_tables(results, {label: name for label, name in colours.items() if label in drawn}),
         "differences": compare_table(results),
         "settings": flatten(results.get("settings") or {}),

@@ -131,7 +131,16 @@ _RESULTS: Shape = {
             "group?": "text",
         }
     ],
-    "rows": [{"key": "text", "label": "text", "values": "object", "colour?": "text", "cited?": "text"}],
+    "rows": [
+        {
+            "key": "text",
+            "label": "text",
+            "values": "object",
+            "colour?": "text",
+            "cited?": "text",
+            "unfinished?": "text",
+        }
+    ],
     "comparisons?": [
         {
             "title": "text",

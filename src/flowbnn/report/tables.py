@@ -18,6 +18,7 @@ __all__ = [
     "flatten",
     "make_table",
     "make_tables",
+    "row_name",
 ]
 
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
@@ -61,6 +62,15 @@ class Table:
     rows: list[Row]
     spread: bool
     published: bool
+
+
+def row_name(row: dict[str, Any]) -> str:
+    """What a table calls a row: its label, and how far it is where seeds are missing that the others have.
+
+    >>> row_name({"label": "Flow noise"}), row_name({"label": "Flow noise", "unfinished": "1 of 5 seeds"})
+    ('Flow noise', 'Flow noise (1 of 5 seeds)')
+    """
+    return f"{row['label']} ({row['unfinished']})" if row.get("unfinished") else row["label"]
 
 
 def _finite(value: object) -> bool:
@@ -148,7 +158,8 @@ def compare_table(
 def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
     """Rows by metrics: mean ± standard deviation over seeds, the published value, and the best of each column.
 
-    Rows that are ``cited`` have published values alone, which stand in the place of the mean.
+    Rows that are ``cited`` have published values alone, which stand in the place of the mean; ones that are ``unfinished`` are the
+    best of nothing.
 
     >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
     >>> table = make_table({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
@@ -164,7 +175,12 @@ def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
         columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
         values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
         # the best of numbers that mean nothing is nothing
-        best = set() if results.get("trial") else _best([value.get("mean") for value in values], better, form)
+        finished = [
+            value for value, row in zip(values, results["rows"], strict=True) if not row.get("unfinished")
+        ]
+        best = (
+            set() if results.get("trial") else _best([value.get("mean") for value in finished], better, form)
+        )
         for cells, value, row in zip(by_row, values, results["rows"], strict=True):
             if row.get("cited"):
                 cells.append(Cell(decimal(value.get("published"), form), "", "", False, []))
@@ -177,12 +193,12 @@ def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
                     decimal(mean, form),
                     decimal(std, form.lstrip("+")) if _finite(std) and _finite(mean) and not single else "",
                     decimal(published, form) if _finite(published) else "",
-                    _finite(mean) and format(mean, form) in best,
+                    _finite(mean) and format(mean, form) in best and not row.get("unfinished"),
                     [decimal(item, form) for item in seeds],
                 )
             )
     rows = [
-        Row(row["label"], colours.get(row["label"], ""), cells)
+        Row(row_name(row), colours.get(row["label"], ""), cells)
         for row, cells in zip(results["rows"], by_row, strict=True)
     ]
     every = [cell for row in rows for cell in row.cells]

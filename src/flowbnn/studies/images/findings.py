@@ -36,12 +36,28 @@ def rows(
         recipe, method, site = split_key(variant.key)
         ratios = costs.get(f"{method}-{site}" if site else method, {}) if recipe == last else {}
         row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
+        if missing := unfinished(parts, shown, variant):
+            row["unfinished"] = missing
         found.append(row)
     others = {**published.cited, "To be reached": published.target}
     for number, (label, values) in enumerate(others.items()):
         cells = {name: summary([], value) for name, value in values.items()}
         found.append({"key": f"cited-{number}", "label": label, "values": cells, "cited": "yes"})
     return found
+
+
+def unfinished(parts: Parts, shown: Sequence[Variant], variant: Variant) -> str:
+    """How many of its recipe's seeds a variant has, in words; nothing where it has all that others have."""
+    recipe = split_key(variant.key)[0]
+    most = max(len(parts.of(other.key)) for other in shown if split_key(other.key)[0] == recipe)
+    number = len(parts.of(variant.key))
+    return f"{number} of {most} seeds" if number < most else ""
+
+
+def finished(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
+    """The variants that have as many seeds as the others of their recipe."""
+    shown = present(parts, variants)
+    return [variant for variant in shown if not unfinished(parts, shown, variant)]
 
 
 def compare(parts: Parts, first: str, second: str, metric: str) -> Paired | None:
@@ -176,7 +192,9 @@ def _against_plain(
     parts: Parts, recipe: str, plain: str, variants: Sequence[Variant], metrics: Sequence[Metric]
 ) -> str:
     """Noise of any kind against the plain network that was trained as long: how often it wins."""
-    noisy = [v.key for v in present(parts, variants) if split_key(v.key)[0] == recipe and split_key(v.key)[2]]
+    noisy = [
+        v.key for v in finished(parts, variants) if split_key(v.key)[0] == recipe and split_key(v.key)[2]
+    ]
     kinds: list[str] = []
     for key in noisy:
         kinds += statement(parts, key, plain, metrics)[1]
@@ -192,7 +210,7 @@ def _against_plain(
 def _reached(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
-    """The best mean of each metric that has a target, whether it gets there, and who gets to all of them."""
+    """The best mean of each metric that has a target, whether it gets there, and who gets to all of them; of all seeds."""
     told = []
     for prefix, words in (
         ("", "Best means"),
@@ -200,7 +218,7 @@ def _reached(
         ("moved_", "Of six views of an image together"),
     ):
         means = {
-            metric: {v.label: parts.mean(v.key, metric.key) for v in present(parts, variants)}
+            metric: {v.label: parts.mean(v.key, metric.key) for v in finished(parts, variants)}
             for metric in metrics
             if metric.key.startswith(prefix) and metric.key.removeprefix(prefix) in published.target
         }
