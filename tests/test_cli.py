@@ -133,3 +133,15 @@ def test_the_installed_module_speaks_through_a_process():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "flowbnn: there is no study 'digit'; did you mean 'digits'?\n"
+
+
+@pytest.mark.parametrize("device", ["tpu", "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device, tmp_path):
+    finished = tmp_path / "digits" / "parts" / "plain-seed0.json"
+    finished.parent.mkdir(parents=True)
+    finished.write_text("{}")
+    done = call("run", "digits", "--quick", "--device", device, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert finished.exists()
+    assert f"--device {device}" in done.output
+    assert "accelerator=" not in done.output

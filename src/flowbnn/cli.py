@@ -48,7 +48,7 @@ def _told(again: str = "") -> Iterator[None]:
     try:
         yield
     except FlowBNNError as error:
-        typer.echo(f"flowbnn: {error}", err=True)
+        typer.echo(f"flowbnn: {_as_options(str(error))}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         from flowbnn.training import is_main_process
@@ -57,6 +57,25 @@ def _told(again: str = "") -> Iterator[None]:
         if is_main_process():
             typer.echo(f"flowbnn: interrupted{advice}", err=True)
         raise typer.Exit(130) from None
+
+
+def _as_options(line: str) -> str:
+    """Arguments of Python in a message by the names that they have on the command line.
+
+    >>> _as_options("accelerator='cuda' asks for a GPU: use accelerator='cpu'")
+    '--device cuda asks for a GPU: use --device cpu'
+    """
+    import re
+
+    names = {
+        "accelerator": "--device",
+        "num_nodes": "--nodes",
+        "devices": "--devices",
+        "strategy": "--strategy",
+    }
+    names |= {"precision": "--precision"}
+    found = "|".join(names)
+    return re.sub(rf"\b({found})=(?!None)'?([\w:.-]+)'?", lambda match: f"{names[match[1]]} {match[2]}", line)
 
 
 def _version(asked: bool) -> None:

@@ -14,6 +14,8 @@ from flowbnn.training.options import TrainingOptions
 
 __all__ = ["connect", "open_fabric", "quiet_lightning"]
 
+KNOWN = ("auto", "cpu", "cuda", "gpu", "mps")  # of others Lightning tells whether they are there
+
 
 def connect(options: TrainingOptions) -> int:
     """Start, or join, the processes that the options ask for, ahead of any run; returns their number.
@@ -22,7 +24,7 @@ def connect(options: TrainingOptions) -> int:
     1
     """
     devices, num_nodes = settled_devices(options.accelerator, options.devices, options.num_nodes)
-    if str(devices) == "1" and num_nodes == 1:
+    if str(devices) == "1" and num_nodes == 1 and options.accelerator in KNOWN:
         return 1
     return int(open_fabric(options).world_size)
 
