@@ -15,6 +15,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.models import VGG16, LeNet
+from flowbnn.numerics import keep_memory
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
 from flowbnn.training.capture import Recorder
@@ -88,6 +89,7 @@ class Stepping:
         acceleration: str,
     ) -> None:
         torch.manual_seed(0)
+        keep_memory()  # as every training does
         network: nn.Module = MODELS[model]().to(device)
         images, labels = (
             torch.randn(batch, *shape_of(model), device=device),

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from compiling import MAPPED, MIXED, compiled_outputs
+from torch import nn
 
 import flowbnn as fb
 from conversion_networks import Residual
-from flowbnn.inference import sampling
-from flowbnn.inference.given import MAPS, pass_given
+from flowbnn.inference import given, sampling
+from flowbnn.inference.given import MAPS, GivenDraws, pass_given
 from flowbnn.inference.sampling import Sampler, sample_outputs
 from flowbnn.layers import noise_layers
 from flowbnn.models import LeNet
@@ -18,18 +19,18 @@ def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, traced, mon
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), rules).eval()
     images = torch.randn(6, 3, 32, 32)
-    expected = sample_outputs(model, images, MAPS + 3, seed=1)
+    samples = MAPS + 4
+    expected = sample_outputs(model, images, samples, seed=1)
     work = sampling.plan_for(model, images).work
     seen = []
     monkeypatch.setattr(sampling, "checked", lambda found, count: seen.append(count) or found)
-    for several, passed in ((4, 4), (MAPS, 10), (100, 19)):  # in passes as equal as may be
+    for several, passed in ((4, 4), (7, 4), (MAPS, 8), (100, 8)):  # powers of two that waste little
         monkeypatch.setitem(sampling.FILLED, "cpu", work * 6 * several)
-        traced["graphs"] = 0
         seen.clear()
-        found = compiled_outputs(model, images, MAPS + 3)
+        found = compiled_outputs(model, images, samples)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert traced["graphs"] == 1, "a last pass that is not full is padded"
-        assert seen == [6 * passed] * -(-(MAPS + 3) // passed)
+        assert seen == [6 * passed] * -(-samples // passed)
+    assert traced["graphs"] == 2, "a last pass that is not full is padded"
     assert all(layer.repeat == 1 for layer in noise_layers(model).values())
 
 
@@ -49,10 +50,45 @@ def test_several_samples_around_a_skip_connection(traced, monkeypatch):
         return pass_given(model, row, draws, inputs)
 
     monkeypatch.setattr(sampling, "compiled", lambda *args, **options: tight)
-    with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 80 rows in one pass; going on with 40"):
+    with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 32 rows in one pass; going on with 16"):
         found = compiled_outputs(model, x, 10, seed=5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert passed == [10, 5, 2, 2, 2, 2, 2]
+    assert passed == [4, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("rules", [MIXED, MAPPED])
+def test_draws_that_do_not_fit_memory_are_made_for_fewer_samples(rules, traced, monkeypatch):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(LeNet(3), rules)
+    images = torch.randn(4, 3, 32, 32)
+    expected = sample_outputs(model, images, 32, seed=1)
+    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    monkeypatch.setitem(given.ROW_BYTES, "cpu", 1)
+    whole = GivenDraws._filled
+
+    def filled(self, start, stop):
+        if stop - start > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, start, stop)
+
+    monkeypatch.setattr(GivenDraws, "_filled", filled)
+    with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 128 rows"):
+        found = compiled_outputs(model, images, 32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch):
+    """torch stops compiling a function for good after eight shapes, unless it is told that there will be more."""
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    x = torch.randn(4, 4)
+    for samples in range(2, 40):
+        found = compiled_outputs(model, x, samples)
+        torch.testing.assert_close(found, sample_outputs(model, x, samples, seed=1))
+    assert traced["graphs"] == 6, "1, 2, 4, 8, 16 or 32 samples in a pass"
+    for number in range(5, 20):
+        assert compiled_outputs(model, torch.randn(number, 4), 2).shape == (2, number, 3)
+    assert traced["graphs"] == 21
 
 
 def test_a_part_of_the_samples_goes_through_one_by_one(monkeypatch):

@@ -13,6 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, pad, rows, take
 from flowbnn.inference.memory import Limit, max_rows
 from flowbnn.inference.passes import Compile, casting, compiled, device_of, dtype_of, evaluating, half_of
+from flowbnn.numerics import keep_memory
 
 __all__ = ["Passes", "Piece", "PointPasses", "Result", "checked", "even"]
 
@@ -48,6 +49,8 @@ class Passes:
             raise FlowBNNError(f"compile is True, False or 'auto', not {compile!r}")
         self.model, self.max_batch, self.half, self.compile = model, max_batch, half_of(precision), compile
         self.device, self.dtype = device_of(model), dtype_of(model)
+        if self.device.type == "cpu":
+            keep_memory()
         self.limit: Limit | None = None
         self.fixed = 0  # rows of a compiled pass
         self.total = 0  # rows of the whole job, where they are known

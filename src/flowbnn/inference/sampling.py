@@ -25,6 +25,7 @@ from flowbnn.inference.passes import (
     device_of,
     dtype_of,
     evaluating,
+    many_shapes,
     uncompilable,
     unguarded,
 )
@@ -47,6 +48,7 @@ __all__ = [
 # idle (one, two, four and eight samples in a pass: 0.88, 1.08, 1.25 and 1.38 of the plain network's speed on an H200); a processor has
 # its hands full with one sample
 FILLED = {"cpu": 0.0, "cuda": 6.6e11}
+WASTED = 0.25  # of the samples: at most so many are computed for nothing in a last pass that is not full
 MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
 
 
@@ -158,28 +160,27 @@ class Sampler(Passes):
             several = self._several(plan, high - low)
             if plan.fold == "late":
                 self.layers[plan.first].repeat = several
-            elif several > 1:
-                pieces = [(start, stop, repeat(some, several), fits) for start, stop, some, fits in pieces]
             graphs = self.graphs(plan.work * self.fixed * several)
             return several, graphs, compiled(self.model, graphs, pass_given, whole=True), pieces
 
-        def take_samples(index: int, draws: Tensor, pieces: list[Piece], one_pass: Any) -> bool:
-            several, count = len(draws), min(len(draws), high - index)
+        def take_samples(index: int, several: int, pieces: list[Piece], one_pass: Any) -> bool:
+            draws, at = given.rows(index, index + several, high), index - low
+            count = min(several, high - index)
             for start, stop, some, fits in pieces:
+                size = rows(some)
+                if plan.fold != "late" and several > 1:
+                    some = repeat(some, several)
                 outputs = (one_pass if fits else pass_given)(self.model, given.row, draws, some)
-                number = rows(some) * (several if plan.fold == "late" else 1)
-                outputs = checked(outputs, number).reshape(several, number // several, *outputs.shape[1:])
-                at = index - low
+                outputs = checked(outputs, several * size).reshape(several, size, *outputs.shape[1:])
                 result.write(outputs[:count, : stop - start], at, at + count, start, stop)
             return True
 
         several, graphs, one_pass, pieces = cut()
         index = low
         try:
-            with given.handed(), unconcerned(), ExitStack() as settled:
+            with given.handed(), unconcerned(), many_shapes(), ExitStack() as settled:
                 while index < high:
-                    draws = given.rows(index, index + several, high)
-                    work = partial(take_samples, index, draws, pieces, one_pass)
+                    work = partial(take_samples, index, several, pieces, one_pass)
                     if self.limit.attempt(work, self.fixed * several) is None:
                         settled.close()
                         self.fixed = 0
@@ -203,7 +204,11 @@ class Sampler(Passes):
         if plan.fold == "single" or number < self.samples:
             return 1
         filled = FILLED["cpu" if self.device.type == "cpu" else "cuda"] / max(1.0, plan.work * self.fixed)
-        return even(number, max(1, min(int(filled), self.limit.rows // self.fixed)))
+        several = max(1, min(int(filled), self.limit.rows // self.fixed, number))
+        several = 2 ** (several.bit_length() - 1)  # every number is compiled anew: a few must do
+        while -number % several > WASTED * number:
+            several //= 2
+        return several
 
     def _absorb(self, inputs: Any, low: int, high: int, plan: Plan, fast: Any, result: Result) -> None:
         """The plain network with the weights of one sample after the other."""

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.numerics import keep_memory
 from flowbnn.training.fabric import open_fabric, quiet_lightning
 from flowbnn.training.options import TrainingOptions
 
@@ -151,6 +152,8 @@ class FabricEngine(Engine):
         self.rank = self.fabric.global_rank
         self.processes = self.fabric.world_size
         self.device = self.fabric.device
+        if self.device.type == "cpu":
+            keep_memory()
         self.scales_loss = options.precision == "16-mixed" and self.device.type == "cuda"
 
     def setup(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
