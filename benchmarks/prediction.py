@@ -85,7 +85,7 @@ def main() -> None:
         )
     times = interleave(runs, rounds, device, warm=1)
     rows = report(
-        f"{found.model} {channels}x{side}x{side}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
+        f"{found.model} {'x'.join(map(str, shape))}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
         f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds"
         f"{f', plain {found.together} batches in a pass' if found.together > 1 else ''}",
         times,

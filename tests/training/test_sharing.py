@@ -196,6 +196,7 @@ def test_tensors_of_different_lengths_cannot_be_cut():
         (1, {"devices": 2}, r"devices=2 was asked for and this machine has 1 GPU \(H200\)"),
         (2, {"devices": "4", "accelerator": "cuda"}, r"this machine has 2 GPUs \(H200\): ask for at most 2"),
         (1, {"devices": 0}, "devices is at least 1"),
+        (1, {"devices": 10**6, "accelerator": "cpu"}, "would start 1000000 processes on .* ask for at most"),
     ],
 )
 def test_devices_that_are_not_there(monkeypatch, there, asked, words):

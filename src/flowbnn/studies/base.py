@@ -229,7 +229,8 @@ class Study:
         """A copy of some settings, or of a group of them, with one value changed."""
         known = {found.name: getattr(settings, found.name) for found in fields(settings)}
         if name not in known:
-            raise FlowBNNError(f"study '{self.name}' has no setting '{where}{name}'{nearest(name, known)}")
+            meant = nearest(where + name, [where + one for one in known])
+            raise FlowBNNError(f"study '{self.name}' has no setting '{where}{name}'{meant}")
         kind = type(known[name])
         fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
         if not fits or (isinstance(value, bool) and kind is not bool):

@@ -17,6 +17,7 @@ from flowbnn.errors import FlowBNNError
 __all__ = ["Children", "launched", "settled_devices", "start_processes"]
 
 PATIENCE = 20.0  # seconds in which the first process may tell of a dead one itself
+CROWD = 16  # processes for each core of a machine that are too many
 FAREWELL = 60.0  # seconds in which the others may finish when the first is done
 
 
@@ -51,6 +52,12 @@ def settled_devices(accelerator: str, devices: int | str, num_nodes: int) -> tup
         return devices, num_nodes
     if number < 1:
         raise FlowBNNError(f"devices is at least 1, not {devices}")
+    cores = os.cpu_count() or 1
+    if where == "cpu" and number > CROWD * cores and "LOCAL_RANK" not in os.environ:
+        raise FlowBNNError(
+            f"devices={number} would start {number} processes on {cores} core{'s' if cores > 1 else ''}, which would mostly wait for "
+            f"each other: ask for at most {CROWD * cores}"
+        )
     there = torch.cuda.device_count() if where == "cuda" else 1
     if where in ("cuda", "mps") and number > there:
         kind = torch.cuda.get_device_name(0) if where == "cuda" else "Apple's GPU"
