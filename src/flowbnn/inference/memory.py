@@ -19,7 +19,9 @@ __all__ = ["Limit", "max_rows", "out_of_memory"]
 
 Result = TypeVar("Result")
 
-CPU_BYTES = 2**26  # past its caches a CPU gains nothing from more rows at once
+# past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
+# 64 MB, see flowbnn.numerics.keep_memory
+CPU_BYTES = 3 * 2**24
 GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17
 MEASURED = 64  # rows of the passes that are measured
