@@ -1,7 +1,11 @@
 """Helper modules of the tests are imported by name; every test starts from the same seed."""
 
+import os
 import sys
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: with all their threads they would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
