@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: with all their threads they would wait for each other
+# workers share the cores: with all their threads they would wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
