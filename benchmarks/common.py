@@ -15,10 +15,10 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.models import VGG16, LeNet
-from flowbnn.numerics import keep_memory
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
 from flowbnn.training.capture import Recorder
+from flowbnn.training.machine import keep_memory
 from flowbnn.training.options import Clock
 
 __all__ = [

@@ -9,7 +9,7 @@ ratio of times is its inverse. Everything from the inputs to the mean probabilit
 softmax. In half precision all networks, the plain one too, have their weights cast once for a prediction.
 
 A compiled prediction on a GPU takes several samples in a pass where one leaves the device idle. ``--together 8`` lets the plain network
-take as many batches in a pass, which shows how much of the speed is due to that.
+take as many batches in a pass, which shows how much of the speed is due to that; ``--several 1`` has compiled passes take one sample.
 """
 
 import statistics
@@ -20,14 +20,17 @@ import torch
 from common import MODELS, arguments, interleave, positive, report, rules, shape_of, write
 
 import flowbnn as fb
+from flowbnn.inference import sampling
 from flowbnn.inference.given import HalfWeights
 from flowbnn.inference.passes import casting, compiled, half_of
+from flowbnn.inference.plans import plan_for
 
 EXTRA = {
     "samples": {"type": positive, "default": 128},
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
     "together": {"type": positive, "default": 1, "help": "batches in a pass of the plain network"},
+    "several": {"type": positive, "help": "samples in a compiled pass, instead of what fills the device"},
     "only": {"default": "", "help": "variants whose name holds this word"},
 }
 
@@ -74,6 +77,8 @@ def main() -> None:
             if found.only in (name := f"{kind}, {site}"):
                 network = fb.to_stochastic(plain, rules(found.model, kind, site))
                 posterior = fb.NoisePosterior(network, fb.Categorical())
+                if found.several:
+                    sampling.FILLED[device] = found.several * found.batch * plan_for(network, images[:2]).work
 
                 def predict(posterior: fb.NoisePosterior = posterior) -> None:
                     _ = posterior.predict(images, samples, **options).probabilities

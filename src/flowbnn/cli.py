@@ -72,8 +72,8 @@ def _as_options(line: str) -> str:
         "num_nodes": "--nodes",
         "devices": "--devices",
         "strategy": "--strategy",
+        "precision": "--precision",
     }
-    names |= {"precision": "--precision"}
     found = "|".join(names)
     return re.sub(rf"\b({found})=(?!None)'?([\w:.-]+)'?", lambda match: f"{names[match[1]]} {match[2]}", line)
 

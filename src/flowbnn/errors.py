@@ -1,11 +1,9 @@
 """The one exception users meet, and the helper that names the nearest right word."""
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "some_of", "told", "unconcerned"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "some_of", "told"]
 
 
 class FlowBNNError(ValueError):
@@ -26,16 +24,6 @@ class FlowBNNWarning(UserWarning):
     def __init__(self, message: str = "", each: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.each = tuple(each)
-
-
-@contextmanager
-def unconcerned() -> Iterator[None]:
-    """What torch's compiler remarks on its own choices is no error, even where warnings are made errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(dynamo|functorch|inductor)")
-        # recorded on purpose, to hold memory for those that follow
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty", category=UserWarning)
-        yield
 
 
 def check_whole(name: str, value: object, least: int = 1) -> int:

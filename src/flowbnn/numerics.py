@@ -1,7 +1,6 @@
-"""Stable tensor functions, and memory that is kept from pass to pass; imports torch only."""
+"""Stable tensor functions; imports torch only."""
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch.nn import functional as F
 
 __all__ = [
     "inverse_softplus",
-    "keep_memory",
     "log_cosh",
     "monotone_root",
     "safe_norm",
@@ -136,14 +134,3 @@ def tanh_root(target: Tensor, slope_at_zero: Tensor, iterations: int = 20) -> Te
     tanh = torch.tanh(root)
     slope = tanh * tanh + tanh_slope(root) * slope_at_zero
     return root - (root + (slope_at_zero - 1.0) * tanh - target) / slope
-
-
-@cache
-def keep_memory() -> None:
-    """Let the C library keep what a pass on a processor frees, for the next one.
-
-    glibc gives free memory back to the system beyond twice the largest block that was ever freed, and the next pass has it faulted in
-    again, page by page, which costs large feature maps a third of their time. Freeing one block of almost 32 MB, the largest that
-    counts, raises that bound to 64 MB for this process; nothing is ever written to it. Elsewhere this does nothing.
-    """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)

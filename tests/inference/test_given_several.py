@@ -118,11 +118,14 @@ def test_on_a_gpu_few_images_go_through_with_several_samples(rules, precision, m
     images = torch.randn(32, 3, 32, 32, device="cuda")
     work = 32 * sampling.plan_for(model, images).work
     allowed = {"rtol": 1e-3, "atol": 1e-3} if precision is None else {"rtol": 0.05, "atol": 0.03}
-    with Sampler(model, 10, seed=1, precision=precision) as draw:
+    with Sampler(model, 16, seed=1, precision=precision) as draw:
         expected = draw(images)
-    for several in (1, 4, 10):
+    apart = (expected - expected.roll(1, 0)).abs().amax((1, 2)).min()  # of any sample and the one before it
+    for several in (1, 4, 16):
         monkeypatch.setitem(sampling.FILLED, "cuda", several * work)
         for _ in range(2):
-            found = compiled_outputs(model, images, 10, precision=precision)
+            found = compiled_outputs(model, images, 16, precision=precision)
             torch.testing.assert_close(found, expected, **allowed)
-    assert expected.std(0).max() > 0.01
+            assert (found - expected).abs().max() < 0.5 * apart, (
+                "samples in another order would be further off"
+            )

@@ -8,7 +8,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, unconcerned
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.models import LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
@@ -51,18 +51,6 @@ def test_a_training_step_with_noise_is_one_graph_without_a_break(kind, half):
     assert torch.isfinite(found)
     parameters = dict(model.named_parameters())
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in parameters.values())
-
-
-def test_remarks_of_the_compiler_are_no_errors_where_warnings_are():
-    told = {"message": "Online softmax is disabled", "category": UserWarning, "filename": "x.py", "lineno": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with unconcerned():
-            warnings.warn_explicit(**told, module="torch._inductor.lowering")
-            with pytest.raises(UserWarning, match="Online"):
-                warnings.warn_explicit(**told, module="flowbnn.layers")
-        with pytest.raises(UserWarning, match="Online"):
-            warnings.warn_explicit(**told, module="torch._inductor.lowering")
 
 
 def test_an_unknown_acceleration_is_refused():

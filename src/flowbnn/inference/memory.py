@@ -20,7 +20,7 @@ __all__ = ["Limit", "max_rows", "out_of_memory"]
 Result = TypeVar("Result")
 
 # past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
-# 64 MB, see flowbnn.numerics.keep_memory
+# 64 MB, see flowbnn.training.machine.keep_memory
 CPU_BYTES = 3 * 2**24
 GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17

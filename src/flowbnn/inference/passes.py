@@ -21,7 +21,6 @@ __all__ = [
     "dtype_of",
     "evaluating",
     "half_of",
-    "many_shapes",
     "parts_of",
     "uncompilable",
     "unguarded",
@@ -112,11 +111,6 @@ def uncompilable() -> tuple[type[Exception], ...]:
 
     names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
-
-
-def many_shapes() -> AbstractContextManager[Any]:
-    """torch gives up compiling a function after eight shapes, for good; batches and numbers of samples come in more."""
-    return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
 def unguarded() -> AbstractContextManager[Any]:

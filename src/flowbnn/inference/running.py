@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.inference.batches import call, move, pad, rows, take
 from flowbnn.inference.memory import Limit, max_rows
 from flowbnn.inference.passes import Compile, casting, compiled, device_of, dtype_of, evaluating, half_of
-from flowbnn.numerics import keep_memory
+from flowbnn.training.machine import keep_memory
 
 __all__ = ["Passes", "Piece", "PointPasses", "Result", "checked", "even"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, unconcerned
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.inference.absorbing import ScaledWeights
 from flowbnn.inference.batches import call, repeat, rows, take
 from flowbnn.inference.given import Form, GivenDraws, Unasked, form_for, pass_given, reason
@@ -25,13 +25,13 @@ from flowbnn.inference.passes import (
     device_of,
     dtype_of,
     evaluating,
-    many_shapes,
     uncompilable,
     unguarded,
 )
 from flowbnn.inference.plans import Plan, observe, plan_for
 from flowbnn.inference.running import Passes, Piece, Result, checked, even
 from flowbnn.layers import noise, noise_layers
+from flowbnn.training.machine import many_shapes, unconcerned
 
 __all__ = [
     "Sampler",

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from flowbnn.errors import FlowBNNWarning, unconcerned
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.training.guard import batch_size, named_tensors
+from flowbnn.training.machine import many_shapes, unconcerned
 from flowbnn.training.options import Clock, TrainingOptions
 
 __all__ = ["NotRecordable", "Recorder", "capturable"]
@@ -257,7 +258,7 @@ class Recorder:
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
-            with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+            with many_shapes():
                 return self.function(self.batch, self.shown, clock)
         except (
             Exception

@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.numerics import keep_memory
 from flowbnn.training.fabric import open_fabric, quiet_lightning
+from flowbnn.training.machine import keep_memory
 from flowbnn.training.options import TrainingOptions
 
 __all__ = ["Engine", "FabricEngine", "make_engine", "move_batch", "unwrap"]
