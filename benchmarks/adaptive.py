@@ -21,8 +21,9 @@ from common import parsed, positive, write
 from torch import Tensor, nn
 
 import flowbnn as fb
-from flowbnn.data import TensorLoader, load_digits, load_images
+from flowbnn.data import TensorLoader, load_digits
 from flowbnn.models import LeNet, SmallConv
+from flowbnn_studies.data import load_images
 
 FAR = {"further": 1.0, "twice": 2.0}  # tolerances
 

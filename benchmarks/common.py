@@ -17,8 +17,8 @@ import flowbnn as fb
 from flowbnn.models import VGG16, LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
-from flowbnn.training.capture import Recorder
-from flowbnn.training.machine import keep_memory
+from flowbnn.training.cuda_graph import Recorder
+from flowbnn.training.device import keep_memory
 from flowbnn.training.options import Clock
 
 __all__ = [

@@ -24,8 +24,8 @@ from common import Stepping, arguments, write
 from torch import nn
 from training_step import VARIANTS
 
-from flowbnn.training.capture import _Autocast
-from flowbnn.transforms import fused
+from flowbnn.kernels import planar_lu as fused
+from flowbnn.training.cuda_graph import _Autocast
 
 
 def on_gpu(step: Stepping) -> int:

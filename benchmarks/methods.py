@@ -15,8 +15,8 @@ import torch
 from common import MODELS, arguments, interleave, positive, report, shape_of, write
 
 import flowbnn as fb
-from flowbnn.inference.passes import casting, half_of
 from flowbnn.likelihoods import Categorical
+from flowbnn.posterior.forward import casting, half_of
 
 METHODS = {
     "Bayes by Backprop": fb.BayesByBackprop(),
@@ -47,7 +47,7 @@ def step_of(
         return plain
     from unittest import mock
 
-    from flowbnn.inference import fitting
+    from flowbnn.methods import fitting
     from flowbnn.training.options import Clock
 
     caught: list[Any] = []

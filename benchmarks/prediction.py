@@ -20,10 +20,10 @@ import torch
 from common import MODELS, arguments, interleave, positive, report, rules, shape_of, write
 
 import flowbnn as fb
-from flowbnn.inference import sampling
-from flowbnn.inference.given import HalfWeights
-from flowbnn.inference.passes import casting, compiled, half_of
-from flowbnn.inference.plans import plan_for
+from flowbnn.posterior import noise_sampler as sampling
+from flowbnn.posterior.compiled import HalfWeights
+from flowbnn.posterior.forward import casting, compiled, half_of
+from flowbnn.posterior.noise_sampler import plan_for
 
 EXTRA = {
     "samples": {"type": positive, "default": 128},

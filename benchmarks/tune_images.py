@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from flowbnn.cli import _setting as parse_setting
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.studies import get_study
-from flowbnn.studies.planning import suited
+from flowbnn_studies import get_study
+from flowbnn_studies.cli import _setting as parse_setting
+from flowbnn_studies.runner.planning import suited
 
 SHOWN = (
     *("accuracy", "nll", "ece", "brier"),

@@ -11,7 +11,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "inference", "report")]
+sys.path[:0] = [
+    str(Path(__file__).parent / folder)
+    for folder in ("", "posterior", "methods", "studies", "studies/report")
+]
 
 
 @pytest.fixture(autouse=True)

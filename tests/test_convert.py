@@ -10,15 +10,15 @@ from torch import nn
 from conversion_networks import NETWORKS, Case, ScaledLinear
 from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import (
+from flowbnn.noise import (
     NormalAffine,
     NormalGlow,
     NormalInvConv,
     NormalPlanar,
     freeze,
     hold_noise,
-    noise,
     noise_layers,
+    noise_mode,
     noise_parameters,
     parameter_groups,
     unfreeze,
@@ -44,7 +44,7 @@ def convert(case: Case, recipe):
 
 def test_noise_at_one_is_the_original(case, recipe):
     network, bayesian = convert(case, recipe)
-    with noise(bayesian, "off"):
+    with noise_mode(bayesian, "off"):
         for mode in (False, True):
             torch.manual_seed(1)
             expected = case.output(network.train(mode)(*case.inputs()))
@@ -77,7 +77,7 @@ def test_different_draws_for_different_examples(case, site):
     same = case.same_examples()
     rows = case.output(bayesian(*same)).movedim(case.batch_axis, 0)
     assert (rows[0] - rows[1]).abs().max() > 1e-4
-    with noise(bayesian, "mean"):
+    with noise_mode(bayesian, "mean"):
         rows = case.output(bayesian(*same)).movedim(case.batch_axis, 0)
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-5)
 
@@ -142,7 +142,7 @@ def test_compiles_without_a_graph_break(case):
     network, bayesian = convert(case, NormalPlanar(1))
     torch._dynamo.reset()
     compiled = torch.compile(bayesian, fullgraph=True, backend="eager")
-    with noise(bayesian, "off"):
+    with noise_mode(bayesian, "off"):
         expected = case.output(network(*case.inputs()))
         torch.testing.assert_close(case.output(compiled(*case.inputs())), expected, rtol=1e-5, atol=1e-5)
     assert (case.output(compiled(*case.inputs())) - expected).abs().max() > 1e-3
@@ -204,7 +204,7 @@ def test_absorbing_the_mean_gives_the_mean_network():
         for parameter in noise_parameters(bayesian):
             parameter.add_(0.3 * torch.randn_like(parameter))
     x = torch.randn(2, 4, 8, 8)
-    with noise(bayesian, "mean"):
+    with noise_mode(bayesian, "mean"):
         expected = bayesian(x)
     torch.testing.assert_close(to_deterministic(bayesian, absorb=True)(x), expected, rtol=1e-5, atol=1e-6)
 
@@ -236,7 +236,7 @@ def test_a_padded_transformer_is_the_original_where_it_is_not_padded():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
         expected = encoder(x, src_key_padding_mask=mask)
-        with noise(bayesian, "off"):
+        with noise_mode(bayesian, "off"):
             found = bayesian(x, src_key_padding_mask=mask)
         noisy = bayesian(x, src_key_padding_mask=mask)
     torch.testing.assert_close(found[~mask], expected[~mask], rtol=0, atol=1e-6)
@@ -268,7 +268,7 @@ def test_modes():
     bayesian = to_stochastic(mlp(), {"*": NormalPlanar(2)}).eval()
     x = torch.randn(3, 4)
     assert not torch.equal(bayesian(x), bayesian(x))
-    with noise(bayesian, "shared", samples=2, seed=1):
+    with noise_mode(bayesian, "shared", samples=2, seed=1):
         twice = torch.cat([x, x])
         first, again = bayesian(twice), bayesian(twice)
         assert torch.equal(first, again), "shared draws are fixed"
@@ -282,7 +282,7 @@ def test_modes():
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     results = []
     for generator in generators:
-        with noise(bayesian, "sample", generator=generator):
+        with noise_mode(bayesian, "sample", generator=generator):
             results.append(bayesian(x))
     assert torch.equal(*results)
 

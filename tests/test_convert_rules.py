@@ -6,7 +6,7 @@ from torch import nn
 
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import Dropout, FlowNoise, Layout, NormalAffine, NormalPlanar, register_layer
+from flowbnn.noise import Dropout, FlowNoise, Layout, NormalAffine, NormalPlanar, register_layer
 from flowbnn.transforms import Radial
 
 

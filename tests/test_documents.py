@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.inference import METHODS
+from flowbnn.methods import METHODS
 from flowbnn.models import LeNet
 
 ROOT = Path(__file__).parent.parent

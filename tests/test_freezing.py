@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.layers import noise_layers
+from flowbnn.noise import noise_layers
 
 
 def converted(frozen: bool = True) -> nn.Module:

@@ -9,8 +9,8 @@ from torch.distributions import MultivariateNormal
 
 from flowbnn import FlowNoise, NormalAffine, NormalPlanar, to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import divergences, noise_layers
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
+from flowbnn.noise import divergences, noise_layers
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.transforms import Transform
 

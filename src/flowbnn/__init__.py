@@ -11,7 +11,8 @@ from typing import Any
 
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.inference import (
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
+from flowbnn.methods import (
     HMC,
     MAP,
     MLE,
@@ -34,7 +35,7 @@ from flowbnn.inference import (
     load_posterior,
     temper,
 )
-from flowbnn.layers import (
+from flowbnn.noise import (
     Dropout,
     FlowNoise,
     NormalAffine,
@@ -46,11 +47,10 @@ from flowbnn.layers import (
     NormalSylvester,
     freeze,
     hold_noise,
-    noise,
+    noise_mode,
     parameter_groups,
     unfreeze,
 )
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
 from flowbnn.training import EarlyStop
 
 __version__ = "0.1.0"
@@ -95,7 +95,7 @@ __all__ = [
     "freeze",
     "hold_noise",
     "load_posterior",
-    "noise",
+    "noise_mode",
     "parameter_groups",
     "temper",
     "to_deterministic",
@@ -106,7 +106,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "compare":  # with the studies, which few programs need
-        from flowbnn.studies import compare
+        from flowbnn_studies import compare
 
         return compare
     raise AttributeError(f"module 'flowbnn' has no attribute '{name}'")

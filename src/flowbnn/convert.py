@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
-from flowbnn.layers import (
+from flowbnn.noise import (
     Layout,
     Noise,
     NoiseGroup,
@@ -68,7 +68,7 @@ def to_stochastic(
 
     Args:
         model: any ``nn.Module``; linear, convolution (also transposed), recurrent and attention layers take noise on their
-            input, embeddings on their output. :func:`~flowbnn.layers.register_layer` adds kinds of your own.
+            input, embeddings on their output. :func:`~flowbnn.noise.register_layer` adds kinds of your own.
         rules: from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
             recipe, or to ``None`` for a layer that stays plain. The most exact rule wins: a name over a predicate, that over
             a class, that over a glob, a longer glob over a shorter one; of equals the later one.

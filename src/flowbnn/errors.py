@@ -2,15 +2,41 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "some_of", "told"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "shown", "some_of", "told"]
 
 
 class FlowBNNError(ValueError):
     """Bad input, told in one line that says what is wrong and what to do.
 
-    The command line prints the line and nothing else; from Python it is an ordinary ``ValueError``.
+    The command line prints the line and nothing else; from Python it is an ordinary ``ValueError``. What a program may want to know is
+    in ``fields``, so that nothing has to read the text:
+
+    >>> error = FlowBNNError("epochs must be an integer of at least 1, got 0", kind="value", argument="epochs")
+    >>> error.kind, error.argument, error.layer
+    ('value', 'epochs', None)
+
+    Args:
+        message: the line.
+        fields: ``kind``, ``argument``, ``layer`` and whatever else the place that raises it knows.
     """
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("kind", "argument", "layer"):
+            return self.__dict__.get("fields", {}).get(name)
+        raise AttributeError(name)
+
+    def __reduce__(self) -> Any:  # arguments by name do not survive the pickle of an exception otherwise
+        return _remake, (type(self), str(self), self.fields)
+
+
+def _remake(kind: type["FlowBNNError"], message: str, fields: dict[str, Any]) -> "FlowBNNError":
+    return kind(message, **fields)
 
 
 class FlowBNNWarning(UserWarning):
@@ -19,11 +45,12 @@ class FlowBNNWarning(UserWarning):
     Args:
         message: the line.
         each: where it is about several layers, the line of each by itself.
+        fields: ``kind``, ``layers`` and whatever else the place that warns knows.
     """
 
-    def __init__(self, message: str = "", each: Sequence[str] = ()) -> None:
+    def __init__(self, message: str = "", each: Sequence[str] = (), **fields: Any) -> None:
         super().__init__(message)
-        self.each = tuple(each)
+        self.each, self.fields = tuple(each), fields
 
 
 def check_whole(name: str, value: object, least: int = 1) -> int:
@@ -75,3 +102,8 @@ def told(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def shown(value: object) -> str:
+    """As :func:`told`."""
+    return told(value)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import Divergences, ahead, divergences, noise_layers
 from flowbnn.likelihoods import Likelihood
+from flowbnn.noise import Divergences, ahead, divergences, noise_layers
 
 __all__ = ["ELBO", "Terms", "warm_up"]
 

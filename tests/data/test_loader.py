@@ -5,7 +5,7 @@ import torch
 
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference.batches import count_data
+from flowbnn.posterior.batches import count_data
 
 
 def test_every_example_comes_once_and_pairs_stay_together():

@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.diagnostics import LayerHealth, count_modes, health_warnings, marginal, posterior_health
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import noise_layers
+from flowbnn.noise import noise_layers
 
 
 def test_modes_by_hand():

@@ -33,7 +33,7 @@ def test_shapes_and_conversion(name):
     assert outputs.shape == (shape[0], classes)
     bayesian = fb.to_stochastic(network, {"*": fb.NormalAffine()})
     assert [line.layer for line in fb.describe(bayesian)] == layers
-    with fb.noise(bayesian, "off"):
+    with fb.noise_mode(bayesian, "off"):
         assert torch.allclose(bayesian(inputs), outputs, atol=1e-6)
     assert not torch.allclose(bayesian(inputs), outputs, atol=1e-3)
 

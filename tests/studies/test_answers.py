@@ -1,10 +1,10 @@
 """Answers are made of the numbers: turn the numbers round and the words turn."""
 
-from flowbnn.studies import Parts, Variant
-from flowbnn.studies.digits_figures import answer as digits_answer
-from flowbnn.studies.flow_length import answer as length_answer
-from flowbnn.studies.flow_length import still_falling
-from flowbnn.studies.two_clusters_figures import answer as clusters_answer
+from flowbnn_studies import Parts, Variant
+from flowbnn_studies.digits_figures import answer as digits_answer
+from flowbnn_studies.flow_length import answer as length_answer
+from flowbnn_studies.flow_length import still_falling
+from flowbnn_studies.two_clusters_figures import answer as clusters_answer
 
 SEEDS = [0, 1, 2, 3]
 WOBBLE = [0.0, 0.0002, -0.0001, 0.0001]

@@ -11,16 +11,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 import flowbnn as fb
-from flowbnn.cli import app
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.report import load_results
-from flowbnn.report.figures_pareto import front_of
-from flowbnn.studies import Parts
-from flowbnn.studies.comparing.findings import answer, pareto_front, with_ratios
-from flowbnn.studies.comparing.measuring import kept_numbers
-from flowbnn.studies.comparing.registry import DATA, NETWORKS, make_network, prepare_data
-from flowbnn.studies.lineup import find_rivals
+from flowbnn_studies import Parts
+from flowbnn_studies.cli import app
+from flowbnn_studies.comparing.findings import answer, pareto_front, with_ratios
+from flowbnn_studies.comparing.measuring import kept_numbers
+from flowbnn_studies.comparing.registry import DATA, NETWORKS, make_network, prepare_data
+from flowbnn_studies.report import load_results
+from flowbnn_studies.report.figures_pareto import front_of
+from flowbnn_studies.runner.lineup import find_rivals
 
 QUICK = ["--quick", "--jobs", "1", "--no-progress", "--set", "train=60", "--set", "test=40", "--epochs", "2"]
 
@@ -78,7 +78,7 @@ def test_the_numbers_a_posterior_keeps_by_hand():
 def test_memory_is_seen_or_not_told():
     # in a process of its own: one that has run other tests has memory at hand that it need not ask for
     program = (
-        "import torch; from flowbnn.studies.comparing.measuring import PeakMemory; memory = PeakMemory(); "
+        "import torch; from flowbnn_studies.comparing.measuring import PeakMemory; memory = PeakMemory(); "
         "held = torch.ones(30 * 2**20); print(memory.read(), float(held[0]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

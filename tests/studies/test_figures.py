@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from flowbnn import NormalAffine, NormalPlanar, to_stochastic
-from flowbnn.layers import noise_layers
-from flowbnn.studies.figures import (
+from flowbnn.noise import noise_layers
+from flowbnn_studies.runner.figures import (
     curve,
     density_pair,
     density_panels,
@@ -66,7 +66,7 @@ def test_a_pair_integrates_to_one_and_has_y_in_its_rows():
 
 
 def test_headlines_are_what_the_question_asks_about():
-    from flowbnn.studies import elephant, regression_1d
+    from flowbnn_studies import elephant, regression_1d
 
     for module, study, asked in (
         (elephant, elephant.Elephant, {"with_new_entropy", "found", "lost"}),

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from flowbnn.report.tables import compare_table, make_tables
-from flowbnn.studies import Parts, get_study
-from flowbnn.studies.base import CLASSIFICATION
-from flowbnn.studies.images.figures import _training
-from flowbnn.studies.images.findings import answer, comparisons, notes, present, rows
-from flowbnn.studies.images.measures import image_metrics
-from flowbnn.studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
-from flowbnn.studies.images.recipes import image_variants
-from flowbnn.studies.images.settings import ImageSettings
-from flowbnn.studies.statistics import sign_flip
+from flowbnn_studies import Parts, get_study
+from flowbnn_studies.images.figures import _training
+from flowbnn_studies.images.findings import answer, comparisons, notes, present, rows
+from flowbnn_studies.images.measures import image_metrics
+from flowbnn_studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
+from flowbnn_studies.images.recipes import image_variants
+from flowbnn_studies.images.settings import ImageSettings
+from flowbnn_studies.report.tables import compare_table, make_tables
+from flowbnn_studies.runner.base import CLASSIFICATION
+from flowbnn_studies.runner.statistics import sign_flip
 
 VARIANTS = image_variants("LeNet", (3, 5))
 WOBBLE = [0.0, 0.0002, -0.0001, 0.0001, -0.0002]

@@ -6,11 +6,11 @@ from torch import nn
 
 from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import noise_layers
-from flowbnn.studies.images.averaging import Average
-from flowbnn.studies.images.recipes import image_variants, make_network, rules_for
-from flowbnn.studies.images.settings import Training
-from flowbnn.studies.images.training import make_optimizer, make_schedule
+from flowbnn.noise import noise_layers
+from flowbnn_studies.images.averaging import Average
+from flowbnn_studies.images.recipes import image_variants, make_network, rules_for
+from flowbnn_studies.images.settings import Training
+from flowbnn_studies.images.training import make_optimizer, make_schedule
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowbnn.data import TensorLoader, mirrored, moved
+from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.report import load_results
-from flowbnn.studies import get_study
-from flowbnn.studies.images import cost
-from flowbnn.studies.images.measures import VIEWS
-from flowbnn.studies.images.pictures import KINDS, load_pictures
-from flowbnn.studies.images.settings import GROUPS, ImageSettings
+from flowbnn_studies import get_study
+from flowbnn_studies.data import mirrored, moved
+from flowbnn_studies.images import cost
+from flowbnn_studies.images.measures import VIEWS
+from flowbnn_studies.images.pictures import KINDS, load_pictures
+from flowbnn_studies.images.settings import GROUPS, ImageSettings
+from flowbnn_studies.report import load_results
 
 NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flowbnn.report import load_results, write_report
-from flowbnn.studies import get_study
-from flowbnn.studies.lineup import find_rivals
+from flowbnn_studies import get_study
+from flowbnn_studies.report import load_results, write_report
+from flowbnn_studies.runner.lineup import find_rivals
 
 FEW = ("mle", "mc-dropout", "noise-gaussian")
 SETTINGS = {
@@ -66,7 +66,7 @@ def test_only_unfinished_methods_are_trained_again(tmp_path):
 
 def test_a_method_that_refuses_is_told_of_and_does_not_spoil_the_others(tmp_path, monkeypatch):
     from flowbnn.errors import FlowBNNError
-    from flowbnn.inference import MCDropout
+    from flowbnn.methods import MCDropout
 
     def refuse(self, *given, **options):
         raise FlowBNNError("layer 'fc1' cannot be served; MAP can")

@@ -7,12 +7,12 @@ import torch
 
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
-from flowbnn.inference import METHODS
+from flowbnn.methods import METHODS
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.studies import Parts, get_study
-from flowbnn.studies.lineup import FAMILIES, RIVALS, find_rivals, rivals
-from flowbnn.studies.regression_1d import growth_of, scaled
-from flowbnn.studies.rejecting import accuracy_with_new, threshold_for, uncertainty
+from flowbnn_studies import Parts, get_study
+from flowbnn_studies.regression_1d import growth_of, scaled
+from flowbnn_studies.runner.lineup import FAMILIES, RIVALS, find_rivals, rivals
+from flowbnn_studies.runner.rejecting import accuracy_with_new, threshold_for, uncertainty
 
 
 def test_every_method_has_a_rival_and_every_rival_a_method():
@@ -120,8 +120,8 @@ def test_rejecting_by_hand():
 
 
 def test_answers_follow_the_numbers():
-    from flowbnn.studies.clusters_2d import answer as ring_answer
-    from flowbnn.studies.regression_1d import answer as curve_answer
+    from flowbnn_studies.clusters_2d import answer as ring_answer
+    from flowbnn_studies.regression_1d import answer as curve_answer
 
     chosen = find_rivals(["map", "mc-dropout"])
 

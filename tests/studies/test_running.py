@@ -7,7 +7,7 @@ import torch
 from tiny_study import Settings, Tiny, registered
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.report import load_results
+from flowbnn_studies.report import load_results
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.studies.statistics import paired, student_quantile, summary
+from flowbnn_studies.runner.statistics import paired, student_quantile, summary
 
 
 def test_mean_and_standard_deviation_by_hand():
@@ -55,7 +55,7 @@ def test_a_warning_of_many_layers_counts_for_each():
     import warnings
 
     from flowbnn.diagnostics import LayerHealth, health_warnings
-    from flowbnn.studies.base import Parts, Variant, warned
+    from flowbnn_studies.runner.base import Parts, Variant, warned
 
     names = [f"fc{n}" for n in range(7)]
     content = {}
@@ -75,7 +75,7 @@ def test_a_warning_of_many_layers_counts_for_each():
 
 
 def test_layers_of_one_fate_are_told_in_one_line():
-    from flowbnn.studies.base import Parts, Variant
+    from flowbnn_studies.runner.base import Parts, Variant
 
     point = "the noise of layer '{}' has collapsed to a point (its spread is {}% of the prior's), so it says nothing"
     parts = Parts(

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from flowbnn.data import TensorLoader
-from flowbnn.report import load_results
-from flowbnn.studies import get_study
-from flowbnn.studies.flow_length import final_bound
+from flowbnn_studies import get_study
+from flowbnn_studies.flow_length import final_bound
+from flowbnn_studies.report import load_results
 
 SETTINGS = {
     "two-clusters": {

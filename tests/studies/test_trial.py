@@ -1,9 +1,9 @@
 """A trial of the program says that it is one, wherever it is shown."""
 
-from flowbnn.report import write_report
-from flowbnn.report.console import console_lines
-from flowbnn.report.tables import make_table
-from flowbnn.studies import get_study
+from flowbnn_studies import get_study
+from flowbnn_studies.report import write_report
+from flowbnn_studies.report.console import console_lines
+from flowbnn_studies.report.tables import make_table
 
 WORDS = "(generated images, a trial of the program: the numbers mean nothing)"
 
@@ -40,7 +40,7 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
 
 
 def test_a_trial_of_another_study_has_tiny_settings():
-    from flowbnn.studies.trial import mark_trial
+    from flowbnn_studies.runner.trial import mark_trial
 
     marked = mark_trial({"title": "Digits", "rows": [], "figures": [], "notes": []})
     assert marked["title"] == "Digits (tiny settings, a trial of the program: the numbers mean nothing)"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flowbnn.studies import _STUDIES, Findings, Metric, Study, Variant, register_study
+from flowbnn_studies import _STUDIES, Findings, Metric, Study, Variant, register_study
 
 METRIC = Metric("score", "Score", "higher", ".3f", "A number.")
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.inference import PointPosterior
+from flowbnn.methods import PointPosterior
 from flowbnn.training import EarlyStop, TrainingOptions, save_tensors, train, unwrap
 
 sys.path.insert(0, str(Path(__file__).parent))

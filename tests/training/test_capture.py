@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.models import LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable
-from flowbnn.training.capture import Recorder, _Autocast, _Progress
+from flowbnn.training.cuda_graph import Recorder, _Autocast, _Progress
 from flowbnn.training.options import Clock
 
 KINDS = {

@@ -101,7 +101,7 @@ def test_a_worker_that_dies_ends_the_run_and_leaves_a_checkpoint(tmp_path):
 
 def test_a_study_on_two_devices(tmp_path):
     words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
-    done = launch("-m", "flowbnn.cli", *words, "--out", tmp_path)
+    done = launch("-m", "flowbnn_studies.cli", *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n  one seed\n") == 1
     lines = [line for line in done.stderr.splitlines() if " done (" in line]

@@ -11,7 +11,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import TrainingOptions, first_nonfinite_layer, train, unwrap
-from flowbnn.training import engine as engines
+from flowbnn.training import device as engines
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -39,7 +39,7 @@ def fit(step=step, **options):
 
 @pytest.fixture
 def always_fabric(monkeypatch):
-    monkeypatch.setattr("flowbnn.training.run.make_engine", engines.FabricEngine)
+    monkeypatch.setattr("flowbnn.training.loop.make_engine", engines.FabricEngine)
 
 
 def test_importing_does_not_import_lightning_or_touch_warnings():
@@ -55,7 +55,7 @@ def test_importing_does_not_import_lightning_or_touch_warnings():
 
 def test_fabric_takes_the_same_steps_as_plain_torch(always_fabric, monkeypatch, tmp_path):
     with monkeypatch.context() as plainly:
-        plainly.setattr("flowbnn.training.run.make_engine", lambda options: engines.Engine())
+        plainly.setattr("flowbnn.training.loop.make_engine", lambda options: engines.Engine())
         plain, history = fit(clip_gradient=0.5)
     filters = list(warnings.filters)
     wrapped, fabric_history = fit(clip_gradient=0.5, checkpoint=tmp_path)

@@ -8,10 +8,10 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import noise_layers
+from flowbnn.noise import noise_layers
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions, capturable, load_tensors, train, unwrap
-from flowbnn.training.capture import Recorder
+from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
 pytestmark = [

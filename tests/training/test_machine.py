@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from flowbnn.training.machine import unconcerned
+from flowbnn.training.device import unconcerned
 
 
 def test_remarks_of_the_compiler_are_no_errors_where_warnings_are():
@@ -18,14 +18,14 @@ def test_remarks_of_the_compiler_are_no_errors_where_warnings_are():
         with unconcerned():
             warnings.warn_explicit(**told, module="torch._inductor.lowering")
             with pytest.raises(UserWarning, match="Online"):
-                warnings.warn_explicit(**told, module="flowbnn.layers")
+                warnings.warn_explicit(**told, module="flowbnn.noise")
         with pytest.raises(UserWarning, match="Online"):
             warnings.warn_explicit(**told, module="torch._inductor.lowering")
 
 
 PAGES = """
 import resource, torch
-from flowbnn.training.machine import keep_memory
+from flowbnn.training.device import keep_memory
 keep_memory()
 def passes(number, size):  # over maps of 48 MB in all
     for _ in range(number):

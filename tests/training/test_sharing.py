@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.layers import Share, divergences, noise_layers
+from flowbnn.noise import Share, divergences, noise_layers
 from flowbnn.training import TrainingOptions, train
-from flowbnn.training.launching import _command, settled_devices
-from flowbnn.training.sharing import (
+from flowbnn.training.distributed import (
     SharedLoader,
     share_of,
     shared_dropout,
     synchronised_statistics,
     take_rows,
 )
+from flowbnn.training.launch import _command, settled_devices
 
 RECIPES = {
     "affine": fb.NormalAffine(),
@@ -84,7 +84,7 @@ def test_a_prediction_forgets_the_share_and_training_finds_it_again():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.NormalAffine()})
     layer = noise_layers(model)["0"]
     layer.share = Share(0, 2, 4)
-    with fb.noise(model, "sample"):
+    with fb.noise_mode(model, "sample"):
         assert model(torch.ones(5, 3)).shape == (5, 2)
     assert layer.share == Share(0, 2, 4)
 
@@ -235,7 +235,7 @@ def test_what_torchrun_started_is_what_there_is(monkeypatch):
 def test_machines_that_do_not_know_of_each_other_and_scripts_that_are_none(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    from flowbnn.training.launching import start_processes
+    from flowbnn.training.launch import start_processes
 
     with pytest.raises(FlowBNNError, match="num_nodes=2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK"):
         start_processes(1, 2)
@@ -246,7 +246,9 @@ def test_machines_that_do_not_know_of_each_other_and_scripts_that_are_none(monke
 
 
 def test_a_missing_gpu_is_one_line_on_the_command_line():
-    code = "import torch; torch.cuda.is_available = lambda: False; from flowbnn.cli import main; main()"
+    code = (
+        "import torch; torch.cuda.is_available = lambda: False; from flowbnn_studies.cli import main; main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "run", "digits", "--device", "cuda"],
         capture_output=True,

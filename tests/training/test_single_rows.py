@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn import FlowBNNError
-from flowbnn.inference import Method
+from flowbnn.methods import Method
 from flowbnn.training import TrainingOptions, train
 
 QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
@@ -58,7 +58,7 @@ def test_the_advice_helps() -> None:
 
 
 def test_the_statistics_of_swag_say_it_too() -> None:
-    from flowbnn.inference.swag import refresh
+    from flowbnn.methods.swag import refresh
 
     with pytest.raises(FlowBNNError, match="epoch 1, batch 3: the batch has a single example"):
         refresh(network(), loader(), seed=0)

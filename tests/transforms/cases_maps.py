@@ -4,13 +4,12 @@ import torch
 from case import Case
 from torch import Tensor
 
-from flowbnn.transforms.actnorm import ActNorm
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.batch_norm import BatchNorm
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 
 __all__ = ["CASES"]

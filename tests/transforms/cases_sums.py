@@ -3,9 +3,9 @@
 from case import Case
 
 from flowbnn.transforms.affine import Affine
-from flowbnn.transforms.chain import PlanarLU
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.planar import Planar
+from flowbnn.transforms.planar_lu import PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 

@@ -5,7 +5,7 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import Compose, LULinear, Planar, PlanarLU
-from flowbnn.transforms.chain import _forward
+from flowbnn.transforms.planar_lu import _forward
 
 RUNS = {
     "one planar": [("planar", 1)],

@@ -299,7 +299,7 @@ def test_importing_changes_no_global_state() -> None:
             )
 
         before = state()
-        import flowbnn, flowbnn.transforms, flowbnn.distributions, flowbnn.layers
+        import flowbnn, flowbnn.transforms, flowbnn.distributions, flowbnn.noise
         assert state() == before, "importing flowbnn changed torch's global state"
         print("unchanged")
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.layers import InputNoise, noise_layers
+from flowbnn.noise import InputNoise, noise_layers
 
 __all__ = ["LayerHealth", "health_warnings", "posterior_health"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.layers import InputNoise, noise_layers
+from flowbnn.noise import InputNoise, noise_layers
 
 __all__ = ["Marginal", "count_modes", "marginal"]
 

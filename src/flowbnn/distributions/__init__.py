@@ -3,7 +3,7 @@
 from flowbnn.distributions.bases import Base, DiagonalNormal, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.divergence import Divergence, divergence
 from flowbnn.distributions.flow import Flow
-from flowbnn.distributions.foreign import from_torch
+from flowbnn.distributions.torch_transform import from_torch
 
 __all__ = [
     "Base",

@@ -8,8 +8,7 @@ from torch.distributions import Independent, kl_divergence, register_kl
 
 from flowbnn.distributions.bases import DiagonalNormal, as_diagonal_normal
 from flowbnn.distributions.draws import reparameterized
-from flowbnn.distributions.flow import Flow
-from flowbnn.distributions.moments import spread
+from flowbnn.distributions.flow import Flow, spread
 from flowbnn.errors import FlowBNNError
 
 __all__ = ["Divergence", "divergence"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from flowbnn.distributions.foreign import TorchTransform
+from flowbnn.distributions.torch_transform import TorchTransform
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse

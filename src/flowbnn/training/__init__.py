@@ -1,17 +1,15 @@
 """Training: one loop over any step function, with checkpoints that survive a kill."""
 
-from flowbnn.training.capture import capturable
-from flowbnn.training.engine import unwrap
-from flowbnn.training.fabric import connect
-from flowbnn.training.guard import check_finite_batch, first_nonfinite_layer
+from flowbnn.training.checkpoint import check_architecture, check_finite_weights, load_weights
+from flowbnn.training.cuda_graph import capturable
+from flowbnn.training.device import connect, unwrap
+from flowbnn.training.finite import check_finite_batch, first_nonfinite_layer
 from flowbnn.training.history import History
-from flowbnn.training.launching import launched
+from flowbnn.training.launch import alone, is_main_process, launched, processes
 from flowbnn.training.loop import Step, train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
-from flowbnn.training.processes import alone, is_main_process, processes
 from flowbnn.training.progress import track
 from flowbnn.training.storage import check_writable, load_tensors, save_tensors
-from flowbnn.training.weights import check_architecture, check_finite_weights, load_weights
 
 __all__ = [
     "Clock",

@@ -7,7 +7,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest, told
-from flowbnn.training.schema import HISTORY, complaints
+from flowbnn.training.storage import HISTORY, complaints
 
 __all__ = ["Averages", "History"]
 

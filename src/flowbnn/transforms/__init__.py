@@ -1,17 +1,16 @@
 """The zoo of transforms: one file for each family, all under the contract of :mod:`flowbnn.transforms.base`."""
 
-from flowbnn.transforms.actnorm import ActNorm
 from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.batch_norm import BatchNorm
-from flowbnn.transforms.chain import PlanarLU
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar
+from flowbnn.transforms.planar_lu import PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.numerics import soft_clamp
-from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_width
+from flowbnn.transforms.base import Transform, check_width
 
 __all__ = ["Affine"]
 

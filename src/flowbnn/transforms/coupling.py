@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import MLP
 from flowbnn.numerics import soft_clamp
-from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_width
+from flowbnn.transforms.base import Transform, check_width
 
 __all__ = ["AdditiveCoupling", "AffineCoupling", "Coupling"]
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flowbnn.transforms.actnorm import ActNorm
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AffineCoupling, Mask
 from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.normalization import ActNorm
 
 __all__ = ["GlowStep"]
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_dim, check_width
+from flowbnn.transforms.base import Transform, check_dim, check_width
 
 __all__ = ["Permutation", "Reverse", "Shuffle"]
 

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.numerics import tanh_root, tanh_slope
-from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_dim, check_dtype, check_width
+from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
 
 __all__ = ["Planar"]
 

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.numerics import safe_norm
-from flowbnn.transforms.base import Transform
-from flowbnn.transforms.checks import check_dim, check_width
+from flowbnn.transforms.base import Transform, check_dim, check_width
 
 __all__ = ["Radial"]
 

@@ -1,0 +1,470 @@
+"""Batches of tensors that lie in memory or on a GPU, without the cost of fetching them one example at a time."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError, check_whole
+from flowbnn_studies.data.augment import CropAndFlip
+from flowbnn_studies.data.images import ImageSet
+from flowbnn_studies.data.normalize import Normalize, usable_device
+
+__all__ = [
+    "CENTRES",
+    "CLASSES",
+    "NOISE",
+    "SPAN",
+    "Augment",
+    "Digits",
+    "Optimum",
+    "TensorLoader",
+    "best_possible",
+    "clusters",
+    "curve_points",
+    "device_loader",
+    "load_digits",
+    "ring",
+    "true_curve",
+    "true_probability",
+]
+
+Augment = Callable[[Tensor, torch.Generator | None], Tensor]
+
+_BLOCK, _MOST = 2**24, 64  # bytes, and batches, that are made together on a GPU
+
+
+class TensorLoader:
+    """Shuffled batches of tensors in memory: one index operation for a batch, where a ``DataLoader`` has one for an example.
+
+    The tensors may lie on a GPU, as bytes for instance; ``augment`` and ``prepare`` then make of each batch's first
+    tensor what the network takes, on that device.
+
+    Args:
+        tensors: with the examples on their first axis, all of one length and on one device.
+        batch_size: examples in a batch; the last batch may be smaller.
+        shuffle: a new order at every pass.
+        generator: source of the orders and of the augmentation, kept in checkpoints; None takes torch's global one.
+        augment: ``(images, generator) -> images`` on the first tensor of a batch, :class:`CropAndFlip` for instance.
+        prepare: ``images -> images`` after that, such as :meth:`ImageSet.normalizer`.
+        drop_last: leave out a last batch that is smaller; ``num_data`` counts what one pass gives.
+        together: batches that are gathered, augmented and prepared in one go, which spares a GPU some thirty launches a batch. With
+            a ``generator`` of the loader's own and whole passes the batches are the same as one by one. None is as many as make
+            16 MiB on a GPU and one elsewhere; one also where ``augment`` or ``prepare`` is of your own making (anything but
+            :class:`CropAndFlip` and :class:`Normalize` themselves), since it may look at its whole batch.
+
+    >>> loader = TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=2)
+    >>> len(loader), loader.num_data, [targets.tolist() for _, targets in loader]
+    (3, 5, [[0, 1], [2, 3], [4]])
+    >>> [targets.tolist() for _, targets in TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=4, drop_last=True)]
+    [[0, 1, 2, 3]]
+    """
+
+    def __init__(
+        self,
+        *tensors: Tensor,
+        batch_size: int,
+        shuffle: bool = False,
+        generator: torch.Generator | None = None,
+        augment: Augment | None = None,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+        drop_last: bool = False,
+        together: int | None = None,
+    ) -> None:
+        if not tensors or any(tensor.ndim == 0 for tensor in tensors):
+            raise FlowBNNError("a TensorLoader needs tensors with the examples on their first axis")
+        lengths = [len(tensor) for tensor in tensors]
+        if len(set(lengths)) > 1:
+            raise FlowBNNError(f"the tensors of a TensorLoader are of one length, not {lengths}")
+        if len({tensor.device for tensor in tensors}) > 1:
+            places = ", ".join(str(tensor.device) for tensor in tensors)
+            raise FlowBNNError(f"the tensors of a TensorLoader are on one device, not {places}")
+        check_whole("batch_size", batch_size)
+        if drop_last and lengths[0] < batch_size:
+            raise FlowBNNError(
+                f"drop_last leaves nothing of {lengths[0]} examples in batches of {batch_size}"
+            )
+        self.tensors, self.batch_size = tensors, batch_size
+        self.shuffle, self.generator = shuffle, generator
+        self.augment, self.prepare, self.drop_last = augment, prepare, drop_last
+        self.num_data = lengths[0] // batch_size * batch_size if drop_last else lengths[0]
+        self.rank, self.world = 0, 1
+        self.together = None if together is None else check_whole("together", together)
+
+    def __len__(self) -> int:
+        return -(-self.num_data // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        order = self._order() if self.shuffle else None
+        if self._separable:
+            yield from self._in_blocks(order)
+            return
+        for start in range(0, self.num_data, self.batch_size):
+            number = min(self.batch_size, self.num_data - start)
+            rows = self.share(number)
+            taken = rows if self.augment is None else slice(0, number)
+            places = slice(start + taken.start, start + taken.stop)
+            batch = self._taken(places if order is None else order[places])
+            if self.augment is not None:
+                batch[0] = self.augment(batch[0], self.generator)[rows]
+                batch[1:] = [tensor[rows] for tensor in batch[1:]]
+            if self.prepare is not None:
+                batch[0] = self.prepare(batch[0])
+            yield tuple(batch)
+
+    @property
+    def _separable(self) -> bool:
+        """Whether an example comes out the same whatever else is in its batch."""
+        return type(self.augment) in (type(None), CropAndFlip) and type(self.prepare) in (
+            type(None),
+            Normalize,
+        )
+
+    def _in_blocks(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+        """Several batches at once, cut apart; what is random is drawn batch by batch, so that their number does not matter."""
+        device, each = self.tensors[0].device, self._block()
+        for begin in range(0, self.num_data, self.batch_size * each):
+            end = min(begin + self.batch_size * each, self.num_data)
+            starts = range(begin, end, self.batch_size)
+            numbers = [min(self.batch_size, end - start) for start in starts]
+            shares = [self.share(number) for number in numbers]
+            if self.world == 1:
+                places: slice | Tensor = slice(begin, end) if order is None else order[begin:end]
+            else:
+                own = [torch.arange(s + r.start, s + r.stop) for s, r in zip(starts, shares, strict=True)]
+                places = torch.cat(own).to(device)
+                places = places if order is None else order[places]
+            block = self._taken(places)
+            if isinstance(self.augment, CropAndFlip):
+                draws = [
+                    self.augment.draw(number, device, self.generator)[..., rows]
+                    for number, rows in zip(numbers, shares, strict=True)
+                ]
+                block[0] = self.augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
+            if self.prepare is not None:
+                block[0] = self.prepare(block[0])
+            lengths = [rows.stop - rows.start for rows in shares]
+            yield from zip(*(tensor.split(lengths) for tensor in block), strict=True)
+
+    def _block(self) -> int:
+        """How many batches are made together."""
+        if self.together is not None:
+            return self.together
+        first = self.tensors[0]
+        if first.device.type != "cuda":
+            return 1
+        size = first[:1].numel() * self.batch_size * (4 if self.prepare is not None else first.element_size())
+        return max(1, min(_MOST, _BLOCK // max(1, size)))
+
+    def _taken(self, places: slice | Tensor) -> list[Tensor]:
+        return [tensor[places] for tensor in self.tensors]
+
+    def _order(self) -> Tensor:
+        device = self.tensors[0].device
+        source = device if self.generator is None else self.generator.device
+        order = torch.randperm(len(self.tensors[0]), generator=self.generator, device=source)
+        return order if source == device else order.to(device, non_blocking=True)
+
+    def share(self, number: int) -> slice:
+        """This worker's rows of a global batch of ``number``; shares differ by at most one row.
+
+        >>> loader = TensorLoader(torch.arange(7), batch_size=7)
+        >>> [loader.sharded(rank, 3).share(7) for rank in range(3)]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
+        """
+        return slice(self.rank * number // self.world, (self.rank + 1) * number // self.world)
+
+    def sharded(self, rank: int, world: int) -> "TensorLoader":
+        """The loader of one of ``world`` workers: its contiguous share of every global batch.
+
+        ``batch_size``, ``num_data`` and the number of batches stay those of the whole. Orders and augmentation are drawn
+        for the whole batch, alike on every worker, so results do not depend on how many there are.
+
+        >>> loader = TensorLoader(torch.arange(6), batch_size=4)
+        >>> [[rows.tolist() for (rows,) in loader.sharded(rank, 2)] for rank in range(2)]
+        [[[0, 1], [4]], [[2, 3], [5]]]
+        """
+        if not 0 <= rank < world:
+            raise FlowBNNError(
+                f"a worker's rank is from 0 to {world - 1}, one less than their number, not {rank}"
+            )
+        last = self.num_data % self.batch_size or self.batch_size
+        if min(last, self.batch_size) < world:
+            which = "a batch" if self.batch_size < world or self.num_data <= last else "the last batch"
+            raise FlowBNNError(
+                f"{which} of {min(last, self.batch_size)} cannot be shared by {world} workers: "
+                "take another batch_size, or drop_last=True"
+            )
+        if world > 1 and self.generator is None and (self.shuffle or self.augment is not None):
+            raise FlowBNNError(
+                "workers that share a shuffled or augmented TensorLoader need generator=, seeded alike on each, "
+                "so that they draw the same order"
+            )
+        shared = copy.copy(self)
+        shared.rank, shared.world = rank, world
+        return shared
+
+
+def device_loader(
+    data: ImageSet,
+    batch_size: int,
+    device: torch.device | str | None = None,
+    *,
+    shuffle: bool = False,
+    augment: Augment | None = None,
+    generator: torch.Generator | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    drop_last: bool = False,
+    channels_last: bool = False,
+) -> TensorLoader:
+    """A whole image set on a device, in bytes, and batches of it that are augmented and normalized there.
+
+    Args:
+        data: the set; CIFAR-10's training images take 154 MB on the device.
+        batch_size: images in a batch.
+        device: None leaves the set where it is.
+        shuffle, augment, generator, drop_last: as in :class:`TensorLoader`.
+        prepare: bytes to what the network takes; None is the set's own :meth:`~ImageSet.normalizer`. Images of a
+            set that the network was not trained on go through the normalizer of the one it was.
+        channels_last: keep images and batches in the channels-last memory format.
+
+    >>> images = torch.full((4, 1, 8, 8), 255, dtype=torch.uint8)
+    >>> data = ImageSet(images, torch.arange(4), tuple("abcd"), "white", "train", (0.5,), (0.25,))
+    >>> [(len(labels), round(batch.mean().item(), 4)) for batch, labels in device_loader(data, 3, "cpu")]
+    [(3, 2.0), (1, 2.0)]
+    """
+    place = data.images.device if device is None else usable_device(device)
+    images = data.images.to(place)
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return TensorLoader(
+        images,
+        data.labels.to(place),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        generator=generator,
+        augment=augment,
+        prepare=data.normalizer() if prepare is None else prepare,
+        drop_last=drop_last,
+    )
+
+
+# -------------------- clusters.py
+
+CENTRES = ((-5.0, 3.0), (3.0, 3.0), (5.0, -3.0), (-3.0, -3.0))
+CLASSES = (0, 0, 0, 1)
+
+
+def clusters(number: int, spread: float, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Points ``[number, 2]`` and their classes ``[number]``; each blob is equally likely.
+
+    Args:
+        number: how many points.
+        spread: standard deviation of each blob, in both directions.
+        generator: source of the draws; the same seed gives the same points.
+
+    >>> points, targets = clusters(4, 1.0, torch.Generator().manual_seed(0))
+    >>> points.shape, targets.shape
+    (torch.Size([4, 2]), torch.Size([4]))
+    """
+    if number < 1:
+        raise FlowBNNError(f"the number of points is at least 1, not {number}")
+    _check(spread)
+    blob = torch.randint(len(CENTRES), (number,), generator=generator)
+    points = torch.tensor(CENTRES)[blob] + spread * torch.randn(number, 2, generator=generator)
+    return points, torch.tensor(CLASSES)[blob]
+
+
+def true_probability(points: Tensor, spread: float) -> Tensor:
+    r"""The exact probability of the second class, :math:`p(y = 1 \mid x)`, for points ``[..., 2]``.
+
+    >>> true_probability(torch.tensor([-4.0, 0.0]), spread=1.0)  # halfway between two blobs
+    tensor(0.5000)
+    """
+    _check(spread)
+    logs = _log_densities(points, spread)
+    return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
+
+
+def ring(
+    number: int, radius: float, generator: torch.Generator | None = None, thickness: float = 0.05
+) -> Tensor:
+    """Points ``[number, 2]`` on a circle around the origin, far from all blobs where ``radius`` is large.
+
+    Args:
+        number: how many points.
+        radius: of the circle.
+        generator: source of the draws.
+        thickness: how far radii stray from it, as a share of it.
+
+    >>> points = ring(100, 20.0, torch.Generator().manual_seed(0))
+    >>> bool(((points.norm(dim=-1) - 20).abs() <= 1).all())
+    True
+    """
+    if number < 1:
+        raise FlowBNNError(f"the number of points is at least 1, not {number}")
+    if not (radius > 0 and math.isfinite(radius) and 0 <= thickness < 1):
+        raise FlowBNNError(
+            f"a ring has a radius above 0 and a thickness from 0 to below 1, not {radius} and {thickness}"
+        )
+    angle = 2 * math.pi * torch.rand(number, generator=generator)
+    reach = radius * (1 + thickness * (2 * torch.rand(number, generator=generator) - 1))
+    return torch.stack([reach * angle.cos(), reach * angle.sin()], -1)
+
+
+class Optimum(NamedTuple):
+    """What nobody can do better: accuracy, and negative log-likelihood in nats."""
+
+    accuracy: float
+    nll: float
+
+
+def best_possible(spread: float, nodes: int = 801) -> Optimum:
+    r"""Accuracy and NLL of the exact posterior, :math:`\int \max_c p(x, c)\,dx` and :math:`H[y \mid x]`, by quadrature.
+
+    The trapezoid rule on a square that holds all but :math:`10^{-13}` of the mass; for so smooth a density its error is
+    below :math:`10^{-4}` in the accuracy (whose integrand has a kink) and far below in the entropy.
+
+    >>> best = best_possible(1.95)
+    >>> round(best.accuracy, 3), round(best.nll, 3)
+    (0.961, 0.099)
+    """
+    _check(spread)
+    reach = max(abs(value) for centre in CENTRES for value in centre) + 7.5 * spread
+    axis = torch.linspace(-reach, reach, nodes, dtype=torch.float64)
+    points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
+    logs = _log_densities(points, spread)
+    density = logs.exp().sum(-1) * float(axis[1] - axis[0]) ** 2
+    one = true_probability(points, spread)
+    entropy = -(torch.special.xlogy(one, one) + torch.special.xlogy(1 - one, 1 - one))
+    return Optimum(float((density * torch.maximum(one, 1 - one)).sum()), float((density * entropy).sum()))
+
+
+def _log_densities(points: Tensor, spread: float) -> Tensor:
+    """Logs of the four joint densities ``[..., 4]``."""
+    centres = torch.tensor(CENTRES, dtype=points.dtype, device=points.device)
+    square = (points.unsqueeze(-2) - centres).square().sum(-1)
+    return -square / (2 * spread**2) - math.log(2 * math.pi * spread**2 * len(CENTRES))
+
+
+def _check(spread: float) -> None:
+    if not spread > 0 or not math.isfinite(spread):
+        raise FlowBNNError(f"spread is a positive standard deviation, not {spread}")
+
+
+# -------------------- curve.py
+
+NOISE = 0.02
+SPAN = (0.0, 0.5)
+
+
+def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    r"""The curve at ``inputs``, each with its own :math:`\varepsilon`, nought unless given.
+
+    >>> true_curve(torch.tensor([0.0, 0.25, 0.5]))  # 0, 0.25 + 0.3, 0.5
+    tensor([0.0000, 0.5500, 0.5000])
+    """
+    moved = inputs + noise
+    return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
+
+
+def curve_points(
+    number: int,
+    generator: torch.Generator | None = None,
+    *,
+    span: tuple[float, float] = SPAN,
+    noise: float = NOISE,
+) -> tuple[Tensor, Tensor]:
+    r"""Points of the curve, ``[number, 1]`` each, with inputs spread evenly at random over ``span``.
+
+    Args:
+        number: how many.
+        generator: source of the draws; the same seed gives the same points.
+        span: where the inputs lie.
+        noise: standard deviation of :math:`\varepsilon`.
+
+    >>> inputs, targets = curve_points(5, torch.Generator().manual_seed(0))
+    >>> inputs.shape, targets.shape, bool(((inputs >= 0) & (inputs <= 0.5)).all())
+    (torch.Size([5, 1]), torch.Size([5, 1]), True)
+    """
+    if number < 1:
+        raise FlowBNNError(f"the number of points is at least 1, not {number}")
+    if not span[0] < span[1]:
+        raise FlowBNNError(f"the span of the inputs goes from a smaller to a larger number, not {span}")
+    if not 0 <= noise < math.inf:
+        raise FlowBNNError(f"noise is a standard deviation, not {noise}")
+    inputs = span[0] + (span[1] - span[0]) * torch.rand(number, 1, generator=generator)
+    return inputs, true_curve(inputs, noise * torch.randn(number, 1, generator=generator))
+
+
+# -------------------- digits.py
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images ``[n, 1, 8, 8]`` in [0, 1] with their labels, in four parts.
+
+    Args:
+        train, validation, test: of the known digits, labelled from 0 to 8 in the order of :attr:`known`.
+        novel: every image of the digit put aside, labelled by that digit.
+        known: the digit that each label stands for.
+    """
+
+    train: Pair
+    validation: Pair
+    test: Pair
+    novel: Pair
+    known: tuple[int, ...]
+
+
+def load_digits(novel: int = 8, seed: int = 0, train: float = 0.6, validation: float = 0.15) -> Digits:
+    """The 1,797 digits of scikit-learn, which come with the package and need no network.
+
+    Every class is split in the same shares, by an order drawn from ``seed``.
+
+    Args:
+        novel: the digit that training never sees.
+        seed: of the split.
+        train, validation: shares of the known images; the rest is the test.
+
+    >>> digits = load_digits(novel=8)
+    >>> [len(part[0]) for part in (digits.train, digits.validation, digits.test, digits.novel)]
+    [974, 243, 406, 174]
+    >>> digits.known
+    (0, 1, 2, 3, 4, 5, 6, 7, 9)
+    """
+    if novel not in range(10):
+        raise FlowBNNError(f"the novel digit is one of 0 to 9, not {novel}")
+    if not (0 < train < 1 and 0 < validation < 1 and train + validation < 1):
+        raise FlowBNNError(
+            f"train and validation are shares that leave something for the test, not {train} and {validation}"
+        )
+    from sklearn.datasets import load_digits as read_digits
+
+    found = read_digits()
+    images = torch.from_numpy(found.images).float().unsqueeze(1) / 16.0
+    labels = torch.from_numpy(found.target).long()
+    known = tuple(digit for digit in range(10) if digit != novel)
+    generator = torch.Generator().manual_seed(seed)
+    parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
+    for digit in known:
+        places = (labels == digit).nonzero().squeeze(1)
+        places = places[torch.randperm(len(places), generator=generator)]
+        first, second = round(train * len(places)), round((train + validation) * len(places))
+        for name, piece in zip(parts, (places[:first], places[first:second], places[second:]), strict=True):
+            parts[name].append(piece)
+    names = torch.full((10,), -1).scatter_(0, torch.tensor(known), torch.arange(9))
+
+    def pair(name: str) -> Pair:
+        chosen = torch.cat(parts[name])
+        chosen = chosen[torch.randperm(len(chosen), generator=generator)]
+        return images[chosen], names[labels[chosen]]
+
+    strange = labels == novel
+    return Digits(pair("train"), pair("validation"), pair("test"), (images[strange], labels[strange]), known)

@@ -1,0 +1,65 @@
+"""One file for each method; ``method.fit`` gives a posterior, a posterior predicts."""
+
+from flowbnn.methods.base import METHODS, Method, make_method, register_method
+from flowbnn.methods.dropout import DropoutPosterior, MCDropout
+from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
+from flowbnn.methods.fitting import fit_point
+from flowbnn.methods.laplace.laplace import Laplace
+from flowbnn.methods.laplace.posterior import LaplacePosterior
+from flowbnn.methods.mcmc.hmc import HMC
+from flowbnn.methods.mcmc.nuts import NUTS
+from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.node_noise import NodeNoise, NoisePosterior, fit
+from flowbnn.methods.point import MAP, MLE
+from flowbnn.methods.sgld import SGLD, SGLDPosterior
+from flowbnn.methods.swag import SWAG, SWAGPosterior
+from flowbnn.methods.temperature import Temperature, TemperedPosterior, temper
+from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
+from flowbnn.methods.variational.mnf import MNF, MNFPosterior
+from flowbnn.posterior.adaptive import Adaptive
+from flowbnn.posterior.base import Posterior, load_posterior
+from flowbnn.posterior.evaluate import evaluate
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
+
+__all__ = [
+    "HMC",
+    "MAP",
+    "METHODS",
+    "MLE",
+    "MNF",
+    "NUTS",
+    "SGLD",
+    "SWAG",
+    "Adaptive",
+    "BayesByBackprop",
+    "ChainDiagnostics",
+    "ChainPosterior",
+    "DeepEnsemble",
+    "DropoutPosterior",
+    "EnsemblePosterior",
+    "GaussianWeightPosterior",
+    "Laplace",
+    "LaplacePosterior",
+    "MCDropout",
+    "MNFPosterior",
+    "MemberPosterior",
+    "Method",
+    "NodeNoise",
+    "NoiseChainPosterior",
+    "NoisePosterior",
+    "PointPosterior",
+    "Posterior",
+    "SGLDPosterior",
+    "SWAGPosterior",
+    "Temperature",
+    "TemperedPosterior",
+    "WeightPosterior",
+    "evaluate",
+    "fit",
+    "fit_point",
+    "load_posterior",
+    "make_method",
+    "register_method",
+    "temper",
+]

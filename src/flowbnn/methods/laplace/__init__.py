@@ -1,0 +1,1 @@
+"""Laplace approximations: diagonal, Kronecker-factored and full."""

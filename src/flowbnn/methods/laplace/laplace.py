@@ -1,0 +1,316 @@
+r"""Laplace approximation (MacKay 1992; Ritter et al. 2018; Daxberger et al., 2106.14806): a Gaussian around the trained network.
+
+.. math:: q(w) = \mathcal N(\hat w, (H + \delta I)^{-1}), \qquad H = \sum_i J_i^T \Lambda_i J_i
+
+with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the likelihood's curvature :math:`\Lambda_i` in the
+outputs, and the prior precision :math:`\delta`, by default the one at which the marginal likelihood of the training data is highest.
+The network is differentiated in evaluation mode, with the running statistics of its BatchNorm layers.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.base import (
+    LikelihoodName,
+    Method,
+    check_scale,
+    check_whole,
+    learn_noise,
+    register_method,
+)
+from flowbnn.methods.fitting import check_optimizer, check_rate, check_schedule, prepare, run_options
+from flowbnn.methods.laplace.curvature import Curvature, gradient, is_direct, measure
+from flowbnn.methods.laplace.jacobian import ROW_BYTES
+from flowbnn.methods.laplace.layers import CoveredLayer, Survey, chosen_layers, survey, without_nested
+from flowbnn.methods.laplace.output_hessian import check_likelihood
+from flowbnn.methods.laplace.posterior import PREDICTIVES, LaplacePosterior
+from flowbnn.methods.laplace.prior import names_of, newton_step, with_prior
+from flowbnn.posterior.forward import device_of
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.training import is_main_process, track
+from flowbnn.training.progress import get_console
+
+__all__ = ["Laplace", "available_bytes", "bytes_needed", "check_memory", "readable"]
+
+# -------------------- laplace_memory.py
+
+REFUSED, WARNED = 1 / 2, 1 / 8  # of what is free
+
+
+def bytes_needed(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
+    """Bytes at the peak of a fit: sums in float64, their eigenvectors, and the Jacobians that are held at once."""
+    own = dict(model.named_parameters())
+    sizes = [[own[name] for name in layer.names] for layer in layers]
+    weights = sum(parameter.numel() for layer in sizes for parameter in layer)
+    each = max((parameter.element_size() for layer in sizes for parameter in layer), default=4)
+    row, jacobians = 3 * weights * each, 0
+    if [layer.name for layer in layers] != [seen.direct]:
+        jacobians = max(row, min(ROW_BYTES, row * seen.outputs * seen.batch))
+    if structure == "diag":
+        return 8 * 3 * weights + jacobians
+    factors = [weights]
+    if structure == "kron":
+        jacobians = 0
+        factors = [sum(p[0].numel() if p.ndim > 1 else 1 for p in layer) for layer in sizes]
+        factors += [layer[0].shape[0] for layer in sizes]
+    # the sums and their eigenvectors, and what finding the largest ones takes
+    return 8 * (2 * sum(size**2 for size in factors) + 4 * max(factors) ** 2) + jacobians
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that could be had now, or None where that cannot be told."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + spare)
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass
+    if not found:
+        try:
+            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        except (ValueError, OSError, AttributeError):
+            return None
+    try:  # a container may hold less than the machine
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found))
+
+
+def readable(count: float) -> str:
+    """Bytes for people.
+
+    >>> readable(1536), readable(7e12)
+    ('1.5 kB', '6.37 TB')
+    """
+    unit = 0
+    while count >= 1024 and unit < 5:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[unit]}"
+
+
+def check_memory(
+    structure: str,
+    model: nn.Module,
+    layers: list[CoveredLayer],
+    seen: Survey,
+    device: torch.device,
+    shown: bool = False,
+) -> int:
+    """Say what is needed: in the log always, as a warning where it is much, and with a refusal where it is too much.
+
+    Args:
+        shown: say it on the terminal too, where there is one.
+    """
+    needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device)
+    own = dict(model.named_parameters())
+    weights = sum(own[name].numel() for layer in layers for name in layer.names)
+    told = f"a '{structure}' Laplace approximation of {weights:,} weights needs {readable(needed)} of memory"
+    logging.getLogger("flowbnn").info(told)
+    console = get_console()
+    if shown and console.is_terminal:
+        console.print(told, highlight=False)
+    if free is None or needed <= WARNED * free:
+        return needed
+    told += f", and {readable(free)} are free"
+    if needed <= REFUSED * free:
+        warnings.warn(told, FlowBNNWarning)
+        return needed
+    cheaper = []
+    for other in ("kron", "diag"):
+        try:
+            less = bytes_needed(other, model, layers, seen)
+        except (IndexError, ValueError):
+            continue
+        if other != structure and less < needed:
+            cheaper.append(f"'{other}' ({readable(less)})")
+    cheaper.append("fewer layers (layers='last' or a glob)")
+    raise FlowBNNError(f"{told}: take {' or '.join(cheaper)}")
+
+
+STRUCTURES = ("kron", "diag", "full")
+CURVATURES = ("ggn", "fisher", "sampled")
+EVIDENCE = "marginal likelihood"
+
+
+@register_method
+@dataclass(frozen=True, repr=False)
+class Laplace(Method):
+    r"""A Gaussian around the trained weights, from the curvature of the loss.
+
+    ``epochs=0`` takes the network as it is trained, and then costs little more than one pass over the data for the last layer.
+
+    Args:
+        structure: of the covariance: ``"kron"``, a Kronecker product for each layer, its bias included; ``"diag"``; ``"full"``.
+            Kronecker factors serve Linear and Conv1d, 2d, 3d layers; the scales and shifts of normalization layers then stay as they
+            are trained, while "diag" and "full" cover them. "diag" and "full" take any layer, tied weights included.
+        layers: ``"last"``, the layer with weights that is called last; ``"all"``; or a glob of their names. What is frozen stays out.
+        prior_scale: standard deviation of the Gaussian prior; ``"marginal likelihood"`` finds the one that the data speak for. The
+            network is trained (``epochs`` above 0) under the given one, or under 1.
+        per_layer: one prior scale for each layer, where it is found.
+        predictive: ``"linearized"``, the network made linear in its weights, which is what the approximation is about;
+            ``"sampled"``, networks with drawn weights; ``"probit"``, linearized logits shrunk by their variance, without draws (for
+            classes). For a last layer that gives the outputs the first two are the same, at the price of one pass.
+        curvature: ``"ggn"``, exact in the outputs, with a backward pass for each class; ``"sampled"``, an unbiased estimate
+            of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
+        damping: added to the precision of the posterior.
+        newton: steps towards the mode under the prior before the end, each with another pass over the data or more; one makes a
+            network that is linear in its weights exact, wherever training stopped, where the structure holds the whole curvature
+            ("full" always does); with "diag" train first.
+
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> posterior = Laplace("kron", epochs=0).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.predict(torch.zeros(1, 2), samples=16).probabilities.shape, posterior.functional_variance(torch.zeros(1, 2)).shape
+    (torch.Size([1, 3]), torch.Size([1, 3, 3]))
+    """
+
+    name: ClassVar[str] = "laplace"
+    label: ClassVar[str] = "Laplace"
+
+    structure: str = "kron"
+    layers: str = field(default="last", kw_only=True)
+    prior_scale: float | str = field(default=EVIDENCE, kw_only=True)  # type: ignore[assignment]
+    per_layer: bool = field(default=False, kw_only=True)
+    predictive: str = field(default="linearized", kw_only=True)
+    curvature: str = field(default="ggn", kw_only=True)
+    damping: float = field(default=0.0, kw_only=True)
+    newton: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_whole("epochs", self.epochs, least=0)
+        check_whole("newton", self.newton, least=0)
+        check_scale("lr", self.lr)
+        check_optimizer(self.optimizer)
+        check_schedule(self.schedule)
+        if self.prior_scale != EVIDENCE:
+            if isinstance(self.prior_scale, str):
+                raise FlowBNNError(
+                    f"prior_scale is a number above 0 or '{EVIDENCE}', not {self.prior_scale!r}"
+                )
+            check_scale("prior_scale", self.prior_scale)
+        check_rate("damping", self.damping)
+        for what, value, known in (
+            ("structure", self.structure, STRUCTURES),
+            ("predictive", self.predictive, PREDICTIVES),
+            ("curvature", self.curvature, CURVATURES),
+        ):
+            if value not in known:
+                raise FlowBNNError(f"there is no {what} {value!r}{nearest(str(value), known)}")
+        if not isinstance(self.layers, str):
+            raise FlowBNNError(f"layers is 'last', 'all' or a glob of names, not {self.layers!r}")
+
+    def memory(self, network: nn.Module, inputs: Any = None) -> int:
+        """Bytes that a fit needs besides the network, told without allocating them.
+
+        Args:
+            network: the network.
+            inputs: a few rows; with them the last layer is the one that is called last, else the one that the network has last.
+        """
+        seen = Survey.unseen(network) if inputs is None else survey(network, inputs)
+        layers = chosen_layers(network, seen, self.layers, self.structure)
+        return bytes_needed(self.structure, network, layers, seen)
+
+    def fit(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        *,
+        likelihood: LikelihoodName = "auto",
+        num_data: int | None = None,
+        validation: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> LaplacePosterior:
+        """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
+        settings = run_options(max(1, self.epochs), options, "training the network")
+        number = self.count(loader, num_data) if self.epochs or num_data is not None else None
+        model, given = without_nested(self.copied(network)), _noise(likelihood)
+        chosen, inputs, check = prepare(model, loader, likelihood)
+        untrained = not given and isinstance(chosen, Gaussian) and chosen.noise == "learned"
+        check_likelihood(chosen)
+        seen = survey(model, inputs)
+        layers = chosen_layers(model, seen, self.layers, self.structure)
+        shown = settings.progress and is_main_process()
+        memory = check_memory(self.structure, model, layers, seen, device_of(model), shown)
+        if self.predictive == "probit" and isinstance(chosen, Gaussian):
+            raise FlowBNNError("predictive='probit' is for classes; regression takes 'linearized'")
+        scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
+        point = PointPosterior(model, chosen)
+        if self.epochs:
+            assert number is not None
+            trained = replace(self, prior_scale=scale or 1.0)
+            point = trained.start(network, loader, likelihood, number, validation, options)
+        without_nested(point.model).eval()
+        model, chosen = point.model, point.likelihood
+        seed = settings.seed
+        devices = [device_of(model)] if device_of(model).type == "cuda" else []
+        drawn = (
+            int(torch.randint(2**31 - 1, ())) if seed is None and self.curvature == "sampled" else seed or 0
+        )
+
+        def batches(description: str) -> Any:
+            return track(loader, description, shown)
+
+        def noise() -> bool:
+            if self.epochs or not untrained:
+                return False
+            learn_noise(model, chosen, batches("noise"))
+            return True
+
+        def curved() -> Curvature:
+            generator = torch.Generator().manual_seed(drawn)
+            data = batches("curvature")
+            return measure(
+                model, layers, self.structure, seen, chosen, data, self.curvature, check, generator, num_data
+            )
+
+        with torch.random.fork_rng(devices) if seed is not None else nullcontext():
+            if seed is not None:
+                torch.manual_seed(seed)
+            noise()
+            found = curved()
+            blocks, precisions, evidence = with_prior(
+                found, model, layers, scale, self.per_layer, self.damping
+            )
+            for _ in range(self.newton):
+                weight = 1.0 if num_data is None else num_data / found.seen
+                slope = gradient(model, names_of(layers), chosen, batches("gradient"), weight)
+                moved = newton_step(model, layers, blocks, precisions, slope, found, curved)
+                if moved is None:
+                    break
+                found = curved() if noise() else moved
+                blocks, precisions, evidence = with_prior(
+                    found, model, layers, scale, self.per_layer, self.damping
+                )
+        told = {
+            "log_evidence": evidence,
+            "precisions": precisions,
+            "memory": memory,
+            "damping": float(self.damping),
+            "direct": seen.direct if is_direct(layers, seen) else None,
+        }
+        return LaplacePosterior(model, chosen, blocks, self.predictive, told, point.history)
+
+
+def _noise(likelihood: LikelihoodName) -> bool:
+    """Whether a likelihood brings a noise that was learned before."""
+    return (
+        isinstance(likelihood, Gaussian)
+        and likelihood.noise == "learned"
+        and bool(likelihood.log_scale.any())
+    )

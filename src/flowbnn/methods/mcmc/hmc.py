@@ -1,0 +1,75 @@
+r"""Hamiltonian Monte Carlo (Neal, 1206.1901) over the weights of a network, or over the noise on its layers.
+
+Exact as the chains grow: with no minibatches and an accept step, the only error is that of a finite number of draws, which
+``posterior.diagnostics()`` speaks of. It is what approximate methods are measured against.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowbnn.methods.base import check_scale, check_whole, register_method
+from flowbnn.methods.mcmc.base import ChainMethod
+from flowbnn.methods.mcmc.chains import Kernel
+from flowbnn.methods.mcmc.hamiltonian import State, Transition, hmc_kernel, uniforms
+
+__all__ = ["HMC"]
+
+MOST_STEPS = 1024
+
+
+@register_method
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HMC(ChainMethod):
+    """Hamiltonian Monte Carlo with dual averaging, a learned diagonal mass and several chains; see :class:`ChainMethod`.
+
+    Args:
+        steps: leapfrog steps of a transition at most. Their number is drawn evenly from 1 to this for every transition and chain, which
+            keeps trajectories from ending where they began.
+        trajectory: length of the longest trajectory, in units of the standard deviations that the mass has learned (a quarter
+            of a turn is 1.6); the number of steps then follows from the step size.
+
+    >>> import flowbnn as fb
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> method = fb.HMC(samples=50, warmup=50, chains=2, steps=8, epochs=0)
+    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.Gaussian(noise=0.1), seed=0, progress=False)
+    >>> len(posterior), bool((posterior.draws(100)["weight"].mean() - 2).abs() < 0.1)
+    (100, True)
+    """
+
+    name: ClassVar[str] = "hmc"
+    label: ClassVar[str] = "HMC"
+
+    steps: int = 32
+    trajectory: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("steps", self.steps)
+        if self.trajectory is not None:
+            check_scale("trajectory", self.trajectory)
+
+    def kernel(self, potential: Any) -> Kernel:
+        def transition(
+            state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sequence[torch.Generator]
+        ) -> tuple[State, Transition]:
+            most = torch.full_like(step_size, self.steps)
+            if self.trajectory is not None:
+                most = (self.trajectory / step_size).ceil().clamp(1, MOST_STEPS)
+            share = uniforms(sources, 1, step_size.device)[:, 0]
+            counts = (share * most).floor().long() + 1
+            return hmc_kernel(potential, state, step_size, inverse_mass, counts, sources)
+
+        return transition
+
+    def work(self) -> float:
+        # chains wait for the longest of them
+        longest = self.chains / (self.chains + 1)
+        return longest * (self.steps if self.trajectory is None else math.ceil(self.trajectory / 0.1))
+
+    def remembered(self) -> tuple[str, ...]:
+        return (*super().remembered(), "steps", "trajectory")

@@ -1,0 +1,428 @@
+r"""SWAG (Maddox et al., 1902.02476): a Gaussian fitted to the weights that stochastic gradient descent walks through.
+
+Training goes on at a constant learning rate; the running mean of the weights, their variance :math:`v` and the last K deviations
+:math:`D` from the running mean give :math:`\mathcal N(\bar w, \tfrac12 (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import LowRankMultivariateNormal
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whole, register_method
+from flowbnn.methods.fitting import Bundle, fit_point, prepare, run_options, undisturbed, validator
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.batches import call, move, split_batch
+from flowbnn.posterior.forward import device_of, dtype_of, evaluating
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.training import Clock, History, track, train, unwrap
+from flowbnn.training.finite import single_row_told
+
+__all__ = ["SWAG", "SWAGPosterior", "trained_parameters"]
+
+# -------------------- swag_posterior.py
+
+WITNESSES = 4  # numbers of every fixed draw that are kept, to know it again
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are learned, each tied one once."""
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+class SWAGPosterior(WeightPosterior):
+    r"""Weights :math:`w \sim \mathcal N(\bar w, s (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
+
+    Where the network has BatchNorm, whose statistics belong to the weights, the draws are a fixed list, each with the statistics of the
+    training data under it; ``seed`` then changes nothing, and more samples than the list has begin anew.
+
+    Args:
+        model: the network, whose learned weights are at the mean.
+        likelihood: how outputs speak of targets.
+        mean, variance: of the weights, flat.
+        deviations: the last K deviations from the running mean ``[K, P]``; K may be 0.
+        scale: :math:`s`; 0.5 is the paper's.
+        statistics: buffers of the fixed draws ``{name: [S, ...]}``.
+        fixed_seed: of the fixed draws.
+    """
+
+    kind: ClassVar[str] = "swag"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        mean: Tensor,
+        variance: Tensor,
+        deviations: Tensor,
+        scale: float,
+        history: History | None = None,
+        statistics: Mapping[str, Tensor] | None = None,
+        fixed_seed: int = 0,
+    ) -> None:
+        super().__init__(model, likelihood, history)
+        self.mean, self.variance, self.deviations, self.scale = mean, variance, deviations, scale
+        self.statistics, self.fixed_seed = dict(statistics or {}), fixed_seed
+        self.parameters = trained_parameters(model)
+        self.size = len(next(iter(self.statistics.values()))) if self.statistics else 0
+        if self.size:
+            self.default_samples = self.size
+        self._gaussian: LowRankMultivariateNormal | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.deviations)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.parameters, *self.statistics]
+
+    def flat_draw(self, index: int, seed: int) -> Tensor:
+        """One draw of all learned weights, flat."""
+        generator = generator_of(seed, index)
+
+        def normal(count: int) -> Tensor:
+            return torch.randn(count, generator=generator).to(self.mean)
+
+        spread = self.variance.sqrt() * normal(len(self.mean))
+        if self.rank:
+            spread += normal(self.rank) / math.sqrt(self.rank - 1) @ self.deviations
+        return self.mean + math.sqrt(self.scale) * spread
+
+    def cut(self, flat: Tensor) -> dict[str, Tensor]:
+        """Flat weights by their names."""
+        sizes = [value.numel() for value in self.parameters.values()]
+        parts = flat.split(sizes)
+        return {k: part.view(v.shape) for (k, v), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
+        if not self.size:
+            return self.cut(self.flat_draw(index, seed))
+        index %= self.size
+        found = self.cut(self.flat_draw(index, self.fixed_seed))
+        return found | {name: value[index] for name, value in self.statistics.items()}
+
+    def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
+        missing = [name for name in self.parameters if name not in values]
+        if missing:
+            raise FlowBNNError(f"the density is of all weights together, and '{missing[0]}' is not given")
+        if self._gaussian is None:
+            rows = self.deviations.double() if self.rank else self.mean.double().new_zeros(1, len(self.mean))
+            factor = rows.T * math.sqrt(self.scale / max(1, self.rank - 1))
+            self._gaussian = LowRankMultivariateNormal(
+                self.mean.double(), factor, self.scale * self.variance.double(), validate_args=False
+            )
+        flat = torch.cat([values[name].reshape(-1) for name in self.parameters])
+        return self._gaussian.log_prob(flat.to(self.mean.device, torch.float64))
+
+    def state(self) -> dict[str, Tensor]:
+        found = {"mean": self.mean, "variance": self.variance, "deviations": self.deviations}
+        if self.size:
+            draws = [self.flat_draw(index, self.fixed_seed)[:WITNESSES] for index in range(self.size)]
+            found["witnesses"] = torch.stack(draws)
+        return found | {f"statistics.{name}": value for name, value in self.statistics.items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {"scale": self.scale, "fixed_seed": self.fixed_seed}
+
+    @classmethod
+    def restored(
+        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "SWAGPosterior":
+        statistics = {
+            k.removeprefix("statistics."): v for k, v in state.items() if k.startswith("statistics.")
+        }
+        number = sum(value.numel() for value in trained_parameters(point.model).values())
+        mean, variance, deviations = (state[name] for name in ("mean", "variance", "deviations"))
+        if mean.shape != (number,) or variance.shape != (number,) or deviations.shape[1:] != (number,):
+            raise ValueError(f"its moments are not those of the {number} weights that this network learns")
+        own = dict(point.model.named_buffers())
+        if any(name not in own or value.shape[1:] != own[name].shape for name, value in statistics.items()):
+            raise ValueError("its statistics do not fit the network")
+        made = cls(
+            point.model,
+            point.likelihood,
+            mean,
+            variance,
+            deviations,
+            float(settings["scale"]),
+            point.history,
+            statistics,
+            int(settings["fixed_seed"]),
+        )
+        if made.size and not torch.allclose(made.state()["witnesses"], state["witnesses"]):
+            raise ValueError(
+                "this version of torch draws other random numbers than the one that wrote it, so its BatchNorm statistics do not "
+                "belong to these draws; fit it anew"
+            )
+        return made
+
+
+@register_method
+@dataclass(frozen=True, repr=False)
+class SWAG(Method):
+    """A Gaussian around the mean of the weights that SGD walks through.
+
+    Args:
+        rank: of the covariance's low-rank part, the number of deviations kept; 0 keeps the diagonal alone.
+        begin: the share of ``epochs`` that is ordinary training, before SGD with momentum walks at a constant rate and weights are
+            collected; 0 walks from the given network at once.
+        swag_lr: the learning rate of the walk, for regression on the squared error: it is multiplied by the variance of the noise, by
+            which the gradient of the likelihood is divided.
+        momentum: of the walk.
+        per_epoch: how often the weights are collected in an epoch, at even distances.
+        scale: of the covariance; 0.5 is the paper's.
+        batch_norm_samples: draws whose BatchNorm statistics are computed, where the network has BatchNorm: so many passes over the
+            data, after which the posterior is these networks.
+
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 2
+    >>> posterior = SWAG(epochs=8).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.rank, posterior.draws(5)["weight"].shape
+    (4, torch.Size([5, 3, 2]))
+    """
+
+    name: ClassVar[str] = "swag"
+    label: ClassVar[str] = "SWAG"
+
+    rank: int = 20
+    begin: float = field(default=0.5, kw_only=True)
+    swag_lr: float = field(default=1e-2, kw_only=True)
+    momentum: float = field(default=0.9, kw_only=True)
+    per_epoch: int = field(default=1, kw_only=True)
+    scale: float = field(default=0.5, kw_only=True)
+    batch_norm_samples: int = field(default=30, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("epochs", self.epochs)
+        check_whole("rank", self.rank, least=0)
+        if self.rank == 1:
+            raise FlowBNNError(
+                "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2"
+            )
+        check_whole("per_epoch", self.per_epoch)
+        check_whole("batch_norm_samples", self.batch_norm_samples)
+        check_scale("swag_lr", self.swag_lr)
+        check_scale("scale", self.scale)
+        if not 0.0 <= self.momentum < 1.0:
+            raise FlowBNNError(f"momentum is at least 0 and below 1, not {self.momentum}")
+        if not 0.0 <= self.begin < 1.0:
+            raise FlowBNNError(f"begin is a share of the epochs, at least 0 and below 1, not {self.begin}")
+        if (self.epochs - self.first) * self.per_epoch < 2:
+            raise FlowBNNError(
+                f"{self.epochs - self.first} epochs of {self.epochs} are left to collect weights, which gives one set of them; take "
+                "more epochs, a smaller begin, or a larger per_epoch"
+            )
+
+    @property
+    def first(self) -> int:
+        """Epochs of ordinary training."""
+        return round(self.begin * self.epochs)
+
+    def fit(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        *,
+        likelihood: LikelihoodName = "auto",
+        num_data: int | None = None,
+        validation: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> SWAGPosterior:
+        """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
+        model, number = self.copied(network), self.count(loader, num_data)
+        if isinstance(loader, Sized) and len(loader) * (self.epochs - self.first) < 2:
+            raise FlowBNNError(
+                "the walk has one step, which gives one set of weights and no variance; take more epochs or smaller batches"
+            )
+        decay = 1.0 / (self.prior_scale**2 * number)
+        seed = options.get("seed")
+        if self.first:
+            point = fit_point(
+                model,
+                loader,
+                epochs=self.first,
+                likelihood=likelihood,
+                lr=self.lr,
+                weight_decay=decay,
+                optimizer=self.optimizer,
+                schedule=self.schedule,
+                validation=validation,
+                **_placed(options, "training"),
+            )
+        else:
+            point = PointPosterior(model, prepare(model, loader, likelihood, seed)[0])
+        walk = Walk(point, self.rank)
+        history = self._walk(walk, point, loader, decay, validation, _placed(options, "walk"))
+        joined = History(
+            point.history.records + history.records,
+            point.history.steps + history.steps,
+            point.history.seconds + history.seconds,
+        )
+        mean, variance, deviations = walk.moments()
+        fixed = seed if seed is not None else int(torch.randint(2**31 - 1, ()))
+        posterior = SWAGPosterior(
+            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, None, fixed
+        )
+        with torch.no_grad():
+            for name, value in posterior.cut(mean).items():
+                posterior.parameters[name].copy_(value)
+        if not normalizers(point.model):
+            return posterior
+        states = statistics_of(posterior, self.batch_norm_samples, loader, options.get("progress", True))
+        return SWAGPosterior(
+            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, states, fixed
+        )
+
+    def _walk(
+        self,
+        walk: "Walk",
+        point: PointPosterior,
+        loader: Iterable[Any],
+        decay: float,
+        validation: Iterable[Any] | None,
+        options: dict[str, Any],
+    ) -> History:
+        """SGD at a constant rate, which collects on its way."""
+        likelihood = point.likelihood
+        groups: list[dict[str, Any]] = [
+            {
+                "params": list(trained_parameters(point.model).values()),
+                "lr": self.swag_lr * noise_variance(likelihood),
+                "weight_decay": decay,
+            }
+        ]
+        if learned := [parameter for parameter in likelihood.parameters() if parameter.requires_grad]:
+            groups.append({"params": learned, "lr": self.swag_lr, "weight_decay": 0.0})
+        engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
+        settings = run_options(self.epochs - self.first, options, "walking")
+
+        def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+            if self._due(clock, walk):
+                unwrap(wrapped).collect()  # type: ignore[operator]
+            inputs, targets = split_batch(batch)
+            outputs = wrapped(inputs)
+            likelihood.check(outputs, targets)
+            log_likelihood = likelihood.log_prob(outputs, targets).mean()
+            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+
+        point.model.train()
+        history = train(
+            walk,
+            step,
+            engine,
+            loader,
+            settings,
+            validate=None if validation is None else validator(point, validation, 1),
+            names_below="network",
+        )
+        walk.collect()
+        point.model.eval()
+        return history
+
+    def _due(self, clock: Clock, walk: "Walk") -> bool:
+        """Whether the weights that the last step left are to be collected."""
+        if clock.steps_per_epoch is None:
+            return clock.epoch > int(walk.count)
+        if clock.step == 0:
+            return False
+        done = [step * self.per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)]
+        return done[1] > done[0]
+
+
+class Walk(Bundle):
+    """A network, its likelihood, and the moments of the weights it went through, all in its checkpoint."""
+
+    mean: Tensor
+    square: Tensor
+    deviations: Tensor
+    count: Tensor
+
+    def __init__(self, point: PointPosterior, rank: int) -> None:
+        super().__init__(point.model, point.likelihood)
+        flat = self.flat()
+        self.register_buffer("mean", torch.zeros_like(flat))
+        self.register_buffer("square", torch.zeros_like(flat))
+        self.register_buffer("deviations", flat.new_zeros(rank, len(flat)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def flat(self) -> Tensor:
+        """All learned weights as one vector."""
+        return torch.cat([value.detach().flatten() for value in trained_parameters(self.network).values()])
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take the present weights into the moments (Welford's sums, which lose no digits)."""
+        weights = self.flat()
+        before = weights - self.mean
+        self.count += 1
+        self.mean += before / self.count
+        after = weights - self.mean
+        self.square += before * after
+        if len(self.deviations):
+            self.deviations[(int(self.count) - 1) % len(self.deviations)] = after
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and the deviations that are there."""
+        number = int(self.count)
+        kept = self.deviations[: min(number, len(self.deviations))]
+        return self.mean.clone(), (self.square / number).clamp_min(1e-12), kept.clone()
+
+
+def noise_variance(likelihood: Any) -> float:
+    """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
+    if getattr(likelihood, "noise", None) == "learned":
+        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
+    noise = getattr(likelihood, "noise", 1.0)
+    return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
+
+
+def normalizers(model: nn.Module) -> list[nn.Module]:
+    """Layers that keep running statistics of what they see."""
+    kinds = (nn.modules.batchnorm._NormBase,)
+    return [part for part in model.modules() if isinstance(part, kinds) and part.running_mean is not None]
+
+
+def statistics_of(
+    posterior: SWAGPosterior, samples: int, loader: Iterable[Any], progress: bool
+) -> dict[str, Tensor]:
+    """Buffers ``{name: [samples, ...]}`` of draws after a pass over the data; the mean network gets its own too."""
+    found = []
+    for index in track(range(samples), "BatchNorm statistics", progress):
+        network = posterior.network_of(posterior.weights(index, posterior.fixed_seed))
+        refresh(network, loader, posterior.fixed_seed)
+        found.append({name: value.clone() for name, value in network.named_buffers()})
+    refresh(posterior.model, loader, posterior.fixed_seed)
+    return {name: torch.stack([state[name] for state in found]) for name in found[0]}
+
+
+def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
+    """Running statistics as plain means over the batches of one pass, everything else in evaluation mode."""
+    layers = normalizers(model)
+    momenta = [layer.momentum for layer in layers]
+    with evaluating(model), undisturbed(loader, seed):
+        for layer in layers:
+            layer.reset_running_stats()  # type: ignore[operator]
+            layer.momentum = None  # type: ignore[assignment]
+            layer.train()
+        for index, batch in enumerate(loader):
+            with single_row_told(batch, 0, index):
+                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+
+
+def _placed(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """The options of a part of the run, with a file of its own in the folder."""
+    if options.get("checkpoint") is None:
+        return options
+    return {**options, "checkpoint": Path(options["checkpoint"]).with_suffix("") / f"{name}.safetensors"}

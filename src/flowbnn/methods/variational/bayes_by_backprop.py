@@ -1,0 +1,277 @@
+r"""Bayes by Backprop (Blundell et al., 1505.05424): a factorized Gaussian over the weights of any network, fitted by the ELBO.
+
+.. math:: \max_{\mu, \sigma} \; \frac1N \sum_i E_q \log p(y_i \mid x_i, w) - \frac{\beta}{N} \mathrm{KL}[q(w) \| p(w)],
+          \qquad q(w) = \prod_j \mathcal N(w_j \mid \mu_j, \sigma_j^2)
+
+What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it finds the mean exactly and the variances
+:math:`1 / \Lambda_{jj}`, no correlations.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.distributions.draws import standard_normal, standard_normals
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.base import LikelihoodName, check_whole, register_method
+from flowbnn.methods.fitting import prepare, run_options
+from flowbnn.methods.variational.base import Variational, fit_elbo
+from flowbnn.methods.variational.gaussian_weights import DrawnWeights, GaussianWeights, check_mixture
+from flowbnn.methods.variational.selection import base_scales, chosen_weights, ways_of
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.training import History
+
+__all__ = ["BayesByBackprop", "GaussianWeightPosterior"]
+
+# -------------------- gaussian_weights.py
+
+BLOCK = 2**23  # bytes of the samples that are drawn together
+
+
+class GaussianWeightPosterior(WeightPosterior):
+    """Independent Gaussian weights around those of a network.
+
+    The network itself holds the means, so that it is the mean network; :meth:`sample` gives a copy with weights drawn around them.
+
+    Args:
+        model: the network.
+        likelihood: how outputs speak of targets.
+        std: standard deviations, by the names of the parameters that have one; the others are points.
+        mean: means, written to the network; its own weights unless given.
+        history: the training record.
+
+    >>> import flowbnn as fb
+    >>> layer = nn.Linear(2, 1)
+    >>> posterior = GaussianWeightPosterior(layer, fb.Gaussian(noise=0.1), {"weight": torch.full((1, 2), 0.5)})
+    >>> posterior.draws(3, seed=0)["weight"].shape, posterior.names
+    (torch.Size([3, 1, 2]), ['weight'])
+    """
+
+    kind: ClassVar[str] = "gaussian weights"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        std: Mapping[str, Tensor],
+        mean: Mapping[str, Tensor] | None = None,
+        history: History | None = None,
+    ) -> None:
+        super().__init__(model, likelihood, history)
+        own = dict(model.named_parameters())
+        if not std:
+            raise FlowBNNError("a Gaussian over weights needs the standard deviation of at least one of them")
+        for name, value in [*std.items(), *(mean or {}).items()]:
+            if name not in own:
+                raise FlowBNNError(f"the network has no weight '{name}'")
+            if value.shape != own[name].shape:
+                raise FlowBNNError(
+                    f"the weight '{name}' has shape {tuple(own[name].shape)}, but was given numbers of shape {tuple(value.shape)}"
+                )
+        for name, value in std.items():
+            if not bool((value >= 0).all()):
+                raise FlowBNNError(f"a standard deviation of '{name}' is below 0 or NaN")
+        with torch.no_grad():
+            for name, value in (mean or {}).items():
+                own[name].copy_(value)
+        # in the network's order: draws depend on it, and a file does not keep another
+        self._names = [name for name in own if name in std]
+        self.shapes = [own[name].shape for name in self._names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.flat_mean, self.flat_std = self.join(own), self.join(std)
+        # while training goes on: gives means and standard deviations as they are now
+        self.live: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return self._names
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """The means, by the names of the parameters."""
+        return self.split(self.flat_mean)
+
+    @property
+    def std(self) -> dict[str, Tensor]:
+        """The standard deviations."""
+        return self.split(self.flat_std)
+
+    def join(self, values: Mapping[str, Tensor]) -> Tensor:
+        """One vector of all parameters."""
+        return torch.cat([values[name].detach().flatten() for name in self._names])
+
+    def follow(self) -> None:
+        """Take over means and standard deviations from the training that goes on."""
+        if self.live is not None:
+            self.flat_mean, self.flat_std = map(self.join, self.live())
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters of one vector of all of them."""
+        parts = zip(self._names, flat.split(self.sizes), self.shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in parts}
+
+    def drawing(self, samples: int, **options: Any) -> Any:
+        self.follow()
+        return super().drawing(samples, **options)
+
+    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
+        mean = self.flat_mean
+        normal = standard_normal(mean.shape, mean.dtype, mean.device, generator_of(seed, index, mean.device))
+        return self.split(torch.addcmul(mean, self.flat_std, normal))
+
+    def stream(self, low: int, high: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        if type(self).weights is not GaussianWeightPosterior.weights:  # a subclass draws in a way of its own
+            yield from super().stream(low, high, seed)
+            return
+        mean, std = self.flat_mean, self.flat_std
+        count = max(1, BLOCK // max(1, mean.numel() * mean.element_size()))
+        room = mean.new_empty(
+            min(count, high - low), mean.numel()
+        )  # made once: fresh memory is slow to touch
+        for start in range(low, high, count):
+            sources = [
+                generator_of(seed, index, mean.device) for index in range(start, min(start + count, high))
+            ]
+            rows = room[: len(sources)]
+            standard_normals(mean.numel(), mean.dtype, mean.device, sources, rows)
+            torch.addcmul(mean, std, rows, out=rows)
+            for row in rows:
+                yield self.split(row)
+
+    def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
+        missing = [name for name in self._names if name not in values]
+        if missing:
+            raise FlowBNNError(f"log_prob needs values of every weight; '{missing[0]}' is not among them")
+        flat = torch.cat([values[name].flatten() for name in self._names]).to(self.flat_mean)
+        error = (flat - self.flat_mean) / self.flat_std
+        constant = 0.5 * len(flat) * math.log(2.0 * math.pi)
+        return -0.5 * error.square().sum() - self.flat_std.log().sum() - constant
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"std.{name}": value.contiguous() for name, value in self.std.items()}
+
+    @classmethod
+    def restored(
+        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "GaussianWeightPosterior":
+        std = {name.removeprefix("std."): value for name, value in state.items() if name.startswith("std.")}
+        return cls(point.model, point.likelihood, std, history=point.history)
+
+
+ESTIMATORS = ("auto", "reparameterization", "local", "flipout")
+PRIORS = ("gaussian", "scale-mixture")
+
+
+@register_method
+@dataclass(frozen=True, repr=False)
+class BayesByBackprop(Variational):
+    r"""A Gaussian of its own for every weight (mean-field), on any network: nothing has to be rewritten.
+
+    The standard deviations are learned as their logarithms. Parameters of normalisation layers (BatchNorm and its kin) stay points
+    unless ``layers`` names them; so does whatever is frozen (``requires_grad=False``). Tied weights have one posterior, counted once.
+
+    Args:
+        prior: ``"gaussian"``, :math:`\mathcal N(0, \sigma^2)` with ``prior_scale``, whose KL has a closed form; or
+            ``"scale-mixture"``, :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, whose KL is estimated on
+            fresh draws.
+        pi, sigma1, sigma2: of the mixture.
+        estimator: how weights are drawn in training. ``"reparameterization"``: one draw of all weights for each batch, which serves
+            every layer and costs next to nothing. ``"local"``: noise on the outputs of every example instead, and ``"flipout"``: one
+            draw whose signs are flipped for every example; both serve linear layers and convolutions, double their work, and give
+            gradients of lower variance. ``"auto"`` takes ``"local"`` for linear layers that see one vector per example, where it is
+            exact and cheap, and plain reparameterization for all others: for convolutions ``"local"`` takes the positions of a
+            feature map as independent, and both others cost a second convolution. Tied weights are always drawn plainly.
+        layers: which layers are Bayesian: a name or glob (``"fc*"``; a name covers what is inside), a class, or a predicate
+            ``(name, module) -> bool``. All but normalisation layers unless given.
+        base_scale: standard deviations at the start, as a share of the size (root mean square) of each weight tensor.
+        lr, noise_lr: learning rates of the means, and of the log standard deviations (and of the likelihood's noise).
+        beta, warmup: weight of the KL, and the first share of the run over which it grows from 0.
+        samples: draws per step.
+        kl_samples: fresh draws for each estimate of the KL to a mixture.
+
+    >>> import torch
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> posterior = BayesByBackprop(epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.std["weight"].shape
+    torch.Size([3, 2])
+    """
+
+    name: ClassVar[str] = "bayes-by-backprop"
+    label: ClassVar[str] = "Bayes by Backprop"
+
+    prior: Literal["gaussian", "scale-mixture"] = "gaussian"
+    estimator: Literal["auto", "reparameterization", "local", "flipout"] = field(default="auto", kw_only=True)
+    layers: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None = field(
+        default=None, kw_only=True
+    )
+    pi: float = field(default=0.5, kw_only=True)
+    sigma1: float = field(default=1.0, kw_only=True)
+    sigma2: float = field(default=0.0025, kw_only=True)
+    kl_samples: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("kl_samples", self.kl_samples)
+        if self.prior not in PRIORS:
+            raise FlowBNNError(f"there is no prior '{self.prior}'{nearest(str(self.prior), PRIORS)}")
+        if self.estimator not in ESTIMATORS:
+            raise FlowBNNError(
+                f"there is no estimator '{self.estimator}'{nearest(str(self.estimator), ESTIMATORS)}"
+            )
+        check_mixture(self.pi, self.sigma1, self.sigma2)
+
+    def fit(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        *,
+        likelihood: LikelihoodName = "auto",
+        num_data: int | None = None,
+        validation: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> GaussianWeightPosterior:
+        """As :meth:`Method.fit`; the means start at the network's weights, fresh or trained.
+
+        The history has ELBO, log-likelihood and KL of every epoch.
+        """
+        model, number = self.copied(network), self.count(loader, num_data)
+        names = chosen_weights(model, self.layers)
+        settings = run_options(self.epochs, options, "fitting the weights")
+        chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
+        ways = ways_of(model, names, self.estimator, inputs)
+        mean = {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
+        std = base_scales(mean, self.base_scale, self.prior_scale)
+        weights = GaussianWeights(mean, std, ways.parameters)
+        around = DrawnWeights(model, weights, ways.layers)
+        posterior = GaussianWeightPosterior(model, chosen, std)
+        posterior.live = lambda: (
+            weights.split(weights.mean.detach()),
+            weights.split(weights.log_std.detach().exp()),
+        )
+        mixture = None if self.prior == "gaussian" else (self.pi, self.sigma1, self.sigma2)
+        groups = [
+            {"name": "means", "params": [weights.mean], "lr": self.lr},
+            {"name": "deviations", "params": [weights.log_std], "lr": self.noise_lr},
+        ]
+        fit_elbo(
+            posterior,
+            around,
+            lambda: weights.divergence(self.prior_scale, mixture, self.kl_samples),
+            groups,
+            self,
+            loader,
+            number,
+            check,
+            settings,
+            validation,
+        )
+        around.release()
+        posterior.follow()
+        posterior.live = None
+        return posterior

@@ -1,0 +1,143 @@
+"""LeNet, as in document 000's code: two convolutions, three linear layers, an adaptive pool between."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["MLP", "VGG16", "LeNet", "SmallConv"]
+
+
+class LeNet(nn.Module):
+    """LeNet (LeCun et al., 1998) for images of 28x28 or 32x32: the pool brings either to 4x4.
+
+    >>> LeNet(channels=1)(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, channels: int = 1, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.pool = nn.MaxPool2d(2)
+        self.adapt = nn.AdaptiveAvgPool2d(4)
+        self.fc1 = nn.Linear(16 * 4 * 4, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.adapt(self.pool(torch.relu(self.conv2(x))))
+        x = torch.relu(self.fc1(x.flatten(1)))
+        return self.fc3(torch.relu(self.fc2(x)))
+
+
+# -------------------- mlp.py
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, called ``fc1``, ``fc2``, ... so that rules can name them.
+
+    Args:
+        inputs: length of the input vectors; longer tensors are flattened to it.
+        hidden: widths between; one width makes the two-layer network of document 000's figure 3.
+        outputs: number of classes, or of regression targets.
+
+    >>> network = MLP(2, (32,), 2)
+    >>> [name for name, _ in network.named_children()], network(torch.zeros(5, 2)).shape
+    (['fc1', 'fc2'], torch.Size([5, 2]))
+    """
+
+    def __init__(self, inputs: int = 2, hidden: Sequence[int] = (32,), outputs: int = 2) -> None:
+        super().__init__()
+        widths = (inputs, *hidden, outputs)
+        if min(widths) < 1:
+            raise FlowBNNError(f"every width of an MLP is at least 1, not {widths}")
+        self.depth = len(widths) - 1
+        for index in range(self.depth):
+            self.add_module(f"fc{index + 1}", nn.Linear(widths[index], widths[index + 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for index in range(self.depth):
+            x = self.get_submodule(f"fc{index + 1}")(x if index == 0 else torch.relu(x))
+        return x
+
+
+# -------------------- small_conv.py
+
+
+class SmallConv(nn.Module):
+    """Two convolutions with pooling, two linear layers: ``conv1``, ``conv2``, ``fc1``, ``fc2``.
+
+    Args:
+        channels: of the image.
+        classes: number of outputs.
+        width: channels of the first convolution; the second has twice as many.
+        hidden: width between the linear layers.
+
+    >>> SmallConv()(torch.zeros(3, 1, 8, 8)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16, hidden: int = 64) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(2 * width * 4, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.pool(torch.relu(self.conv2(x)))
+        return self.fc2(torch.relu(self.fc1(x.flatten(1))))
+
+
+# -------------------- vgg.py
+
+WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+POOL_AFTER = (2, 4, 7, 10, 13)  # convolutions, counted from 1
+
+
+class VGG16(nn.Module):
+    """VGG16 (Simonyan & Zisserman, 2015) with BatchNorm: 13 convolutions, 3 linear layers, for images of 32x32 or larger.
+
+    The convolutions are ``conv1`` to ``conv13``, each followed by its ``norm`` and a ReLU, with a pool after the 2nd, 4th, 7th,
+    10th and 13th; the linear layers are ``fc1`` to ``fc3``. What the pools leave is averaged to one position.
+
+    Args:
+        channels: of the images.
+        classes: outputs.
+        hidden: width of the first two linear layers.
+        width: multiplies the channels of all convolutions; below 1 for a network that trains in a moment.
+
+    >>> VGG16(width=0.125)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, channels: int = 3, classes: int = 10, hidden: int = 512, width: float = 1.0) -> None:
+        super().__init__()
+        if not 0.0 < width <= 8.0:
+            raise FlowBNNError(f"width multiplies the channels and lies above 0 and up to 8, not {width}")
+        widths = [max(1, round(width * number)) for number in WIDTHS]
+        for index, (before, after) in enumerate(zip([channels, *widths], widths, strict=False), start=1):
+            self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=1, bias=False))
+            self.add_module(f"norm{index}", nn.BatchNorm2d(after))
+        self.pool = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(widths[-1], hidden)
+        self.fc2 = nn.Linear(hidden, hidden)
+        self.fc3 = nn.Linear(hidden, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(1, len(WIDTHS) + 1):
+            x = torch.relu(self.get_submodule(f"norm{index}")(self.get_submodule(f"conv{index}")(x)))
+            if index in POOL_AFTER:
+                x = self.pool(x)
+        x = torch.relu(self.fc1(x.mean((2, 3))))
+        return self.fc3(torch.relu(self.fc2(x)))

@@ -1,0 +1,258 @@
+"""Noise from a flow: the stochastic part of document 000."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowbnn.distributions import (
+    Base,
+    DiagonalNormal,
+    Divergence,
+    Flow,
+    MixtureBase,
+    NormalBase,
+    NormalMixture,
+    divergence,
+)
+from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
+from flowbnn.kernels import planar_lu as fused
+from flowbnn.noise.base import Noise, Site
+from flowbnn.noise.layout import Layout
+from flowbnn.numerics import sum_rightmost
+from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform
+
+__all__ = ["InputNoise"]
+
+
+MEMORY = 8  # sizes of batches
+PARTS = frozenset({"base", "transform", "prior"})
+
+
+class InputNoise(Noise):
+    r"""Noise whose posterior is a flow: a base pushed through a transform, with a prior on the result.
+
+    .. math:: \mathrm{KL}[q(z) \| p(z)] = E_{q_0}\Big[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)\Big]
+
+    Args:
+        base: where the noise starts, :math:`q_0`.
+        transform: the flow.
+        prior: :math:`p`, on the *transformed* noise.
+        layout: how the vector lies on the layer's tensor.
+        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, an independent one at every position.
+        positions: for site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does (a KL tempered
+            by the number of positions); an integer counts that many, which is exact when it is the map's size.
+        kl_samples: fresh draws for a KL without closed form.
+        label: what the conversion's table shows.
+    """
+
+    # of passes so far, by the rows of the whole batch: the positions, and whether half precision rounds the draws
+    seen: dict[int, tuple[tuple[int, ...], bool]] | None = None
+    mixed: Any = None  # where the noise begins as a mixture: base, elementwise affine map and prior
+
+    def __init__(
+        self,
+        base: Base,
+        transform: Transform,
+        prior: Base,
+        layout: Layout,
+        site: Site = "channel",
+        positions: int | Literal["mean"] = "mean",
+        kl_samples: int = 16,
+        label: str = "flow",
+    ) -> None:
+        super().__init__(layout, site)
+        self.base, self.transform, self.prior = base, transform, prior
+        self.positions, self.kl_samples, self.label = positions, kl_samples, label
+        self._look()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in PARTS and "rest" in self.__dict__:  # another prior, say, on a layer that is there
+            self._look()
+
+    def _look(self) -> None:
+        """What base, transform and prior allow: learnable Gaussians and mixtures are drawn for many layers at once."""
+        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        normal = isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
+        known = (self.base, parts[0], self.prior) if normal else None
+        self.start: Any = known if isinstance(self.base, NormalBase) else None
+        # a subclass may have another distribution
+        self.mixed = known if type(self.base) is MixtureBase else None
+        self.rest: list[Transform] = parts[1:]
+        self.normalising = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
+
+    @property
+    def count(self) -> int:
+        """How many vectors the KL of this layer counts."""
+        return 1 if self.site == "channel" or self.positions == "mean" else int(self.positions)
+
+    def posterior(self) -> Flow:
+        """The distribution of one noise vector."""
+        return Flow(self.base.distribution(), self.transform)
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+        """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
+        half = self._half
+        with self._in_full_precision():
+            return self._end(self._begin(shape, generator, half), half is not None)
+
+    def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
+        self._remember(rows, at)
+        if self.share is None or self.reads_batch:
+            return super().draw_rows(rows, at)
+        half = self._half
+        with self._in_full_precision():
+            return self._end(self.begin_rows(rows, at, half), half is not None)
+
+    def begin_rows(self, rows: int, at: tuple[int, ...], half: torch.dtype | None = None) -> Tensor:
+        """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
+        if self.share is None:
+            return self._begin((rows, *at), self.generator, half)
+        return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, half))
+
+    @property
+    def chain(self) -> PlanarLU | None:
+        """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
+        one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
+        return one if isinstance(one, PlanarLU) else None
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether one pass tells how to draw ahead of the next: one chain, drawn anew at every position."""
+        return self.site == "position" and self.chain is not None and self.draws_plainly
+
+    def foreseen(self, rows: int) -> tuple[tuple[int, ...], bool] | None:
+        """Positions of the next pass, of ``rows`` rows, and whether half precision rounds its draws; None where nothing tells."""
+        if self.seen is None or not self.foreseeable or self.mode != "sample" or self.ready is not None:
+            return None
+        return self.seen.get(self._whole(rows))
+
+    def _remember(self, rows: int, at: tuple[int, ...]) -> None:
+        """What a pass of the network tells of the next one; not a part of it that runs twice, which draws for itself."""
+        if (
+            torch.compiler.is_compiling()
+            or not self.foreseeable
+            or self.group is None
+            or not self.group.serves()
+        ):
+            return
+        kept = {} if self.seen is None or len(self.seen) >= MEMORY else self.seen
+        kept[self._whole(rows)] = (at, self._half is not None)
+        self.seen = kept
+
+    def _whole(self, rows: int) -> int:
+        """The same on every process, so that all draw ahead or none does."""
+        return rows if self.share is None else self.share.whole(rows)
+
+    def _fits(self, rows: int, at: tuple[int, ...]) -> bool:
+        found = None if self.seen is None else self.seen.get(self._whole(rows))
+        return super()._fits(rows, at) and (found is None or found[1] == (self._half is not None))
+
+    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+        if self.reads_batch or not self.draws_plainly or self._opening is None:
+            return super().draw_each(at, generators)
+        coarse = self._half is not None
+        with self._in_full_precision():  # the normals one by one, and all that follows at once
+            mean, deviation = self._normals()
+            shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
+            for source in generators:
+                if self.mixed is not None:
+                    which.append(components_of(len(mean), at, mean.device, source))
+                normal.append(standard_normal(shape, mean.dtype, mean.device, source))
+            if self.mixed is None:
+                return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
+            return self._end(chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal)), coarse)
+
+    @property
+    def _opening(self) -> Any:
+        """Base, affine map and prior where the noise begins as a learnable Gaussian or a mixture of them, else None."""
+        return self.mixed if self.start is None else self.start
+
+    def _normals(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
+        base, affine, _ = self._opening
+        first = base.distribution()
+        return affine.push_normal(first.loc, first.scale)[:2]
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether :meth:`draw` is the one of this class: no subclass and no trial has put another in its place."""
+        return type(self).draw is InputNoise.draw and "draw" not in vars(self)
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
+        return any(not getattr(part, "started", False) for part in self.normalising)
+
+    @property
+    def _device(self) -> str:
+        return next(
+            self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
+        ).device.type
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        """Of the product that the noise goes into, which rounds it; None where that is as good as the noise."""
+        return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
+
+    def _in_full_precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._half is None else torch.autocast(self._device, enabled=False)
+
+    def _begin(
+        self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
+    ) -> Tensor:
+        if self._opening is None:
+            return reparameterized(self.base.distribution(), shape, generator)
+        mean, deviation = self._normals()
+        if self.mixed is not None:
+            return NormalMixture(mean, deviation).rsample(shape, generator)
+        if half is not None and not self.rest and torch.compiler.is_compiling():
+            # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
+            normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
+            return torch.addcmul(mean, normal.to(half).to(mean.dtype), deviation)
+        return DiagonalNormal(mean, deviation).rsample(shape, generator)
+
+    def _end(self, z: Tensor, coarse: bool = False) -> Tensor:
+        return self.transform(z)[0] if self._opening is None else self.push(z, False, coarse)[0]
+
+    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What follows the learnable Gaussian; ``coarse``: as in :func:`flowbnn.kernels.planar_lu.push_many`."""
+        total: Tensor | None = None
+        for part in self.rest:
+            z, found = _chain(part, z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
+            if log_det and found is not None:
+                found = sum_rightmost(found, 1 - part.event_dim)
+                total = found if total is None else total + found
+        return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
+
+    def mean(self) -> Tensor:
+        base = self.base.distribution()
+        if self.transform.linearity != "none":
+            return self.transform(base.mean)[0]
+        generator = torch.Generator(base.mean.device).manual_seed(0)
+        return self.posterior().rsample((4096,), generator).mean(0)
+
+    def divergence(self, samples: int | None = None, generator: torch.Generator | None = None) -> Divergence:
+        device = self.base.distribution().mean.device.type
+        with torch.autocast(device, enabled=False):
+            kl, entropy = divergence(
+                self.posterior(),
+                self.prior.distribution(),
+                samples or self.kl_samples,
+                generator or self.generator,
+            )
+        return Divergence(kl * self.count, entropy * self.count)
+
+    def extra_repr(self) -> str:
+        return f"{self.label}, dim={self.layout.dim}, site={self.site}"
+
+
+def _chain(part: PlanarLU, z: Tensor, log_det: bool, coarse: bool) -> tuple[Tensor, Tensor | None]:
+    """A chain of planar and LU maps, in kernels of its own where the device has them."""
+    if not fused.available(z):
+        return part.push(z, log_det)
+    ends, found = fused.push_many([part], [z.reshape(-1, z.shape[-1])], log_det, coarse)
+    return ends[0].view(z.shape), None if found is None else found[0].view(z.shape[:-1])

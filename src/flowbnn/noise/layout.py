@@ -1,0 +1,174 @@
+"""How a noise vector lies on a layer's tensor: which axis holds the features, which the examples."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+
+__all__ = ["Layout", "absorbs", "layout_of", "register_layer", "untouched", "weight_scale", "wrappable"]
+
+
+class Layout(NamedTuple):
+    """Where the noise of one kind of layer goes.
+
+    Args:
+        dim: length of the noise vector: the number of features the layer reads.
+        feature_axis: the axis of the features, counted from the end (``-1`` linear, ``-3`` a 2-d convolution).
+        batch_axis: the axis of the examples when the input is batched; None where the input has none (positions, say).
+        unbatched_ndim: number of axes of one example without a batch axis.
+        side: ``"input"``, or ``"output"`` for layers that read no real-valued features (an embedding).
+        fan_out: above 0 where every output reads one input feature (a depthwise convolution, a convolution of a grey image):
+            that many outputs for each. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``, so it may
+            as well multiply the output, which spares a gradient for the images and, at prediction, all samples but one.
+        split: lengths, when the layer reads several inputs of different widths (attention with its own key and value
+            widths): the vector is cut and each input gets its piece.
+    """
+
+    dim: int
+    feature_axis: int = -1
+    batch_axis: int | None = 0
+    unbatched_ndim: int = 1
+    side: Literal["input", "output"] = "input"
+    split: tuple[int, ...] = ()
+    fan_out: int = 0
+
+
+def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the layer computes what its torch class does: a subclass may do anything around it."""
+    names = ("forward", "_conv_forward")
+    return all(
+        name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
+        for name in names
+    )
+
+
+def _linear(module: nn.Linear) -> Layout:
+    single = module.in_features == 1 and untouched(module, nn.Linear)
+    return Layout(module.in_features, fan_out=module.out_features if single else 0)
+
+
+def _convolution(kind: type[nn.Module], spatial: int) -> Callable[[nn.Module], Layout]:
+    def layout(module: nn.Module) -> Layout:
+        channels, groups, out = (getattr(module, name) for name in ("in_channels", "groups", "out_channels"))
+        fan_out = out // groups if channels == groups and untouched(module, kind) else 0
+        return Layout(channels, feature_axis=-1 - spatial, unbatched_ndim=1 + spatial, fan_out=fan_out)
+
+    return layout
+
+
+def _recurrent(module: nn.RNNBase) -> Layout:
+    return Layout(module.input_size, batch_axis=0 if module.batch_first else 1, unbatched_ndim=2)
+
+
+def _cell(module: nn.RNNCellBase) -> Layout:
+    return Layout(module.input_size)
+
+
+def _attention(module: nn.MultiheadAttention) -> Layout:
+    widths = (module.embed_dim, module.kdim, module.vdim)
+    same = widths == (module.embed_dim,) * 3
+    return Layout(
+        module.embed_dim if same else sum(widths),
+        batch_axis=0 if module.batch_first else 1,
+        unbatched_ndim=2,
+        split=() if same else widths,
+    )
+
+
+def _embedding(module: nn.Embedding) -> Layout:
+    return Layout(module.embedding_dim, side="output")
+
+
+_LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution(nn.Conv1d, 1),
+    nn.Conv2d: _convolution(nn.Conv2d, 2),
+    nn.Conv3d: _convolution(nn.Conv3d, 3),
+    nn.ConvTranspose1d: _convolution(nn.ConvTranspose1d, 1),
+    nn.ConvTranspose2d: _convolution(nn.ConvTranspose2d, 2),
+    nn.ConvTranspose3d: _convolution(nn.ConvTranspose3d, 3),
+    nn.RNNBase: _recurrent,
+    nn.RNNCellBase: _cell,
+    nn.MultiheadAttention: _attention,
+    nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding,
+}
+
+
+def register_layer(kind: type[nn.Module], layout: Callable[..., Layout]) -> None:
+    """Teach the conversion a kind of layer of your own.
+
+    Args:
+        kind: the module class; subclasses are covered too.
+        layout: a function from a module of that class to its :class:`Layout`.
+
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, features):
+    ...         super().__init__()
+    ...         self.weight = nn.Parameter(torch.ones(features))
+    ...     def forward(self, x):
+    ...         return x * self.weight
+    >>> import torch
+    >>> register_layer(Scale, lambda module: Layout(len(module.weight)))
+    >>> layout_of(Scale(7)).dim
+    7
+    """
+    _LAYOUTS[kind] = layout
+
+
+def wrappable(module: nn.Module) -> bool:
+    """Whether this kind of layer can carry noise."""
+    return any(kind in _LAYOUTS for kind in type(module).__mro__)
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The layout of the nearest registered class of ``module``."""
+    for kind in type(module).__mro__:
+        if kind in _LAYOUTS:
+            layout = _LAYOUTS[kind](module)
+            if layout.dim < 1:
+                raise FlowBNNError(
+                    f"a {type(module).__name__} has no input width yet; run one batch through the lazy network first"
+                )
+            return layout
+    raise FlowBNNError(
+        f"a {type(module).__name__} is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
+    )
+
+
+# -------------------- scaling.py
+
+FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def absorbs(module: nn.Module) -> bool:
+    """Whether noise on the layer's input can be multiplied into its weight: a torch layer as it is, with a weight of its own.
+
+    >>> absorbs(nn.Conv2d(4, 8, 3, groups=2)), absorbs(nn.GRU(4, 8))
+    (True, False)
+    """
+    kind = next((kind for kind in (*FORWARD, *TRANSPOSED) if isinstance(module, kind)), None)
+    return kind is not None and module._parameters.get("weight") is not None and untouched(module, kind)
+
+
+def weight_scale(module: nn.Module, vector: Tensor) -> Tensor:
+    """What to multiply the weight by so that the layer computes ``layer(vector * x)``; it broadcasts against the weight.
+
+    >>> import torch
+    >>> layer, x, z = nn.Linear(3, 2, bias=False), torch.randn(5, 3), torch.rand(3)
+    >>> torch.allclose(x @ (layer.weight * weight_scale(layer, z)).T, layer(x * z))
+    True
+    """
+    weight: Any = module.weight
+    ones = (1,) * (weight.ndim - 2)
+    if isinstance(module, TRANSPOSED):
+        return vector.view(-1, 1, *ones)
+    groups: Any = getattr(module, "groups", 1)
+    if groups == 1:
+        return vector.view(1, -1, *ones)
+    return (
+        vector.view(groups, -1).repeat_interleave(weight.shape[0] // groups, 0).view(*weight.shape[:2], *ones)
+    )

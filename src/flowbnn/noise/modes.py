@@ -1,0 +1,184 @@
+"""Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.noise.base import Mode, Noise
+
+__all__ = [
+    "freeze",
+    "hold_noise",
+    "noise_layers",
+    "noise_mode",
+    "noise_parameters",
+    "parameter_groups",
+    "unfreeze",
+    "weight_parameters",
+]
+
+Part = Literal["weights", "noise"]
+FROZEN = "_frozen_by_flowbnn"
+
+
+def noise_layers(model: nn.Module) -> dict[str, Noise]:
+    """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
+    if not isinstance(model, nn.Module):
+        owner = type(model).__name__
+        advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
+    found: dict[str, Noise] = {}
+    seen: set[int] = set()
+
+    # as named_modules does, but not into the noise, which has the most parts
+    def visit(module: nn.Module, name: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if isinstance(module, Noise):
+            found[name.rpartition(".")[0]] = module
+            return
+        for part, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{part}" if name else part)
+
+    visit(model, "")
+    return found
+
+
+def _layers(model: nn.Module) -> dict[str, Noise]:
+    found = noise_layers(model)
+    if not found:
+        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+    return found
+
+
+def hold_noise(
+    model: nn.Module,
+    mode: Mode,
+    samples: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.noise.base.Noise` for the modes.
+
+    ``samples`` and ``seed`` serve mode ``"shared"``; ``seed`` or ``generator`` make mode ``"sample"`` repeatable.
+
+    Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
+    """
+    layers = _layers(model)
+    if samples < 1:
+        raise FlowBNNError(f"samples is at least 1, not {samples}")
+    if mode == "shared" and seed is None:
+        seed = int(torch.randint(2**31 - 1, (), generator=generator))
+    if mode == "sample" and seed is not None and generator is None:
+        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(seed)
+    for index, layer in enumerate(layers.values()):
+        layer.hold(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+
+
+@contextmanager
+def noise_mode(
+    model: nn.Module,
+    mode: Mode,
+    samples: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[nn.Module]:
+    """As :func:`hold_noise` for the length of a ``with`` block; the former state comes back after it.
+
+    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> plain = nn.Linear(3, 2)
+    >>> bayesian = to_stochastic(plain, {"*": NormalAffine()})
+    >>> x = torch.ones(4, 3)
+    >>> with noise_mode(bayesian, "off"):
+    ...     torch.equal(bayesian(x), plain(x))
+    True
+    """
+    names = ("mode", "samples", "seed", "generator", "share", "part", "repeat", "ready", "_held")
+    # by their dictionaries: torch asks of every attribute that is set whether it is a parameter
+    before = [{name: vars(layer)[name] for name in names} for layer in _layers(model).values()]
+    try:
+        hold_noise(model, mode, samples, seed, generator)
+        yield model
+    finally:
+        for layer, state in zip(noise_layers(model).values(), before, strict=True):
+            vars(layer).update(state)
+
+
+def noise_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the noise, each once."""
+    return list({id(p): p for layer in noise_layers(model).values() for p in layer.parameters()}.values())
+
+
+def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All other parameters, each once."""
+    theirs = {id(p) for p in noise_parameters(model)}
+    return [p for p in model.parameters() if id(p) not in theirs]
+
+
+def _choose(model: nn.Module, part: Part) -> list[nn.Parameter]:
+    if part not in ("weights", "noise"):
+        raise FlowBNNError(f"what can be frozen is 'weights' or 'noise', not {part!r}")
+    _layers(model)
+    return noise_parameters(model) if part == "noise" else weight_parameters(model)
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[set[str], str, nn.Parameter]]:
+    """Every module's parameters, with the names of those that :func:`freeze` froze; they are kept by the module and copied with it."""
+    for module in model.modules():
+        marks = module.__dict__.setdefault(FROZEN, set())
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield marks, name, parameter
+
+
+def freeze(model: nn.Module, part: Part) -> None:
+    """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`."""
+    chosen = {id(parameter) for parameter in _choose(model, part) if parameter.requires_grad}
+    for marks, name, parameter in _frozen(model):
+        if id(parameter) in chosen:
+            marks.add(name)
+            parameter.requires_grad_(False)
+
+
+def unfreeze(model: nn.Module, part: Part) -> None:
+    """Train those of the ``"weights"`` or the ``"noise"`` again that :func:`freeze` froze.
+
+    What was frozen by other means stays so: ``requires_grad_(True)`` on a layer or a network thaws all of it.
+    """
+    chosen = {id(parameter) for parameter in _choose(model, part)}
+    thawed = {id(parameter) for marks, name, parameter in _frozen(model) if name in marks} & chosen
+    for marks, name, parameter in _frozen(model):
+        if id(parameter) in thawed:
+            marks.discard(name)
+            parameter.requires_grad_(True)
+
+
+def parameter_groups(
+    model: nn.Module, weight_lr: float = 2e-4, noise_lr: float = 2e-3, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Optimizer groups with learning rates of their own: document 000 uses 2e-4 for weights and 2e-3 for noise.
+
+    Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
+    """
+    for name, rate in (("weight_lr", weight_lr), ("noise_lr", noise_lr), ("weight_decay", weight_decay)):
+        if not 0.0 <= rate < float("inf"):
+            raise FlowBNNError(f"{name} is a number of at least 0, not {rate}")
+    groups = [
+        {
+            "name": "weights",
+            "params": weight_parameters(model),
+            "lr": weight_lr,
+            "weight_decay": weight_decay,
+        },
+        {"name": "noise_mode", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
+    ]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,279 @@
+"""Named kinds of noise. Each is a few lines over one mechanism: a base, a list of transforms, a prior.
+
+A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
+from typing import Any, Literal
+
+from flowbnn.distributions import Base, MixtureBase, NormalBase
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.noise.base import Noise, Site
+from flowbnn.noise.dropout import DropoutNoise
+from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.layout import Layout
+from flowbnn.transforms import (
+    AffineCoupling,
+    Compose,
+    GlowStep,
+    HouseholderSylvester,
+    PlanarLU,
+    Radial,
+    Reverse,
+    Transform,
+)
+from flowbnn.transforms.affine import Affine
+
+__all__ = [
+    "Dropout",
+    "FlowNoise",
+    "NormalAffine",
+    "NormalCoupling",
+    "NormalGlow",
+    "NormalInvConv",
+    "NormalPlanar",
+    "NormalRadial",
+    "NormalSylvester",
+    "Recipe",
+    "recipe_from_dict",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What noise a layer gets.
+
+    Args:
+        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (document 000).
+        prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in document 000.
+        base_loc, base_scale: the base before the transforms, likewise.
+        components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
+        positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does, which tempers
+            it; a number counts that many positions, exact when it is the size of the feature map.
+        kl_samples: fresh draws for each estimate of a KL that has no closed form.
+        batch_axis: the axis of the examples in the layer's input, or ``"none"`` where it has none; None finds it (axis 0, or 1
+            inside torch's sequence-first layers) and lets ``fit`` correct it from the first batch.
+    """
+
+    site: Site = "channel"
+    prior_loc: float = 1.0
+    prior_scale: float = 0.5
+    base_loc: float = 1.0
+    base_scale: float = 0.5
+    components: int = 1
+    positions: int | Literal["mean"] = "mean"
+    kl_samples: int = 16
+    batch_axis: int | Literal["none"] | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if type(one.default) in (int, float) and not isinstance(value, Real):
+                raise FlowBNNError(f"{type(self).__name__} takes a number as {one.name}, not {value!r:.60}")
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
+        return ()
+
+    def build(self, layout: Layout) -> Noise:
+        """The noise module for one layer."""
+        dim = layout.dim
+        if not (isinstance(self.positions, int) and self.positions >= 1) and self.positions != "mean":
+            raise FlowBNNError(f"positions is 'mean' or a number of at least 1, not {self.positions!r}")
+        if self.kl_samples < 1:
+            raise FlowBNNError(f"kl_samples is at least 1, not {self.kl_samples}")
+        base: Base = NormalBase(dim, self.base_loc, self.base_scale)
+        if self.components != 1:
+            base = MixtureBase(dim, self.components, self.base_loc, self.base_scale)
+        return InputNoise(
+            base,
+            Compose(Affine(dim, center=self.base_loc), *self.transforms(dim)),
+            NormalBase(dim, self.prior_loc, self.prior_scale),
+            layout,
+            self.site,
+            self.positions,
+            self.kl_samples,
+            str(self),
+        )
+
+    def __str__(self) -> str:
+        common = {f.name for f in fields(Recipe)}
+        changed = [f for f in fields(self) if f.name not in common or getattr(self, f.name) != f.default]
+        changed.sort(key=lambda f: f.name in common)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recipe": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class NormalAffine(Recipe):
+    """The learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020); document 000's "no flow".
+
+    >>> print(NormalAffine(prior_scale=0.3))
+    NormalAffine(prior_scale=0.3)
+    """
+
+
+@dataclass(frozen=True)
+class NormalPlanar(Recipe):
+    """``length`` planar flows after the learnable Gaussian; document 000's ``NormalPlanar1d`` has two."""
+
+    length: int = 2
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [PlanarLU(dim, [("planar", _length(self.length))])]
+
+
+@dataclass(frozen=True)
+class NormalRadial(Recipe):
+    """``length`` radial flows after the learnable Gaussian."""
+
+    length: int = 2
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [Radial(dim) for _ in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class NormalSylvester(Recipe):
+    """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018)."""
+
+    length: int = 2
+    reflections: int = 4
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        return [HouseholderSylvester(dim, min(self.reflections, dim)) for _ in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class NormalInvConv(Recipe):
+    """Document 000's block for convolutions: planar flows, invertible 1x1 convolutions, planar flows.
+
+    The features lie on the last axis, where the LU map *is* the invertible 1x1 convolution, so that this recipe serves a
+    linear layer just as well.
+    """
+
+    planar: int = 2
+    convolutions: int = 3
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        planar, mixing = _length(self.planar), _length(self.convolutions)
+        return [PlanarLU(dim, [("planar", planar), ("lu", mixing), ("planar", planar)])]
+
+
+@dataclass(frozen=True)
+class NormalCoupling(Recipe):
+    """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian."""
+
+    length: int = 2
+    hidden: int = 32
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        if dim < 2:
+            return ()
+        steps = [
+            (AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(_length(self.length))
+        ]
+        return [part for step in steps for part in step]
+
+
+@dataclass(frozen=True)
+class NormalGlow(Recipe):
+    """``length`` Glow steps: the block that blew up in document 000, with bounded couplings."""
+
+    length: int = 2
+    hidden: int = 32
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        if dim < 2:
+            return ()
+        return [GlowStep(dim, hidden=(self.hidden,), flip=bool(i % 2)) for i in range(_length(self.length))]
+
+
+@dataclass(frozen=True)
+class FlowNoise(Recipe):
+    """Any flow: ``factory(dim)`` gives a transform, ours or one through ``from_torch``.
+
+    >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Radial(dim))).build(Layout(8))
+    >>> noise.draw((2,)).shape
+    torch.Size([2, 8])
+    """
+
+    factory: Callable[[int], Transform] | None = None
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        if not callable(self.factory) or isinstance(self.factory, Transform):
+            raise FlowBNNError(
+                "FlowNoise needs a function of the dimension, such as FlowNoise(lambda dim: Planar(dim))"
+            )
+        transform = self.factory(dim)
+        if not isinstance(transform, Transform):
+            raise FlowBNNError(
+                f"FlowNoise's function gave a {type(transform).__name__}; it must give a flowbnn transform "
+                "(from_torch wraps those of torch.distributions)"
+            )
+        return [transform]
+
+    def __str__(self) -> str:
+        return f"FlowNoise({getattr(self.factory, '__name__', type(self.factory).__name__)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recipe": "FlowNoise"}
+
+
+@dataclass(frozen=True)
+class Dropout(Recipe):
+    """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train.
+
+    It drops single values; ``site="channel"`` drops whole channels.
+    """
+
+    rate: float = 0.1
+    site: Site = field(default="position", kw_only=True)
+
+    def build(self, layout: Layout) -> Noise:
+        return DropoutNoise(layout, self.rate, self.site)
+
+
+def _length(value: int) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise FlowBNNError(f"a flow has a whole length of at least 0, not {value}")
+    return value
+
+
+def recipe_from_dict(document: dict[str, Any]) -> Recipe:
+    """The recipe that :meth:`Recipe.to_dict` wrote.
+
+    >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
+    True
+    """
+    if not isinstance(document, dict):
+        raise FlowBNNError(f"a stored recipe is a mapping, not a {type(document).__name__}")
+    settings = dict(document)
+    name = settings.pop("recipe", "")
+    known = {kind.__name__: kind for kind in _descendants(Recipe)}
+    if name not in known:
+        raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
+    if name == "FlowNoise":
+        raise FlowBNNError(
+            "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it"
+        )
+    kinds = {f.name: type(f.default) for f in fields(known[name])}
+    for key, value in settings.items():
+        good = key in kinds and (
+            isinstance(value, kinds[key]) or (kinds[key] is float and isinstance(value, int))
+        )
+        if key in ("positions", "batch_axis"):
+            good = value in (None, "mean", "none") or isinstance(value, int)
+        if not good or isinstance(value, bool) or (isinstance(value, int) and abs(value) > 10_000):
+            raise FlowBNNError(f"the stored recipe {name} has {key!r} = {value!r}, which it cannot have")
+    return known[name](**settings)
+
+
+def _descendants(kind: type[Recipe]) -> Iterator[type[Recipe]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)

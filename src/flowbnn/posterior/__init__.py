@@ -1,0 +1,17 @@
+"""What every fit returns: a posterior, which predicts, is sampled from, evaluated, saved and loaded."""
+
+from flowbnn.posterior.adaptive import Adaptive
+from flowbnn.posterior.base import Posterior, load_posterior
+from flowbnn.posterior.evaluate import evaluate
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
+
+__all__ = [
+    "Adaptive",
+    "MemberPosterior",
+    "PointPosterior",
+    "Posterior",
+    "WeightPosterior",
+    "evaluate",
+    "load_posterior",
+]

@@ -1,0 +1,178 @@
+r"""Adaptive sampling: easy inputs cost a few samples, hard ones many.
+
+Samples are taken in rounds, ``start`` at first and ``growth`` times as many in all after each further one. After a round, the inputs
+whose answer has settled are left alone and the others go on together, in full batches. Sample ``s`` is the same network for every
+input, so that an answer with ``n`` samples is made of the first ``n`` samples of the full answer.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.posterior.batches import pick, rows
+from flowbnn.predictive import CategoricalPredictive, Predictive
+
+__all__ = ["Adaptive", "adaptive_outputs", "as_adaptive"]
+
+Draw = Callable[[Any, int, int], Tensor]
+
+
+ENOUGH = 16  # samples from which on a standard error is believed
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    r"""When an input has had enough samples.
+
+    With ``n`` of at most ``S`` samples taken, its *probabilities* have settled when the largest standard error among them,
+    :math:`\max_c \hat\sigma(p_c) / \sqrt n`, is at most ``tolerance``. For regression it is the standard error of the predictive mean,
+    in predictive standard deviations. With ``until="probabilities"``, and for regression, that error is taken at the upper end of its
+    own interval, and an input that noise has a say in has at least 16 samples: few that agree by chance do not end the sampling.
+
+    Its *decision* is certain when the most probable class is so far ahead of every other that the samples to come would not turn
+    it. The mean over all ``S`` differs from the mean over the first ``n`` by a standard deviation of
+    :math:`\hat\sigma \sqrt{1/n - 1/S}`, so for the paired differences :math:`d_{sc} = p_{s \hat y} - p_{sc}` it asks
+
+    .. math::
+        \min_{c \ne \hat y} \frac{\bar d_c}{\hat\sigma(d_c) \sqrt{1/n - 1/S}}
+        \;\ge\; t_{n-1}\Big(1 - \frac{1 - \text{certainty}}{2 L}\Big),
+
+    a two-sided t-test. Looking ``L`` times gives chance as many occasions to mislead, so each look gets an equal part of
+    ``1 - certainty`` (Bonferroni). Whatever the truth, a class that leads then and would be behind this rival after all ``S`` samples
+    is a mistake of probability at most ``1 - certainty``, as far as the differences are normal.
+
+    Two classes can be so close that either leads while all probabilities have settled. With ``until="either"`` such an input goes on
+    until the leader is ahead by ``lead`` standard deviations of that difference: it will then lead at the end with a probability of
+    0.95 or more for ``lead=2``, and few inputs are that close. What a decided input was spared shows in its probabilities: with
+    ``until="either"`` they are those of a few samples, further from the full ones than ``tolerance``, and so are NLL, ECE and the
+    epistemic part; where these matter, use ``until="probabilities"``.
+
+    Args:
+        tolerance: the standard error that is small enough.
+        certainty: of the decision.
+        until: ``"probabilities"``, ``"decision"``, or ``"either"``, whichever is settled first.
+        lead: how far ahead the leader must be for settled probabilities to end the sampling; 0 lets them end it at a tie.
+        start: samples before the first look.
+        growth: of the number of samples from look to look.
+
+    >>> Adaptive(start=8).looks(128)
+    [8, 12, 18, 27, 40, 60, 91, 128]
+    """
+
+    tolerance: float = 0.01
+    certainty: float = 0.95
+    until: Literal["probabilities", "decision", "either"] = "either"
+    start: int = 8
+    growth: float = 1.5
+    lead: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "certainty", "growth", "lead"):
+            if not isinstance(getattr(self, name), Real):
+                kind = type(getattr(self, name)).__name__
+                raise FlowBNNError(f"the {name} of adaptive sampling is a number, not a {kind}")
+        if not self.tolerance > 0:
+            raise FlowBNNError(f"the tolerance of adaptive sampling is above 0, not {self.tolerance}")
+        if not 0 < self.certainty < 1:
+            raise FlowBNNError(f"the certainty of a decision lies between 0 and 1, not {self.certainty}")
+        if self.until not in ("probabilities", "decision", "either"):
+            raise FlowBNNError(
+                f"adaptive sampling goes on until 'probabilities', 'decision' or 'either', not {self.until!r}"
+            )
+        if not isinstance(self.start, int) or self.start < 2:
+            raise FlowBNNError(
+                f"adaptive sampling starts with a whole number of at least 2 samples, not {self.start}"
+            )
+        if not self.growth > 1:
+            raise FlowBNNError(f"the growth from look to look is above 1, not {self.growth}")
+        if not self.lead >= 0:
+            raise FlowBNNError(f"the lead of a decision is a number of at least 0, not {self.lead}")
+
+    def looks(self, samples: int) -> list[int]:
+        """The numbers of samples after which there is a look, and at last all of them."""
+        found, count = [], float(self.start)
+        while count < samples:
+            found.append(int(count))
+            count = max(count * self.growth, int(count) + 1)
+        return [*found, samples]
+
+    def settled(self, predictive: Predictive, samples: int) -> Tensor:
+        """Which inputs need no more samples, ``[B]``; all of them have had the same number so far."""
+        count = predictive.num_samples
+        exact = predictive.sampling_error <= self.tolerance
+        if not isinstance(predictive, CategoricalPredictive):
+            if self.until == "decision":
+                raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
+            return self._surely_exact(predictive)
+        if self.until == "probabilities":
+            return self._surely_exact(predictive)
+        from scipy.special import stdtrit  # here, because importing scipy adds a warning filter
+
+        level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
+        to_come, ahead = math.sqrt(1.0 - count / samples), predictive.decision_strength
+        certain = ahead >= float(stdtrit(count - 1, level)) * to_come
+        if self.until == "decision":
+            return certain
+        same = predictive.sampling_error == 0  # a tie that no sample breaks
+        return certain | (exact & ((ahead >= self.lead * to_come) | same))
+
+    def _surely_exact(self, predictive: Predictive) -> Tensor:
+        r"""Whether the standard error is within the tolerance even if few samples make it look smaller than it is.
+
+        Inputs whose first samples agree by chance would stop there. So the error is taken at the upper end of its interval,
+        :math:`s \sqrt{(n - 1) / \chi^2_{n-1, 1 - c}}` for certainty *c*, and no input stops with fewer than ``ENOUGH`` samples.
+        """
+        from scipy.special import chdtri
+
+        count, error = predictive.num_samples, predictive.sampling_error
+        widened = math.sqrt((count - 1) / float(chdtri(count - 1, self.certainty)))
+        return (error == 0) | ((error * widened <= self.tolerance) & (count >= ENOUGH))
+
+
+def as_adaptive(rule: "Adaptive | float | None") -> Adaptive | None:
+    """A rule, or the tolerance of one."""
+    if rule is None or isinstance(rule, Adaptive):
+        return rule
+    if isinstance(rule, bool) or not isinstance(rule, Real):
+        raise FlowBNNError(
+            f"adaptive is a tolerance such as 0.01, or an Adaptive(...), not a {type(rule).__name__}"
+        )
+    return Adaptive(tolerance=float(rule))
+
+
+def adaptive_outputs(
+    draw: Draw, inputs: Any, samples: int, rule: Adaptive, predictive: Callable[[Tensor], Predictive]
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[samples, B, ...]``, NaN where an input had no sample, and the samples spent on each, ``[B]``.
+
+    Args:
+        draw: gives outputs ``[high - low, b, ...]`` of the samples from ``low`` to ``high``.
+        samples: the most that an input gets.
+        predictive: makes a predictive of outputs.
+    """
+    outputs: Tensor | None = None
+    low, some = 0, inputs
+    spent = open_ = torch.empty(0)
+    for high in rule.looks(samples):
+        found = draw(some, low, high)
+        if outputs is None:
+            outputs = found.new_full((samples, rows(inputs), *found.shape[2:]), math.nan)
+            spent = torch.full((rows(inputs),), samples, device=found.device)
+            open_ = torch.arange(rows(inputs), device=found.device)
+        outputs[low:high, open_] = found
+        if high == samples:
+            break
+        going_on = ~rule.settled(predictive(outputs[:high, open_]), samples)
+        spent[open_[~going_on]] = high
+        open_, low = open_[going_on], high
+        if not len(open_):
+            break
+        some = pick(inputs, open_)
+    assert outputs is not None
+    return outputs, spent

@@ -1,0 +1,285 @@
+r"""The draws of one sample handed to a compiled pass, so that :math:`z \circ x` melts into the kernels before it.
+
+All vectors of a sample lie in one row, ``[samples, width]``, so that a pass has one more input, of constant shape: the row of its
+sample, or several rows where a pass takes several samples. Inside, every layer reads its slice. The rows are made ahead, in few
+launches; those of maps (site ``position``) for as many samples as memory holds.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.noise import Noise, absorbs, noise_layers, noise_mode, shared_draws
+from flowbnn.posterior.batches import call, pad, take, tensors_of
+from flowbnn.posterior.forward import device_of, dtype_of, evaluating, parts_of
+
+__all__ = ["Form", "GivenDraws", "HalfWeights", "Unasked", "form_for", "pass_given", "reason"]
+
+ROW_BYTES = {"cpu": 2**25, "cuda": 2**28}  # of the draws that wait for their passes
+MAPS = 16  # samples whose maps are drawn at a time: while their passes run, the next ones are launched
+ALIGNED = 16  # numbers: every slice of a row begins where wide loads may
+LONGEST = 160  # letters of a reason
+CLOSE = 0.02  # of the largest output: what rounding to half precision may change
+
+Ask = tuple[str, tuple[int, ...]]  # a layer, and the positions at which it multiplies
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, and the next where torch says there only who failed."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    told = " ".join(lines[:2]) if lines[0].endswith("raised:") else lines[0]
+    return told[:LONGEST].rstrip(" .:")
+
+
+class Row:
+    """Where a pass finds the draws of its samples, ``[samples, width]``."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class Unasked(Exception):
+    """A pass asks for draws that no trial told of: what a layer multiplies has another shape with more rows."""
+
+
+class Slot:
+    """One layer's slice of the row."""
+
+    def __init__(self, row: Row, dim: int) -> None:
+        self.row, self.dim = row, dim
+        self.starts: dict[tuple[int, ...], int] = {}
+
+    def __call__(self, at: tuple[int, ...]) -> Tensor:
+        assert self.row.tensor is not None
+        if at not in self.starts:
+            raise Unasked(f"noise is asked for at {at}, which two rows of inputs did not do")
+        start = self.starts[at]
+        size = self.dim
+        for count in at:
+            size *= count
+        return self.row.tensor[:, start : start + size].view(len(self.row.tensor), *at, self.dim)
+
+
+def pass_given(model: nn.Module, row: Row, draws: Tensor, inputs: Any) -> Tensor:
+    """One pass of the network with these draws, ``[samples, width]``: what is compiled."""
+    row.tensor = draws
+    outputs = call(model, inputs)
+    row.tensor = None
+    return outputs
+
+
+@dataclass
+class Form:
+    """What a network's passes ask for, found on two rows.
+
+    Args:
+        asks: layers and the positions at which they multiply, those of site ``channel`` first.
+        weights: how the stand-ins for the weights lie in half precision; None where layers must have their own.
+        failure: why the network does not compile, once that has been tried.
+        pieces: whether it might compile in pieces all the same.
+    """
+
+    asks: tuple[Ask, ...]
+    weights: torch.memory_format | None = None
+    failure: str = ""
+    pieces: bool = False
+
+
+_FORMS: WeakKeyDictionary[nn.Module, dict[Any, Form]] = WeakKeyDictionary()
+
+
+def form_for(model: nn.Module, inputs: Any, half: torch.dtype | None) -> Form:
+    """The form for inputs of this shape, found once and remembered with the network; called at the precision of the passes."""
+    known = _FORMS.setdefault(model, {})
+    layouts = tuple((name, layer.layout, layer.site) for name, layer in noise_layers(model).items())
+    key = (layouts, half, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)))
+    if key not in known:
+        try:
+            known[key] = _find_form(model, take(inputs, 0, 2), half)
+        except Exception as error:  # a network that does not take two rows, say
+            known[key] = Form((), failure=reason(error))
+        if not known[key].asks and not known[key].failure:
+            known[key].failure = "no noise is reached"
+    return known[key]
+
+
+def _find_form(model: nn.Module, few: Any, half: torch.dtype | None) -> Form:
+    layers, device = noise_layers(model), device_of(model)
+    asks: Counter[Ask] = Counter()
+
+    def recorder(name: str, layer: Noise) -> Any:
+        def ones(at: tuple[int, ...]) -> Tensor:
+            asks[name, at] += 1
+            return torch.ones(1, *at, layer.layout.dim, device=device)
+
+        return ones
+
+    with evaluating(model), noise_mode(model, "shared", 1, 0):
+        for name, layer in layers.items():
+            layer.given = recorder(name, layer)
+        try:
+            truth = call(model, few)
+            for name, layer in layers.items():
+                calls = sum(number for (asking, _), number in asks.items() if asking == name)
+                if layer.site == "position" and calls > 1:
+                    raise FlowBNNError(
+                        f"layer '{name}' is called {calls} times, with noise of its own each time"
+                    )
+            weights = None if half is None else _fitting(model, few, half, truth)
+        finally:
+            for layer in layers.values():
+                layer.given = None
+    ordered = sorted(asks, key=lambda ask: layers[ask[0]].site == "position")
+    return Form(tuple(ordered), weights)
+
+
+def _fitting(model: nn.Module, few: Any, half: torch.dtype, truth: Tensor) -> torch.memory_format | None:
+    """How weights may lie in half precision, so that the network still runs and gives what it gave."""
+    formats = [torch.preserve_format]
+    if truth.device.type == "cuda":  # where half precision is quickest with the channels last
+        formats.insert(0, torch.channels_last)
+    for kind in formats:
+        try:
+            with HalfWeights(model, half, kind, keep=False):
+                found = call(model, few)
+        except Exception:  # whatever the reason, this way does not serve this network
+            continue
+        gap = (found.float() - truth.float()).abs().max()
+        if found.shape == truth.shape and bool(gap <= CLOSE * truth.float().abs().max()):
+            return kind
+    return None
+
+
+_HALVES: WeakKeyDictionary[nn.Module, dict[Any, nn.Parameter]] = WeakKeyDictionary()
+
+
+class HalfWeights:
+    """Weights of linear layers and convolutions in half precision: autocast would cast them again in every pass.
+
+    They stand in for the weights inside the ``with`` block. The network's own parameters are not written to.
+
+    Args:
+        half: the precision.
+        kind: memory format of two-dimensional convolutions.
+        keep: use the same memory in every prediction, which CUDA graphs need.
+    """
+
+    def __init__(
+        self, model: nn.Module, half: torch.dtype, kind: torch.memory_format, keep: bool = True
+    ) -> None:
+        parts = parts_of(model)
+        uses = Counter(id(own) for part in parts for own in part._parameters.values())
+        kept = _HALVES.setdefault(model, {}) if keep else {}
+        self.places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
+        for number, module in enumerate(parts):
+            if not absorbs(module):
+                continue
+            weight: Any = module._parameters["weight"]
+            if weight.dtype != torch.float32 or uses[id(weight)] > 1:
+                continue
+            own = kind if weight.ndim == 4 else torch.preserve_format
+            key = (number, weight.shape, weight.stride(), half, weight.device, own)
+            if key not in kept:
+                empty = torch.empty_like(weight, dtype=half, memory_format=own)
+                kept[key] = nn.Parameter(empty, requires_grad=False)
+            self.places.append((module, weight, kept[key]))
+        if self.places:  # every time: writing to a weight's .data would go unnoticed
+            with torch.no_grad():
+                torch._foreach_copy_([half for _, _, half in self.places], [own for _, own, _ in self.places])
+
+    def __enter__(self) -> "HalfWeights":
+        for module, _, buffer in self.places:
+            module._parameters["weight"] = buffer
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module, weight, _ in self.places:
+            module._parameters["weight"] = weight
+
+
+class GivenDraws:
+    """The draws of all samples, row by row, for a network that holds shared noise.
+
+    Args:
+        model: the network, in mode ``shared``.
+        form: what its passes ask for.
+        half: precision of the passes, where it is not the network's own.
+        samples: how many there are.
+    """
+
+    def __init__(self, model: nn.Module, form: Form, half: torch.dtype | None, samples: int) -> None:
+        self.form, self.samples, self.device = form, samples, device_of(model)
+        self.layers = noise_layers(model)
+        self.row = Row()
+        self.slots = {name: Slot(self.row, layer.layout.dim) for name, layer in self.layers.items()}
+        self.width = 0
+        for name, at in form.asks:
+            self.slots[name].starts[at] = self.width
+            size = self.slots[name].dim * prod(at)
+            self.width += -(-size // ALIGNED) * ALIGNED
+        channel = list(dict.fromkeys(name for name, _ in form.asks if self.layers[name].site == "channel"))
+        for layer in self.layers.values():
+            layer.part, layer.repeat = (0, samples), 1
+        found = shared_draws([self.layers[name] for name in channel], self.device)
+        self.vectors = dict(zip(channel, found, strict=True))
+        self.dtype = torch.promote_types(dtype_of(model) or torch.float32, torch.float32)
+        self.weights = (
+            None if form.weights is None or half is None else HalfWeights(model, half, form.weights)
+        )
+        self.block: tuple[int, Tensor] = (0, torch.empty(0))
+
+    def rows(self, first: int, last: int, high: int) -> Tensor:
+        """The draws of the samples from ``first`` up to ``last``, ``[last - first, width]``; the last one again from ``high`` on.
+
+        What is made ahead for the samples up to ``high`` is kept until others are asked for.
+        """
+        stop = min(last, high)
+        start, block = self.block
+        if not (start <= first and stop <= start + len(block)):
+            kind = "cpu" if self.device.type == "cpu" else "cuda"
+            each = max(1, ROW_BYTES[kind] // (4 * max(1, self.width)))
+            maps = len(self.vectors) < len({name for name, _ in self.form.asks})
+            each = max(last - first, min(each, MAPS) if maps else each)
+            start, end = first, min(first + each, high if maps else self.samples)
+            self.block = (start, torch.empty(0))  # let go of the last one before the next is made
+            self.block = (start, block := self._filled(start, end))
+        found = block[first - start : stop - start]
+        return pad(found, last - first) if stop < last else found
+
+    def _filled(self, start: int, stop: int) -> Tensor:
+        block = torch.zeros(stop - start, self.width, dtype=self.dtype, device=self.device)
+        places, vectors = [], []
+        for name, at in self.form.asks:
+            begin, size = self.slots[name].starts[at], self.slots[name].dim * prod(at)
+            place = block[:, begin : begin + size]
+            if name in self.vectors:
+                places.append(place)
+                vectors.append(self.vectors[name][start:stop])
+            else:
+                place.copy_(self.layers[name].shared_maps(at, start, stop, self.device).flatten(1))
+        if places:
+            torch._foreach_copy_(places, vectors)
+        return block
+
+    @contextmanager
+    def handed(self) -> Iterator[None]:
+        """The layers read their draws from the row; the weights are in half precision where that serves."""
+        with ExitStack() as stack:
+            if self.weights is not None:
+                stack.enter_context(self.weights)
+            for name, layer in self.layers.items():
+                layer.given = self.slots[name]
+            try:
+                yield
+            finally:
+                self.row.tensor = None
+                for layer in self.layers.values():
+                    layer.given = None

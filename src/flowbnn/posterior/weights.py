@@ -1,0 +1,375 @@
+r"""Posteriors over weights: a sample is the same network with other weights, run as the plain network is.
+
+Subclasses say how one set of weights is drawn (:meth:`WeightPosterior.weights`); drawing many, predicting with them, handing one out as
+a network, saving and loading are done here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Likelihood
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.batches import rows
+from flowbnn.posterior.forward import Compile, Passes, Result, compiled, even
+from flowbnn.training import History
+
+__all__ = [
+    "Exchange",
+    "MemberPosterior",
+    "WeightPasses",
+    "WeightPosterior",
+    "check_members",
+    "generator_of",
+    "state_of",
+]
+
+
+def generator_of(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """The generator of one sample, so that samples can be drawn in any order and in parts."""
+    return torch.Generator(device).manual_seed((seed * 1_000_003 + index) % 2**63)
+
+
+class Exchange:
+    """Other weights in the place of a network's own, which come back at the end of the ``with`` block.
+
+    Args:
+        model: the network.
+        names: of the parameters and buffers that will be exchanged, as ``state_dict`` has them; tied ones under any of their names.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        missing = [name for name in names if name not in own]
+        if missing:
+            raise FlowBNNError(f"the network has no weight '{missing[0]}'")
+        wanted = {id(own[name]): name for name in names}
+        self.places: list[tuple[dict[str, Any], str, Any, str]] = []
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None and id(tensor) in wanted:
+                        self.places.append((held, key, tensor, wanted[id(tensor)]))
+        self.stands: dict[str, Tensor] = {}
+        for name in names:
+            like = own[name]
+            stand = torch.empty_like(like.detach())
+            self.stands[name] = (
+                nn.Parameter(stand, requires_grad=False) if isinstance(like, nn.Parameter) else stand
+            )
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Make the network the one with these weights."""
+        for name, value in values.items():
+            self.stands[name].data.copy_(value)
+
+    def __enter__(self) -> "Exchange":
+        for held, key, _, name in self.places:
+            held[key] = self.stands[name]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for held, key, tensor, _ in self.places:
+            held[key] = tensor
+
+
+class WeightPosterior(Posterior):
+    """A distribution of weights.
+
+    Subclasses define ``names``, ``weights(index, seed)``, and for saving ``state()`` and ``restored(...)``; ``log_density`` where
+    they have one.
+    """
+
+    kind = "weights"
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters and buffers that differ from sample to sample."""
+        raise NotImplementedError(f"{type(self).__name__} must define names")
+
+    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
+        """The weights of the sample of this number under this seed."""
+        raise NotImplementedError(f"{type(self).__name__} must define weights(index, seed)")
+
+    def stream(self, low: int, high: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """The weights of the samples from ``low`` up to ``high``, one after the other: those of :meth:`weights`.
+
+        Subclasses may draw several at once; what is handed out is read before the next is asked for.
+        """
+        for index in range(low, high):
+            yield self.weights(index, seed)
+
+    def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Log-density of one set of weights."""
+        raise FlowBNNError(
+            f"a {type(self).__name__} has no density that could be computed; it can be sampled"
+        )
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
+        if not isinstance(samples, int) or samples < 1:
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
+        with torch.no_grad():
+            found = [self.weights(index, seed) for index in range(samples)]
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` gives them."""
+        count = {len(value) for value in values.values()}
+        if len(count) != 1:
+            raise FlowBNNError(
+                "log_prob takes the same number of samples of every weight, as draws gives them"
+            )
+        with torch.no_grad():
+            each = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(count.pop())]
+        return torch.stack(each)
+
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """One network of the posterior: a copy with weights drawn from it."""
+        return self.network_of({name: value[0] for name, value in self.draws(1, seed).items()})
+
+    def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """A copy of the network with these weights, ready to predict."""
+        network = deepcopy(self.model).eval()
+        own = dict(network.named_parameters(remove_duplicate=False)) | dict(
+            network.named_buffers(remove_duplicate=False)
+        )
+        with torch.no_grad():
+            for name, value in values.items():
+                own[name].copy_(value)
+        return network
+
+    def drawing(
+        self,
+        samples: int,
+        *,
+        shared: bool = True,
+        seed: int | None = None,
+        max_batch: int | None = None,
+        precision: str | None = None,
+        compile: Compile = "auto",
+    ) -> "WeightPasses":
+        if not shared:
+            raise FlowBNNError("a draw of weights serves all inputs; leave shared=True")
+        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
+        return WeightPasses(self, samples, seed, max_batch, precision, compile)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the posterior besides the network's own."""
+        raise NotImplementedError(f"{type(self).__name__} must define state()")
+
+    def settings(self) -> dict[str, Any]:
+        """Plain values of the posterior besides its tensors."""
+        return {}
+
+    @classmethod
+    def restored(
+        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "WeightPosterior":
+        """The posterior of a network that has its weights back, from what :meth:`state` and :meth:`settings` gave.
+
+        Raises KeyError, ValueError or TypeError where these are not such.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define restored(point, state, settings)")
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "settings": self.settings()}
+
+    def extra_tensors(self) -> dict[str, Tensor]:
+        return {f"posterior.{name}": value for name, value in self.state().items()}
+
+    @classmethod
+    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
+        """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
+        tensors, document = cls.read(path)
+        state = {k.removeprefix("posterior."): v for k, v in tensors.items() if k.startswith("posterior.")}
+        settings = document.get("settings", {})
+        own = dict(network.named_parameters(remove_duplicate=False))
+        device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+        before = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+        point = Posterior.restore(network, tensors, document, path)
+        try:
+            return cls.restored(point, {k: v.to(device) for k, v in state.items()}, settings)
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            network.load_state_dict(before)
+            raise FlowBNNError(f"'{path}' is damaged: {error}") from None
+
+
+class WeightPasses(Passes):
+    """Outputs of networks with the weights of one sample after the other."""
+
+    def __init__(
+        self,
+        posterior: WeightPosterior,
+        samples: int,
+        seed: int,
+        max_batch: int | None,
+        precision: str | None,
+        compile: Compile,
+    ) -> None:
+        super().__init__(posterior.model, max_batch, precision, compile)
+        self.source: Any = posterior  # whatever has weights(index, seed)
+        self.samples, self.seed = samples, seed
+        self.exchange = Exchange(posterior.model, posterior.names)
+
+    def drawn(self, low: int, high: int) -> Iterator[dict[str, Tensor]]:
+        """The weights of these samples, one after the other."""
+        stream = getattr(self.source, "stream", None)
+        if stream is not None:
+            return stream(low, high, self.seed)
+        return (self.source.weights(index, self.seed) for index in range(low, high))
+
+    def __call__(
+        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        inputs, high = self.ready(inputs), self.samples if high is None else high
+        assert self.limit is not None
+        result = Result(out, high - low, rows(inputs))
+        graphs = self.device.type == "cuda" and even(rows(inputs), self.limit.rows) <= 1024
+        fast = compiled(self.model, graphs=graphs) if self.compile is True else None
+        with self.exchange as exchange:
+            for at, values in enumerate(self.drawn(low, high)):
+                exchange.fill(values)
+
+                def write(outputs: Tensor, start: int, stop: int, at: int = at) -> None:
+                    result.write(outputs.unsqueeze(0), at, at + 1, start, stop)
+
+                self.through(inputs, write, fast)
+        return result.tensor
+
+
+# -------------------- members.py
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all weights and buffers of a network, each tied one once."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+class MemberPosterior(WeightPosterior):
+    """Networks of one architecture that count alike.
+
+    A prediction with as many samples as there are members takes each once, which is the default; with fewer it takes members spread
+    evenly over the list, with more it begins anew.
+
+    Args:
+        model: the network.
+        likelihood: how outputs speak of targets.
+        members: weights (and buffers) ``{name: [M, ...]}``.
+        history: the training record.
+    """
+
+    kind: ClassVar[str] = "members"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        members: Mapping[str, Tensor],
+        history: History | None = None,
+    ) -> None:
+        super().__init__(model, likelihood, history)
+        sizes = {len(value) for value in members.values()}
+        if len(sizes) != 1 or 0 in sizes:
+            raise FlowBNNError("a list of networks needs the same number, at least one, of every weight")
+        self.members, self.size = dict(members), sizes.pop()
+        self.default_samples = self.size
+
+    @classmethod
+    def from_states(
+        cls,
+        model: nn.Module,
+        likelihood: Likelihood,
+        states: Sequence[Mapping[str, Tensor]],
+        history: History | None = None,
+        **more: Any,
+    ) -> "MemberPosterior":
+        """From one dictionary of weights for each member."""
+        if not states:
+            raise FlowBNNError("there is no network in the list")
+        members = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        return cls(model, likelihood, members, history, **more)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.size} networks of {type(self.model).__name__}, {self.likelihood!r})"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.members)
+
+    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
+        return {name: value[index % self.size] for name, value in self.members.items()}
+
+    def chosen(self, index: int, samples: int) -> int:
+        """Which member is sample ``index`` of so many: fewer than there are members are spread over the list."""
+        return index * self.size // samples if samples < self.size else index % self.size
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Members ``{name: [samples, ...]}``, those that a prediction with so many samples takes."""
+        if not isinstance(samples, int) or samples < 1:
+            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
+        taken = torch.tensor([self.chosen(index, samples) for index in range(samples)])
+        return {name: value[taken.to(value.device)] for name, value in self.members.items()}
+
+    def drawing(self, samples: int, **options: Any) -> Any:
+        passes = super().drawing(samples, **options)
+        if samples < self.size:  # states of a chain that follow each other are alike
+            passes.source = _Spread(self, samples)
+        return passes
+
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """One of the networks, at random."""
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)
+        return self.member(int(torch.randint(self.size, (), generator=generator)))
+
+    def member(self, index: int) -> nn.Module:
+        """The network of this number."""
+        if not 0 <= index < self.size:
+            raise FlowBNNError(f"there are {self.size} networks, numbered from 0, so none of number {index}")
+        return self.network_of({name: value[index] for name, value in self.members.items()})
+
+    def state(self) -> dict[str, Tensor]:
+        return self.members
+
+    @classmethod
+    def restored(
+        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
+    ) -> "MemberPosterior":
+        check_members(point.model, state)
+        return cls(point.model, point.likelihood, state, point.history)
+
+
+def check_members(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Whether weights ``{name: [M, ...]}`` are those of networks like this one."""
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    for name, value in state.items():
+        if name not in own or value.shape[1:] != own[name].shape:
+            raise ValueError(f"its member weights '{name}' do not fit the network")
+
+
+class _Spread:
+    def __init__(self, posterior: MemberPosterior, samples: int) -> None:
+        self.posterior, self.samples = posterior, samples
+
+    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
+        return self.posterior.weights(self.posterior.chosen(index, self.samples), seed)

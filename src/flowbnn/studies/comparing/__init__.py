@@ -1,7 +1,0 @@
-"""On this network and this data, which method should I use, and what does it cost?"""
-
-from flowbnn.studies.comparing.comparison import Comparison, compare
-from flowbnn.studies.comparing.registry import DATA, NETWORKS
-from flowbnn.studies.comparing.study import CompareStudy
-
-__all__ = ["DATA", "NETWORKS", "CompareStudy", "Comparison", "compare"]

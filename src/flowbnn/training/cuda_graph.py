@@ -1,0 +1,371 @@
+"""A training step recorded once and replayed: a CUDA graph of forward, backward and update.
+
+A small network on a fast GPU waits for Python, which launches its kernels one by one. A CUDA graph launches them all at once. What
+is recorded is fixed, so everything that changes from step to step lies in tensors: the batch, the learning rates, the share of the
+run that is done. Numbers that are none are noticed on the device: from then on no update is made, so that the weights stay
+those from before the bad step until the host looks, some steps later.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.training.device import many_shapes, unconcerned
+from flowbnn.training.finite import batch_size, named_tensors
+from flowbnn.training.options import Clock, TrainingOptions
+
+__all__ = ["NotRecordable", "Recorder", "capturable"]
+
+Step = Callable[[nn.Module, Any, Clock], tuple[Tensor, Mapping[str, Tensor | float]]]
+
+_WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
+_WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
+
+
+class NotRecordable(RuntimeError):
+    """The step cannot be recorded; nothing of it was taken."""
+
+
+def capturable(check: Callable[[Any], None] | None = None) -> Callable[[Step], Step]:
+    """Mark a step function as fit for recording: it reads of its clock nothing but ``progress``, and decides nothing on the host.
+
+    Args:
+        check: looks at the batches of the first epoch on the host, since the recorded step cannot.
+
+    >>> @capturable()
+    ... def step(model, batch, clock):
+    ...     return model(batch).square().mean() * clock.progress, {}
+    >>> step.capturable
+    True
+    """
+
+    def mark(step: Step) -> Step:
+        step.capturable, step.check = True, check  # type: ignore[attr-defined]
+        return step
+
+    return mark
+
+
+class _Progress(Clock):
+    """A clock that shows the share of the run as a tensor on the device."""
+
+    def __init__(self, clock: Clock, shown: Tensor) -> None:
+        super().__init__(clock.epoch, clock.step, clock.steps_per_epoch, clock.epochs)
+        object.__setattr__(self, "shown", shown)
+
+    @property
+    def recording(self) -> bool:
+        return True
+
+    @property
+    def progress(self) -> Any:
+        return self.shown  # type: ignore[attr-defined]
+
+
+class _Autocast(nn.Module):
+    """A network whose layers compute in half precision and whose outputs are float32."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+        super().__init__()
+        self.network, self.dtype, self.kind = network, dtype, device.type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is None:
+            return self.network(*args, **kwargs)
+        with torch.autocast(self.kind, self.dtype):
+            outputs = self.network(*args, **kwargs)
+        return outputs.float() if isinstance(outputs, Tensor) else outputs
+
+
+class Recorder:
+    """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller.
+
+    Args:
+        step: the loss of a batch, marked by :func:`capturable`.
+        model: the network itself, not one wrapped for several processes.
+        optimizer: one of torch's fused ones.
+        options: of the run.
+        device: a CUDA device.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        optimizer: Optimizer,
+        options: TrainingOptions,
+        device: torch.device,
+    ) -> None:
+        self.step, self.optimizer, self.options, self.device = step, optimizer, options, device
+        half = options.precision == "bf16-mixed"
+        self.model = _Autocast(model, torch.bfloat16 if half else None, device)
+        self.channels_last = _to_channels_last(model, optimizer) if half else False
+        self.stream = _side_stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.signature: Any = None
+        self.warm, self.looked = 0, False
+        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.shown = torch.zeros((), device=device)
+        self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
+        self.known_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.names: list[str] = []
+        self.totals: Tensor | None = None
+        self.weight = 0
+        self.witnesses: deque[tuple[Any, Clock, Tensor]] = deque(maxlen=1)
+        self.answer = torch.zeros((), pin_memory=True)
+        self.event: torch.cuda.Event | None = None
+        self.function = self._function
+        if options.acceleration == "compile":
+            self.function = torch.compile(self._function, fullgraph=True, dynamic=False)
+
+    @staticmethod
+    def serves(step: Step, optimizer: Optimizer, options: TrainingOptions, engine: Any) -> str | None:
+        """Why steps cannot be recorded, or None."""
+        if engine.device.type != "cuda":
+            return "there is no CUDA device"
+        if engine.processes > 1:
+            return "several processes take part"
+        if not getattr(step, "capturable", False):
+            return "its step function is not marked capturable"
+        if options.precision not in ("32-true", "32", "bf16-mixed"):
+            return f"precision {options.precision!r} scales or casts in ways that a recording cannot"
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        if not fused or any(group.get("amsgrad") for group in optimizer.param_groups):
+            return f"{type(optimizer).__name__} was not made with fused=True"
+        return None
+
+    def take(self, batch: Any, clock: Clock) -> bool:
+        """One step, or False where the batch has another shape than the recording's."""
+        if not _only_tensors(batch):
+            return False
+        signature = [(name, t.shape, t.dtype) for name, t in named_tensors(batch)]
+        if self.signature is None:
+            self.signature = signature
+            size = sum(t.numel() * t.element_size() for _, t in named_tensors(batch))
+            self.witnesses = deque(maxlen=max(1, min(64, _WITNESSES // max(1, size))))
+            self.batch = _map(batch, self._room_for)
+        if signature != self.signature:
+            return False
+        check = getattr(self.step, "check", None)
+        if clock.epoch == 0 and check is not None:
+            check(batch)
+        self._bring(batch, clock)
+        self.witnesses.append((batch, clock, torch.cuda.get_rng_state(self.device)))
+        if self.graph is None:
+            self._slowly(clock)
+        else:
+            self.graph.replay()
+        self.weight += batch_size(batch)
+        if (
+            len(self.witnesses) == self.witnesses.maxlen
+            and clock.step % max(1, self.witnesses.maxlen // 2) == 0
+        ):
+            self._ask()
+        return True
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        if self.channels_last and tensor.ndim == 4:
+            return torch.empty_like(tensor, device=self.device, memory_format=torch.channels_last)
+        return torch.empty_like(tensor, device=self.device)
+
+    def _bring(self, batch: Any, clock: Clock) -> None:
+        for (_, room), (_, tensor) in zip(named_tensors(self.batch), named_tensors(batch), strict=True):
+            room.copy_(tensor, non_blocking=True)
+        self.shown.fill_(clock.progress)
+        for index, group in enumerate(self.optimizer.param_groups):
+            rate = float(group["lr"])
+            if rate != self.known_rates[index]:
+                self.rates[index].fill_(rate)
+                self.known_rates[index] = rate
+
+    def _slowly(self, clock: Clock) -> None:
+        """The first steps, taken one by one; after the last of them the recording, which takes none."""
+        if self.warm == _WARM:
+            self._record(clock)
+            assert self.graph is not None
+            self.graph.replay()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self._whole_step(clock)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.warm += 1
+
+    def _record(self, clock: Clock) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.get_rng_state(self.device)
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._whole_step(clock)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.set_rng_state(before, self.device)
+            reason = " ".join(str(error).split())[:200]
+            raise NotRecordable(f"a CUDA graph of the training step cannot be made ({reason})") from None
+        self.gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        self.graph = graph
+
+    def _function(
+        self, batch: Any, shown: Tensor, clock: Clock
+    ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        return self.step(self.model, batch, _Progress(clock, shown))
+
+    def _whole_step(self, clock: Clock) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        # the recording is of no particular step: nothing of the clock but the tensor may be read
+        with nullcontext() if self.warm else unconcerned():  # the first way back is compiled too
+            loss, logs = self._evaluate(Clock(0, 0, clock.steps_per_epoch, clock.epochs))
+            loss.backward()
+        gradients = [
+            p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
+        self.found.copy_(torch.maximum(self.found, (~torch.isfinite(loss.detach())).to(self.found.dtype)))
+        if self.options.clip_gradient is not None:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            parameters = [
+                p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            clip_grads_with_norm_(parameters, self.options.clip_gradient, norm)
+        with self._recordable():
+            self.optimizer.step()
+        values = {"loss": loss, **logs}
+        self.names = list(values)
+        tensors = [torch.as_tensor(v, device=self.device).detach() for v in values.values()]
+        alike = len({(t.dtype, t.shape) for t in tensors}) == 1  # then one conversion serves for all
+        row = torch.stack(tensors if alike else [t.reshape(()).double() for t in tensors]).double()
+        if self.totals is None:
+            self.totals = torch.zeros_like(row)
+        self.totals.add_(row, alpha=batch_size(self.batch))
+
+    def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        if self.function == self._function:
+            return self._function(self.batch, self.shown, clock)
+        if not self.looked and any(getattr(module, "foreseeable", False) for module in self.model.modules()):
+            self._look(clock)
+        try:
+            # every run compiles a step of its own, and torch's limit counts them all
+            with many_shapes():
+                return self.function(self.batch, self.shown, clock)
+        except (
+            Exception
+        ) as error:  # whatever the compiler stumbles over, the step itself can still be recorded
+            if self.warm:
+                raise
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"torch.compile fails on the training step ({reason}); it is recorded uncompiled",
+                FlowBNNWarning,
+            )
+            self.function = self._function
+            return self._function(self.batch, self.shown, clock)
+
+    def _look(self, clock: Clock) -> None:
+        """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
+        self.looked = True
+        training = [module for module in self.model.modules() if module.training]
+        # what fails here fails again, and is told, when it matters
+        with suppress(Exception), torch.random.fork_rng([self.device]):
+            for module in training:
+                module.training = False
+            self._function(self.batch, self.shown, clock)
+        for module in training:
+            module.training = True
+
+    def _recordable(self) -> AbstractContextManager[None]:
+        return _Recordable(self.optimizer, self.rates, self.found)
+
+    def means(self) -> tuple[dict[str, float], int]:
+        """The logs since the last call, as means over examples, and how many examples those are; waits for the device."""
+        if self.totals is None or not self.weight:
+            return {}, 0
+        values = (self.totals / self.weight).tolist()
+        weight, self.weight = self.weight, 0
+        self.totals.zero_()
+        return dict(zip(self.names, values, strict=True)), weight
+
+    def _ask(self) -> None:
+        self.answer.copy_(self.found, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def bad(self, wait: bool = False) -> bool:
+        """Whether some loss or gradient was not finite, as far as is known; ``wait`` makes it known."""
+        if wait:
+            return bool(self.found.item())
+        if self.event is None or not self.event.query():
+            return False
+        self.event = None
+        return self.answer.item() != 0
+
+
+class _Recordable:
+    """Around an update: learning rates as tensors, and the flag that stops it."""
+
+    def __init__(self, optimizer: Optimizer, rates: list[Tensor], found: Tensor) -> None:
+        self.optimizer, self.rates, self.found = optimizer, rates, found
+
+    def __enter__(self) -> None:
+        self.kept = [(group["lr"], group.get("capturable")) for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+
+    def __exit__(self, *exc: object) -> None:
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+        for group, (rate, able) in zip(self.optimizer.param_groups, self.kept, strict=True):
+            group["lr"] = rate
+            if able is not None:
+                group["capturable"] = able
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all recordings on a device: cuBLAS keeps some 60 MiB for every stream it was ever called on."""
+    return torch.cuda.Stream(device)
+
+
+def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map(part, function) for key, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(_map(part, function) for part in batch)
+    return batch
+
+
+def _only_tensors(batch: Any) -> bool:
+    """Whether nothing of a batch would be frozen into a recording."""
+    if isinstance(batch, Mapping):
+        return all(_only_tensors(part) for part in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return all(_only_tensors(part) for part in batch)
+    return isinstance(batch, Tensor)
+
+
+def _to_channels_last(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Weights (and the optimizer's copies of them) in the layout that half-precision convolutions are fast in."""
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return False
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim == 4:
+                state[name] = value.to(memory_format=torch.channels_last)
+    return True

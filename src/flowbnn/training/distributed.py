@@ -1,0 +1,421 @@
+r"""Several processes that train one model: each holds a share of every batch, and all take the same step.
+
+The loss is a mean over rows, so the gradient of the whole batch is the mean of the processes' gradients, each weighed by its
+share of the rows. They are averaged after the backward pass, in one message with the step's numbers and the running statistics
+of normalising layers, and not by hooks on the forward pass: the KL, and parameters that only the optimizer knows, are no part
+of that pass. All processes draw from generators in the same state (:class:`flowbnn.noise.Share`).
+"""
+
+import os
+import re
+import socket
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.methods.variational.gaussian_weights import DrawnWeights
+from flowbnn.methods.variational.mnf_layers import MultiplicativeWeights
+from flowbnn.noise import Noise, Share
+from flowbnn.training.device import FabricEngine
+from flowbnn.training.finite import batch_size
+from flowbnn.training.options import TrainingOptions
+from flowbnn.training.randomness import seed_all
+from flowbnn.training.signals import Terminated
+from flowbnn.training.storage import is_alive
+
+__all__ = [
+    "CrewEngine",
+    "SharedLoader",
+    "WorkerLost",
+    "is_connection_loss",
+    "pick_rows",
+    "share_of",
+    "shared_dropout",
+    "synchronised_statistics",
+    "take_rows",
+]
+
+# -------------------- sharing.py
+
+Pick = Callable[[int, int], tuple[int, int]]
+
+
+def share_of(total: int, rank: int, world: int) -> tuple[Share, float]:
+    """The rows of one process, and the weight of their mean so that the mean over processes is the mean over all rows.
+
+    Shares differ by one row at most. Where there are fewer rows than processes, those left over repeat a row at no weight.
+
+    >>> [share_of(5, rank, 2) for rank in (0, 1)]
+    [(Share(start=0, stop=2, total=5), 0.8), (Share(start=2, stop=5, total=5), 1.2)]
+    >>> share_of(1, 0, 2)
+    (Share(start=0, stop=1, total=1), 0.0)
+    """
+    start, stop = rank * total // world, (rank + 1) * total // world
+    if start < stop:
+        return Share(start, stop, total), (stop - start) * world / total
+    start = min(start, total - 1)
+    return Share(start, start + 1, total), 0.0
+
+
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of every tensor of a nested batch.
+
+    >>> take_rows({"x": torch.arange(4), "y": (torch.zeros(4, 2), ["a", "b", "c", "d"])}, 1, 3)
+    {'x': tensor([1, 2]), 'y': (tensor([[0., 0.],
+            [0., 0.]]), ['b', 'c'])}
+    """
+    rows = batch_size(batch)
+
+    def take(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if part.dim() and part.shape[0] != rows:
+                raise FlowBNNError(
+                    f"a batch has tensors of {rows} and of {part.shape[0]} rows, which cannot be shared out: give several "
+                    "devices a torch DataLoader, whose examples are"
+                )
+            return part[start:stop] if part.dim() else part
+        if isinstance(part, Mapping):
+            return {key: take(value) for key, value in part.items()}
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*(take(value) for value in part))
+        if isinstance(part, (list, tuple)):
+            plain = not any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in part)
+            if plain and len(part) == rows:
+                return part[start:stop]
+            return type(part)(take(value) for value in part)
+        return part
+
+    return take(batch)
+
+
+class SharedLoader:
+    """This process's rows of every batch that a loader gives: the batches, and their order, are those of one process.
+
+    A ``DataLoader`` fetches only the examples that belong here. A loader with ``sharded(rank, world)``, ``batch_size`` and
+    ``num_data`` (:class:`flowbnn.data.TensorLoader`) gives its rows itself. Any other one is gone through in full on every
+    process, and its batches are cut. A ``DataLoader`` with a ``DistributedSampler`` is shared out already and used as it is.
+
+    Args:
+        loader: whose batches are the global ones.
+        rank, world: of this process, and how many there are.
+        tell: called with the share and its weight before each batch.
+    """
+
+    def __init__(self, loader: Any, rank: int, world: int, tell: Callable[[Share, float], None]) -> None:
+        self.loader, self.rank, self.world, self.tell = loader, rank, world, tell
+        self.sampler = getattr(loader, "sampler", None)
+        self.shares: deque[tuple[Share, float]] = deque()
+        self.part = self._part()
+
+    def _part(self) -> Any:
+        """The loader of this process's rows."""
+        if isinstance(self.sampler, DistributedSampler):
+            return self.loader
+        if hasattr(self.loader, "sharded"):
+            with suppress(FlowBNNError):  # a last batch too small for all, or no generator: cutting can do it
+                return self.loader.sharded(self.rank, self.world)
+        return pick_rows(self.loader, self._pick, self.rank)
+
+    def _pick(self, number: int, rows: int) -> tuple[int, int]:
+        # a DataLoader asks some batches ahead
+        self.shares.append(share_of(rows, self.rank, self.world))
+        return self.shares[-1][0][:2]
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.shares.clear()
+        for number, batch in enumerate(self.part):
+            self.tell(*self._share(number, batch))
+            yield batch
+
+    def _share(self, number: int, batch: Any) -> tuple[Share, float]:
+        if self.shares:
+            return self.shares.popleft()
+        if self.part is self.loader:  # even shares, by a sampler of the user's
+            rows = batch_size(batch)
+            return Share(self.rank * rows, (self.rank + 1) * rows, self.world * rows), 1.0
+        total = min(self.part.batch_size, self.part.num_data - number * self.part.batch_size)
+        return share_of(total, self.rank, self.world)
+
+
+class _Rows(Sampler[list[int]]):
+    """Of every batch of indices, those that ``pick(number, rows)`` names; batches of which it names none are left out."""
+
+    def __init__(self, batches: Any, pick: Pick) -> None:
+        self.batches, self.pick = batches, pick
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.batches):
+            start, stop = self.pick(number, len(batch))
+            if start < stop:
+                yield list(batch)[start:stop]
+
+
+def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
+    """The rows ``pick(number, rows) -> (start, stop)`` of every batch of a loader; batches without any are left out.
+
+    A plain ``DataLoader`` fetches only those examples. Any other loader is gone through in full, and its batches are cut.
+
+    >>> batches = [torch.arange(4), torch.arange(4, 6)]
+    >>> list(pick_rows(batches, lambda number, rows: (0, rows - 2), rank=0))
+    [tensor([0, 1])]
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(loader) is not DataLoader or sampler is None or isinstance(loader.dataset, IterableDataset):
+        return _Cut(loader, pick)
+    options: dict[str, Any] = {
+        name: getattr(loader, name)
+        for name in ("collate_fn", "pin_memory", "timeout", "generator", "num_workers")
+    }
+    if loader.num_workers:
+        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+        options.update({name: getattr(loader, name) for name in names})
+        options["worker_init_fn"] = _Apart(rank, loader.worker_init_fn)
+    return DataLoader(loader.dataset, batch_sampler=_Rows(sampler, pick), **options)
+
+
+class _Cut:
+    def __init__(self, loader: Any, pick: Pick) -> None:
+        self.loader, self.pick = loader, pick
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            start, stop = self.pick(number, batch_size(batch))
+            if start < stop:
+                yield take_rows(batch, start, stop)
+
+
+class _Apart:
+    """Start of a data worker: other random numbers than the same worker of another process has."""
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self.rank, self.then = rank, then
+
+    def __call__(self, worker: int) -> None:
+        if self.rank:
+            seed_all((torch.initial_seed() + 7919 * self.rank) % 2**32)
+        if self.then is not None:
+            self.then(worker)
+
+
+@contextmanager
+def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Iterator[None]:
+    """For the length of a ``with`` block, the network's own dropout layers draw as its noise does (:class:`Share`)."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+    found = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
+    for module in found:
+        vars(module)["forward"] = _dropout(module, share)
+    try:
+        yield
+    finally:
+        for module in found:
+            del vars(module)["forward"]
+
+
+def _dropout(module: Any, share: Callable[[], Share | None]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        rows = share()
+        known = rows is not None and x.ndim > 1 and x.shape[0] % (rows.stop - rows.start) == 0
+        if rows is None or not known or not module.training or not 0.0 < module.p < 1.0:
+            return type(module).forward(module, x)
+        keep = 1.0 - module.p
+        rest = x.shape[1:] if type(module) is nn.Dropout else (x.shape[1], *(1,) * (x.ndim - 2))
+
+        def draw(number: int) -> Tensor:
+            return torch.empty((number, *rest), dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
+
+        mask = rows.of(x.shape[0], draw)
+        return x.mul_(mask) if module.inplace else x * mask
+
+    return forward
+
+
+@contextmanager
+def synchronised_statistics(model: nn.Module, device: torch.device) -> Iterator[bool]:
+    """For the length of a ``with`` block, BatchNorm layers measure the whole batch; yields False where torch cannot (CPU).
+
+    A layer changes its class and nothing else, so that its hooks and its place in the optimizer stay.
+    """
+    kinds: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    found = [(module, type(module)) for module in model.modules() if type(module) in kinds]
+    able = device.type == "cuda"
+    for module, _ in found if able else ():
+        module.__class__ = nn.SyncBatchNorm
+        module.process_group = None  # type: ignore[assignment]
+    try:
+        yield able or not found
+    finally:
+        for module, kind in found if able else ():
+            module.__class__ = kind
+            del module.process_group
+
+
+LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer|timed out", re.IGNORECASE)
+
+DRAWING = (Noise, DrawnWeights, MultiplicativeWeights)  # what draws for every row of a batch
+
+
+class WorkerLost(FlowBNNError):
+    """Another process has died."""
+
+
+def is_connection_loss(error: BaseException) -> bool:
+    """Whether an error of torch says that another process does not answer.
+
+    >>> is_connection_loss(RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:3021"))
+    True
+    >>> is_connection_loss(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    if isinstance(error, (distributed.DistError, WorkerLost)):
+        return True
+    return type(error) is RuntimeError and LOST.search(str(error)) is not None
+
+
+class CrewEngine(FabricEngine):
+    """Lightning Fabric with several processes, on one machine or more."""
+
+    def __init__(self, options: TrainingOptions, fabric: Any = None) -> None:
+        super().__init__(options, fabric)
+        self.share: Share | None = None
+        self.weight = 1.0
+        self.noise: list[Any] = []
+        self.running: list[tuple[nn.Module, Tensor]] = []
+        self.everyone: list[Any] = [None] * self.processes
+        distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
+
+    def setup(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        wrapped, updating = super().setup(model, optimizer)
+        known = {id(p) for p in model.parameters()}
+        outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        tensors = [*model.parameters(), *model.buffers(), *outside]
+        with torch.no_grad():  # all begin where the first process begins
+            first = self.agree([tensor.cpu() for tensor in tensors] if self.rank == 0 else None)
+            for tensor, value in zip(tensors, first, strict=True):
+                tensor.copy_(value)
+        return wrapped, updating
+
+    @contextmanager
+    def sharing(self, model: nn.Module) -> Iterator[None]:
+        self.noise = [module for module in model.modules() if isinstance(module, DRAWING)]
+        self.running = [
+            (module, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.startswith("running_") and buffer.is_floating_point()
+        ]
+        with ExitStack() as stack:
+            stack.callback(self.tell, None, 1.0)
+            stack.enter_context(shared_dropout(model, lambda: self.share))
+            whole = stack.enter_context(synchronised_statistics(model, self.device))
+            if not whole and self.rank == 0:
+                warnings.warn(
+                    f"on a CPU, BatchNorm in {self.processes} processes takes its statistics from each one's own rows (torch "
+                    "synchronises them on GPUs only), so the result depends on their number",
+                    FlowBNNWarning,
+                )
+            yield
+
+    def prepare_loader(self, loader: Any) -> Any:
+        return SharedLoader(loader, self.rank, self.processes, self.tell)
+
+    def tell(self, share: Share | None, weight: float) -> None:
+        """Which rows of the global batch the next step holds."""
+        self.weight = weight
+        if share != self.share:
+            self.share = share
+            for layer in self.noise:
+                layer.share = share
+
+    def rows(self, here: int) -> int:
+        return here if self.share is None else self.share.total
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss if self.weight == 1.0 else loss * self.weight)
+
+    def exchange(
+        self, parameters: list[nn.Parameter], numbers: Mapping[str, Tensor | float]
+    ) -> Mapping[str, Tensor | float]:
+        present = [parameter.grad is not None for parameter in parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise FlowBNNError(
+                "sparse gradients cannot be averaged over devices: make the layer with sparse=False"
+            )
+        names = sorted(numbers)
+        scalars = [torch.as_tensor(numbers[name], device=self.device).detach() for name in names]
+        kind = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+        flags = torch.tensor(present, dtype=kind).to(self.device)
+        told = torch.cat([torch.stack([scalar.to(kind) for scalar in scalars]) * self.weight, flags])
+        measured = [buffer for module, buffer in self.running if module.training]
+        statistics = [buffer * self.weight for buffer in measured]
+        self.average([*gradients, *statistics, told])
+        torch._foreach_copy_(measured, statistics) if measured else None
+        if not all(present):
+            anywhere = told[len(names) :].tolist()
+            for parameter, gradient, share in zip(parameters, gradients, anywhere, strict=True):
+                parameter.grad = gradient if share > 0 else None
+        return dict(zip(names, told[: len(names)].unbind(), strict=True))
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Means over the processes, in place, with one message for each kind of number."""
+        for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
+            some = [tensor for tensor in tensors if tensor.dtype == kind]
+            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            distributed.all_reduce(flat)
+            flat /= self.processes
+            parts = flat.split([tensor.numel() for tensor in some])
+            torch._foreach_copy_(some, [part.view_as(t) for part, t in zip(parts, some, strict=True)])
+
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        # one tensor in sorted order: the processes must agree on what they exchange
+        names = sorted(values)
+        packed = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
+        self.average([packed])
+        return dict(zip(names, packed.tolist(), strict=True))
+
+    def agree(self, value: Any) -> Any:
+        return self.fabric.broadcast(value)
+
+    def barrier(self) -> None:
+        self.fabric.barrier()
+
+    def lost(self, error: BaseException) -> str | None:
+        terminated = isinstance(error, Terminated)
+        if not terminated and not is_connection_loss(error):
+            return None
+        gone = self.gone(0.5 if terminated else 3.0)
+        if gone:
+            names = " and ".join(str(rank) for rank in gone)
+            return f"worker{'s' if len(gone) > 1 else ''} {names} of {self.processes} died"
+        if terminated:
+            return f"worker {self.rank} of {self.processes} was told to end (SIGTERM)"
+        return f"one of {self.processes} workers does not answer"
+
+    def gone(self, seconds: float) -> list[int]:
+        """The processes of this machine that are no more, looked for until there is one."""
+        until = time.monotonic() + seconds
+        here = self.everyone[self.rank][0]
+        while True:
+            found = [
+                rank
+                for rank, (host, process) in enumerate(self.everyone)
+                if host == here and not is_alive(process)
+            ]
+            if found or time.monotonic() > until:
+                return found
+            time.sleep(0.05)

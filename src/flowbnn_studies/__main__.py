@@ -1,0 +1,6 @@
+"""``python -m flowbnn`` is the command line."""
+
+from flowbnn_studies.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Two classes on a plane and a ring of far-away inputs: which methods know that they do not know?"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowbnn.data import TensorLoader, clusters, ring
+from flowbnn.methods import Posterior
+from flowbnn.metrics import novelty_auroc, reliability
+from flowbnn.models import MLP
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn_studies.runner.base import CLASSIFICATION, Findings, Metric, Parts, Variant
+from flowbnn_studies.runner.figures import figure, reliability_figure, short
+from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.lineup import Rival
+from flowbnn_studies.runner.rivalry import RivalSettings, RivalStudy, best_by, samples_of, words
+
+__all__ = ["Clusters2d", "Settings"]
+
+METRICS = (
+    *CLASSIFICATION[:3],
+    Metric(
+        "auroc",
+        "Novelty AUROC",
+        "higher",
+        ".3f",
+        "Chance that a point of the ring has a higher predictive entropy than a test point; 0.5 is guessing, below it the "
+        "method is surer of the ring than of what it knows.",
+    ),
+    Metric(
+        "auroc_mi",
+        "AUROC by MI",
+        "higher",
+        ".3f",
+        "As novelty AUROC, by the mutual information of label and network; a single network has none.",
+    ),
+    Metric(
+        "ring_entropy",
+        "Entropy on the ring",
+        "higher",
+        ".3f",
+        f"Mean predictive entropy on the ring, in nats; to know nothing is log 2 = {math.log(2):.3f}.",
+    ),
+    Metric(
+        "ring_confidence",
+        "Confidence on the ring",
+        "lower",
+        ".3f",
+        "Mean probability of the likelier class on the ring; to know nothing is 0.5.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings(RivalSettings):
+    """What the study depends on.
+
+    Args:
+        spread: of each blob.
+        train, test: number of points.
+        radius: of the ring; the blobs lie within 6 of the origin.
+        ring: points on it.
+        hidden: widths of the network's hidden layers.
+        batch: points in a step.
+        epochs, lr: of the training.
+        prior: standard deviation of the prior of the weights, where a method has one.
+        samples: networks averaged in a prediction.
+        grid: points along a side of the maps, which reach a third beyond the ring.
+        methods: keys of the methods; none for all.
+    """
+
+    spread: float = 1.2
+    train: int = 400
+    test: int = 4000
+    radius: float = 18.0
+    ring: int = 1000
+    hidden: tuple[int, ...] = (32, 32)
+    batch: int = 100
+    epochs: int = 150
+    lr: float = 1e-2
+    prior: float = 1.0
+    samples: int = 128
+    grid: int = 65
+
+
+class Clusters2d(RivalStudy):
+    """Which methods know that they don't know?"""
+
+    name = "clusters-2d"
+    title = "Two classes and a ring of inputs from nowhere"
+    description = (
+        "two classes on a plane and a ring of far-away inputs: which methods know that they do not know"
+    )
+    question = (
+        "A network learns two classes from four blobs. Asked about points on a wide ring around them, where there is no data, "
+        "which methods say that they do not know?"
+    )
+    source = "the blobs of document 000, figure 3; novelty as in document 002, section 1.6"
+    settings = Settings
+    specific: ClassVar[dict[str, dict[str, Any]]] = {
+        "hmc": {"samples": 60, "warmup": 60, "chains": 2, "steps": 32},
+        "nuts": {"samples": 40, "warmup": 40, "chains": 2, "max_depth": 5},
+    }
+    quick: ClassVar[dict[str, Any]] = {
+        "epochs": 5,
+        "test": 200,
+        "ring": 100,
+        "hidden": (8,),
+        "samples": 8,
+        "grid": 13,
+    }
+
+    def judged(self, job: Job, rival: Rival) -> dict[str, Any]:
+        s: Settings = job.settings
+        network = MLP(2, s.hidden, 2)
+        generator = torch.Generator().manual_seed(1000 + job.seed)
+        train = clusters(s.train, s.spread, generator)
+        test = clusters(s.test, s.spread, generator)
+        held = clusters(max(50, s.train // 4), s.spread, generator)
+        strange = ring(s.ring, s.radius, generator)
+        loader = TensorLoader(
+            *train, batch_size=s.batch, shuffle=True, generator=torch.Generator().manual_seed(job.seed)
+        )
+        posterior = self.fit(
+            job,
+            rival,
+            network,
+            loader,
+            validation=TensorLoader(*held, batch_size=s.train),
+            prior_scale=s.prior,
+        )
+        known, novel = _predict(posterior, test[0], s), _predict(posterior, strange, s)
+        values = known.evaluate(test[1]) | {
+            "auroc": novelty_auroc(known.entropy, novel.entropy),
+            "ring_entropy": float(novel.entropy.mean()),
+            "ring_confidence": float(novel.confidence.mean()),
+        }
+        if posterior.default_samples > 1:
+            values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
+        content: dict[str, Any] = {"values": values, "bins": reliability(known.probabilities, test[1])}
+        if job.seed == 0:
+            content["map"] = _map(posterior, s)
+            content["points"] = short(train[0], 2)
+            content["point_class"] = train[1].tolist()
+        return content
+
+    def findings(self, settings: Settings, parts: Parts) -> Findings:
+        chosen = self.shown(settings, parts)
+        notes = [
+            f"Four blobs of standard deviation {settings.spread:g}, {settings.train} points to learn from; the ring has a radius of "
+            f"{settings.radius:g}. All methods have the same network of hidden layers {settings.hidden}, the same points of their seed "
+            f"and {settings.epochs} epochs or what their own settings say; nothing was chosen on the ring.",
+            *self.refusals(settings, parts),
+        ]
+        return Findings(
+            answer(parts, chosen),
+            METRICS,
+            self.rows(settings, parts, METRICS),
+            figures(settings, parts, chosen),
+            notes,
+        )
+
+
+def _predict(posterior: Posterior, points: Tensor, s: Settings) -> CategoricalPredictive:
+    return posterior.predict(points, samples_of(posterior, s.samples), seed=0).cpu()
+
+
+def axis_of(s: Settings) -> Tensor:
+    return torch.linspace(-s.radius * 4 / 3, s.radius * 4 / 3, s.grid)
+
+
+def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
+    axis = axis_of(s)
+    grid = torch.cartesian_prod(axis, axis)
+    found = _predict(posterior, grid, s)
+
+    def table(values: Tensor) -> list[Any]:
+        return short(values.reshape(s.grid, s.grid).T, 3)  # a row for each y
+
+    epistemic = table(found.mutual_information) if posterior.default_samples > 1 else None
+    return {"entropy": table(found.entropy), "epistemic": epistemic}
+
+
+def figures(s: Settings, parts: Parts, chosen: list[Rival]) -> list[dict[str, Any]]:
+    """The maps of the first seed, and calibration on known points."""
+    found = []
+    drawn = [rival for rival in chosen if "map" in parts.content.get((rival.key, 0), {})]
+
+    def draw(name: str, title: str, label: str, metric: str, caption: str) -> None:
+        having = [rival for rival in drawn if parts.content[rival.key, 0]["map"][name] is not None]
+        if not having:
+            return
+        one = parts.content[having[0].key, 0]
+        panels = []
+        for rival in having:
+            part = parts.content[rival.key, 0]
+            score = part["values"].get(metric)
+            note = "" if score is None else f"AUROC {score:.2f}"
+            panels.append({"title": rival.label, "note": note, "values": part["map"][name]})
+        data = {
+            "label": label,
+            "x": short(axis_of(s), 3),
+            "y": short(axis_of(s), 3),
+            "top": math.log(2),
+            "points": one["points"],
+            "point_class": one["point_class"],
+            "ring": s.radius,
+            "panels": panels,
+        }
+        found.append(figure("map", title, caption, data))
+
+    draw(
+        "entropy",
+        "Where each method is unsure",
+        "predictive entropy in nats",
+        "auroc",
+        "Seed 0: predictive entropy over the plane; the deepest colour is log 2, to know nothing. A method that knows what it does "
+        "not know is pale where the points are and deep on the ring.",
+    )
+    draw(
+        "epistemic",
+        "Where its sampled networks disagree",
+        "mutual information in nats",
+        "auroc_mi",
+        "Seed 0: the mutual information of label and network, the part of the entropy that more data would remove, in the same scale. "
+        "Single networks have none and are left out.",
+    )
+    if chosen:
+        found.append(
+            reliability_figure(
+                "Accuracy against confidence",
+                "Test points from the blobs, bins of all seeds together; the ECE is the mean over seeds.",
+                [Variant(rival.key, rival.label) for rival in chosen],
+                parts,
+            )
+        )
+    return found
+
+
+def answer(parts: Parts, chosen: list[Rival]) -> str:
+    """The answer, put together from the numbers."""
+    order = best_by(parts, chosen, "auroc", higher=True)
+    if not order:
+        return "No method has numbers yet."
+    blind = [rival for rival in order if parts.mean(rival.key, "auroc") <= 0.5]
+    text = (
+        f"Over {len(parts.seeds)} seeds the ring is told from the test points best by {words(parts, order[:3], 'auroc')} (AUROC by "
+        f"entropy), worst by {words(parts, order[-1:], 'auroc')}."
+    )
+    seeing = [rival for rival in order if rival not in blind]
+    if blind and 2 * len(blind) > len(order):
+        if seeing:
+            text += f" Better than guessing is {words(parts, seeing, 'auroc')}: the other {len(blind)}"
+        else:
+            text += f" Nobody is better than guessing: all {len(blind)}"
+        text += " are surer of the ring than of what they know."
+    elif blind:
+        text += f" No better than guessing: {words(parts, blind, 'auroc')}."
+    by_entropy = best_by(parts, chosen, "ring_entropy", higher=True)
+    text += (
+        f" The entropy on the ring, at most {math.log(2):.3f}, lies between {parts.mean(by_entropy[-1].key, 'ring_entropy'):.3f} "
+        f"({by_entropy[-1].label}) and {parts.mean(by_entropy[0].key, 'ring_entropy'):.3f} ({by_entropy[0].label})."
+    )
+    low, high = best_by(parts, chosen, "ece")[0], best_by(parts, chosen, "ece")[-1]
+    return (
+        f"{text} On known points the calibration error goes from {parts.mean(low.key, 'ece'):.3f} ({low.label}) to "
+        f"{parts.mean(high.key, 'ece'):.3f} ({high.label}): knowing the ring and being calibrated at home are two things."
+    )

@@ -1,0 +1,20 @@
+"""Image data: published files, checked, and what is done to them."""
+
+from flowbnn_studies.data.augment import CropAndFlip, mirrored, moved
+from flowbnn_studies.data.corruptions import CORRUPTIONS, corrupt, novel_noise
+from flowbnn_studies.data.images import ImageSet
+from flowbnn_studies.data.load import data_folder, load_images
+from flowbnn_studies.data.normalize import Normalize
+
+__all__ = [
+    "CORRUPTIONS",
+    "CropAndFlip",
+    "ImageSet",
+    "Normalize",
+    "corrupt",
+    "data_folder",
+    "load_images",
+    "mirrored",
+    "moved",
+    "novel_noise",
+]

@@ -1,0 +1,116 @@
+"""Readers of the published formats: IDX (plain or gzip), CIFAR's binary files, CIFAR's pickled files.
+
+Each checks all that can be told without a checksum and raises :class:`FlowBNNError` with one line that names the file.
+"""
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from flowbnn.errors import FlowBNNError
+from flowbnn_studies.data.inert_pickle import Refused, decode_array, load_inert
+
+__all__ = ["damaged", "read_cifar_binary", "read_cifar_pickle", "read_idx"]
+
+REMEDY = "delete it and load again with download=True, or copy it anew"
+KINDS = {1: "labels", 3: "images"}
+
+
+def damaged(path: Path, what: str) -> FlowBNNError:
+    """The error for a file that is not what it should be.
+
+    >>> print(damaged(Path("a.bin"), "is 3 bytes long, expected 4"))
+    a.bin is 3 bytes long, expected 4; delete it and load again with download=True, or copy it anew
+    """
+    return FlowBNNError(f"{path} {what}; {REMEDY}")
+
+
+def _read(path: Path, most: int) -> bytes:
+    """The content, unpacked, but never more than ``most + 1`` bytes of it."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed:
+                return packed.read(most + 1)
+        with path.open("rb") as plain:
+            return plain.read(most + 1)
+    except EOFError:
+        raise damaged(path, "ends in the middle of its gzip stream: it is truncated") from None
+    except (gzip.BadGzipFile, zlib.error):
+        raise damaged(path, "is not a whole gzip file: it is damaged") from None
+    except OSError as error:
+        raise FlowBNNError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _length(path: Path, raw: bytes, wanted: int) -> None:
+    if len(raw) != wanted:
+        found = f"is {len(raw):,} bytes long" if len(raw) < wanted else "is longer"
+        packed = " when unpacked" if path.suffix == ".gz" else ""
+        tail = ": it is truncated" if len(raw) < wanted else ""
+        raise damaged(path, f"{found}{packed}, expected {wanted:,} bytes{tail}")
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The bytes of an IDX file: two zeros, the type (8: bytes), the number of axes, their lengths, the data.
+
+    Args:
+        path: plain, or compressed when it ends in ``.gz``.
+        shape: what its header must say.
+    """
+    header = 4 + 4 * len(shape)
+    wanted = header + math.prod(shape)
+    raw = _read(path, wanted)
+    if len(raw) < header:
+        _length(path, raw, wanted)
+    if raw[:4] != bytes((0, 0, 8, len(shape))):
+        kind = KINDS.get(raw[3]) if raw[:3] == b"\0\0\x08" else None
+        number, right = int.from_bytes(raw[:4], "big"), 0x800 + len(shape)
+        what = f"holds {kind}" if kind else "is not an IDX file of bytes"
+        raise damaged(
+            path, f"{what} (magic number {number}), expected {KINDS.get(len(shape), 'data')} ({right})"
+        )
+    found = tuple(int(length) for length in np.frombuffer(raw[4:header], ">u4"))
+    if found != shape:
+        raise damaged(
+            path,
+            f"says it holds {_times(found)}, expected {_times(shape)}: perhaps the file of another split or set",
+        )
+    _length(path, raw, wanted)
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def read_cifar_binary(path: Path, count: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels ``[count, *shape]`` and labels of a file that repeats: one byte of label, the pixels channel by channel."""
+    record = 1 + math.prod(shape)
+    raw = _read(path, count * record)
+    _length(path, raw, count * record)
+    rows = np.frombuffer(raw, np.uint8).reshape(count, record)
+    return np.ascontiguousarray(rows[:, 1:]).reshape(count, *shape), np.ascontiguousarray(rows[:, 0])
+
+
+def read_cifar_pickle(path: Path, count: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels and labels of a pickled batch, ``{"data": bytes [count, pixels], "labels": [...]}``; nothing in it is run."""
+    size = math.prod(shape)
+    most = 8 * count * (size + 8) + 100_000  # the wordiest pickle protocol escapes a byte in four letters
+    raw = _read(path, most)
+    if len(raw) > most:
+        raise damaged(path, f"is longer than any pickle of {count:,} images of {size:,} bytes")
+    try:
+        content = load_inert(raw)
+        labels = content.get("labels")
+        if not isinstance(labels, list) or any(type(label) is not int for label in labels):
+            raise Refused("has no list of whole numbers under 'labels'")
+        if len(labels) != count:
+            raise Refused(f"holds {len(labels):,} labels, expected {count:,}")
+        if not all(0 <= label < 256 for label in labels):
+            raise Refused(f"has labels from {min(labels)} to {max(labels)}")
+        pixels = decode_array(content.get("data"), (count, size))
+    except Refused as reason:
+        raise damaged(path, str(reason)) from None
+    return np.ascontiguousarray(pixels).reshape(count, *shape), np.array(labels, np.uint8)
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{length:,}" for length in shape)

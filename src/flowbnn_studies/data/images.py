@@ -1,0 +1,159 @@
+"""A set of labelled images in memory, in bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError, check_whole
+from flowbnn_studies.data.normalize import Normalize, usable_device
+
+__all__ = ["ImageSet"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageSet:
+    """Labelled images in bytes, with the constants that prepare them for a network.
+
+    Args:
+        images: ``[N, C, H, W]`` of uint8.
+        labels: ``[N]`` of int64, each a place in ``classes``.
+        classes: their names.
+        name: of the set.
+        part: ``"train"``, ``"test"``, or what :meth:`split` made of them.
+        mean, deviation: of each channel over the whole training set, in units of [0, 1]; parts and subsets keep them, so
+            what is trained on one part can be tested on another.
+
+    >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
+    >>> data = ImageSet(images, torch.tensor([0, 1, 0, 1, 0, 1]), ("even", "odd"), "numbers", "train", (0.5,), (0.25,))
+    >>> data
+    ImageSet(numbers, train: 6 images of 1x1x1 in 2 classes)
+    >>> rest, validation = data.split(validation=2)
+    >>> len(rest), sorted(validation.labels.tolist())
+    (4, [0, 1])
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    name: str
+    part: str
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.images.dtype != torch.uint8:
+            raise FlowBNNError(
+                f"an ImageSet holds bytes [N, C, H, W], not {self.images.dtype} of shape {tuple(self.images.shape)}"
+            )
+        if self.labels.shape != self.images.shape[:1] or self.labels.dtype != torch.int64:
+            raise FlowBNNError(
+                f"an ImageSet of {len(self.images)} images has as many int64 labels, not {self.labels.dtype} "
+                f"of shape {tuple(self.labels.shape)}"
+            )
+        if not len(self.mean) == len(self.deviation) == self.images.shape[1]:
+            raise FlowBNNError(
+                f"mean and deviation have one number for each of {self.images.shape[1]} channels"
+            )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __repr__(self) -> str:
+        size = "x".join(str(length) for length in self.images.shape[1:])
+        return (
+            f"ImageSet({self.name}, {self.part}: {len(self)} images of {size} in {len(self.classes)} classes)"
+        )
+
+    def to(self, device: torch.device | str) -> "ImageSet":
+        """The same set on another device, still in bytes: CIFAR-10 takes 184 MB there."""
+        place = usable_device(device)
+        return replace(self, images=self.images.to(place), labels=self.labels.to(place))
+
+    def normalizer(self, dtype: torch.dtype = torch.float32) -> Normalize:
+        """What turns images (bytes, or real numbers in [0, 1]) into what a network trained on this set takes.
+
+        Corrupted images, noise and images of other sets go through the normalizer of the set the network knows.
+        """
+        return Normalize(self.mean, self.deviation, dtype)
+
+    def normalized(
+        self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """All images as ``(x / 255 - mean) / deviation``."""
+        return self.normalizer(dtype)(self._images_on(device))
+
+    def to_unit(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All images as real numbers from 0 to 1."""
+        return self._images_on(device).to(dtype) / 255
+
+    def _images_on(self, device: torch.device | str | None) -> Tensor:
+        return self.images if device is None else self.images.to(usable_device(device))
+
+    def subset(self, indices: Tensor | Sequence[int] | slice) -> "ImageSet":
+        """Some of the images: their places, a mask with one truth for each, or a slice."""
+        if not isinstance(indices, slice):
+            indices = torch.as_tensor(indices, device=self.images.device)
+            if indices.numel() == 0 and indices.dtype != torch.bool:
+                indices = indices.long()
+            if indices.ndim != 1 or indices.is_floating_point():
+                raise FlowBNNError("a subset is told by a list of places, a mask or a slice")
+            if indices.dtype == torch.bool and len(indices) != len(self):
+                raise FlowBNNError(f"a mask has one truth for each of {len(self)} images, not {len(indices)}")
+            if indices.dtype != torch.bool and not bool(
+                ((indices >= -len(self)) & (indices < len(self))).all()
+            ):
+                raise FlowBNNError(f"the places of a subset are below {len(self)}, the number of images")
+        return replace(self, images=self.images[indices], labels=self.labels[indices])
+
+    def split(self, validation: int = 5000, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
+        """``(rest, validation)``: every class gives its share, drawn from ``seed``; both keep the order of the whole.
+
+        Args:
+            validation: how many images to put aside.
+            seed: of the draw; the same seed gives the same split.
+        """
+        if not 0 < check_whole("validation", validation, least=0) < len(self):
+            raise FlowBNNError(f"validation is between 1 and {len(self) - 1} images, not {validation}")
+        labels = self.labels.cpu()
+        counts = torch.bincount(labels).tolist()
+        quota = _shares(counts, validation)
+        generator = torch.Generator().manual_seed(seed)
+        aside = torch.zeros(len(self), dtype=torch.bool)
+        for label, number in enumerate(quota):
+            places = (labels == label).nonzero().squeeze(1)
+            aside[places[torch.randperm(len(places), generator=generator)[:number]]] = True
+        return self.subset(~aside), replace(self.subset(aside), part="validation")
+
+    def in_colour(self, size: int = 32) -> "ImageSet":
+        """Grey images as a colour network takes them: zeros around them up to ``size``, the one channel three times.
+
+        The mean and deviation follow, exactly: zeros dilute both moments.
+        """
+        number, channels, height, width = self.images.shape
+        if channels != 1:
+            raise FlowBNNError(f"in_colour takes grey images, of one channel; these have {channels}")
+        if size < height or size < width:
+            raise FlowBNNError(f"in_colour pads to size {size}, but the images are {height}x{width}")
+        top, left = (size - height) // 2, (size - width) // 2
+        padded = self.images.new_zeros(number, 1, size, size)
+        padded[:, :, top : top + height, left : left + width] = self.images
+        share = height * width / size**2
+        mean = share * self.mean[0]
+        deviation = (share * (self.deviation[0] ** 2 + self.mean[0] ** 2) - mean**2) ** 0.5
+        return replace(self, images=padded.repeat(1, 3, 1, 1), mean=(mean,) * 3, deviation=(deviation,) * 3)
+
+
+def _shares(counts: list[int], total: int) -> list[int]:
+    """``total`` divided in proportion to ``counts``, in whole numbers: the largest remainders are rounded up.
+
+    >>> _shares([50, 30, 20], 5)
+    [3, 1, 1]
+    """
+    whole = sum(counts)
+    shares = [count * total // whole for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda place: -(counts[place] * total % whole))
+    for place in by_remainder[: total - sum(shares)]:
+        shares[place] += 1
+    return shares

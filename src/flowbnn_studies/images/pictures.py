@@ -1,0 +1,159 @@
+"""The images of a study on the device where it computes: to learn from, to choose on, to test on, novel and corrupted ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flowbnn.data import TensorLoader, device_loader
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn_studies.data import CORRUPTIONS, CropAndFlip, ImageSet, corrupt, load_images, novel_noise
+from flowbnn_studies.images.settings import ImageSettings, Training
+
+__all__ = ["KINDS", "STRENGTHS", "Pictures", "generated_images", "load_pictures"]
+
+KINDS = tuple(CORRUPTIONS)
+STRENGTHS = tuple(range(1, 6))
+SPLIT_SEED = 0  # the same images are put aside for every seed and every method
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What one job computes on.
+
+    Args:
+        learned: the images to learn from, in bytes on the device.
+        judged: those to test on: the test set, or the validation images when settings are chosen.
+        strangers: sets of images the network has never seen; one called ``"noise"`` is made when asked for.
+    """
+
+    learned: ImageSet
+    judged: ImageSet
+    strangers: dict[str, ImageSet | None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.learned.images.device
+
+    @property
+    def num_data(self) -> int:
+        return len(self.learned)
+
+    @property
+    def channels(self) -> int:
+        return self.learned.images.shape[1]
+
+    @property
+    def test(self) -> Pair:
+        """The images to test on as the network takes them, and their labels."""
+        return self.learned.normalizer()(self.judged.images), self.judged.labels
+
+    def loader(self, training: Training, seed: int) -> TensorLoader:
+        """Shuffled batches of equal size; the few images that fill no batch differ from epoch to epoch."""
+        moved = training.padding or training.flip or training.cutout
+        return device_loader(
+            self.learned,
+            min(training.batch, self.num_data),
+            shuffle=True,
+            augment=CropAndFlip(training.padding, training.flip, training.cutout) if moved else None,
+            generator=torch.Generator(self.device).manual_seed(seed),
+            drop_last=True,
+        )
+
+    def novel(self, number: int) -> dict[str, Tensor]:
+        """At most ``number`` images of every kind the network has never seen, as it takes them."""
+        found = {}
+        for key, images in self.strangers.items():
+            if images is None:
+                generator = torch.Generator().manual_seed(0)
+                shape = self.judged.images.shape[1:]
+                strange = novel_noise(min(number, len(self.judged)), shape, generator, self.device)
+            else:
+                strange = images.images[:number]
+            found[key] = self.learned.normalizer()(strange)
+        return found
+
+    def corrupted(self, kind: str, strength: int, number: int) -> Pair:
+        """The first ``number`` test images corrupted, as the network takes them, and their labels; the same for all methods."""
+        some = self.judged.subset(slice(0, number))
+        generator = torch.Generator().manual_seed(strength)
+        return self.learned.normalizer()(corrupt(some.to_unit(), kind, strength, generator)), some.labels
+
+
+def load_pictures(
+    settings: ImageSettings,
+    data: str,
+    novel: Sequence[str],
+    device: torch.device | str,
+    validation: bool = False,
+) -> Pictures:
+    """The images of a study.
+
+    Args:
+        settings: ``source``, ``validation`` and ``withhold`` are read.
+        data: ``"fashion-mnist"`` or ``"cifar10"``.
+        novel: kinds of images the network has never seen: names of sets, or ``"noise"``.
+        device: where they are to lie.
+        validation: judge on images put aside from the training set, and do not open the test set at all.
+    """
+    read = _Reader(settings)
+    learned = read(data, "train")
+    if validation or settings.withhold:
+        learned, aside = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
+    judged = aside if validation else read(data, "test")
+    colour = learned.images.shape[1] == 3
+    strangers: dict[str, ImageSet | None] = {}
+    for name in () if validation else novel:
+        found = None if name == "noise" else read(name, "test")
+        if found is not None and colour:
+            found = found.in_colour(learned.images.shape[-1])
+        strangers[name] = None if found is None else found.to(device)
+    return Pictures(learned.to(device), judged.to(device), strangers)
+
+
+@lru_cache(maxsize=6)
+def _read(name: str, split: str) -> ImageSet:
+    """A published set, read and verified once in a process."""
+    return load_images(name, split)
+
+
+class _Reader:
+    """Reads published sets, or makes sets of their shapes."""
+
+    def __init__(self, settings: ImageSettings) -> None:
+        if settings.source not in ("files", "generated"):
+            raise FlowBNNError(
+                f"there is no source '{settings.source}'{nearest(settings.source, ['files', 'generated'])}"
+            )
+        self.settings = settings
+
+    def __call__(self, name: str, split: str) -> ImageSet:
+        if self.settings.source == "files":
+            return _read(name, split)
+        number = self.settings.generated if split == "train" else self.settings.generated // 4
+        return generated_images(number, name, split)
+
+
+def generated_images(number: int, name: str, split: str) -> ImageSet:
+    """Pictures of the shape of a published set: waves whose direction and length tell the class, under noise.
+
+    >>> generated_images(20, "cifar10", "test")
+    ImageSet(cifar10, test: 20 images of 3x32x32 in 10 classes)
+    """
+    channels, size = (3, 32) if name == "cifar10" else (1, 28)
+    generator = torch.Generator().manual_seed(len(name) + (1000 if split == "test" else 0))
+    labels = torch.arange(number) % 10
+    angle = (labels % 5) * torch.pi / 5
+    length = 4.0 + 4.0 * (labels // 5) + (2.0 if name == "mnist" else 0.0)
+    place = torch.arange(size, dtype=torch.float32)
+    across = angle.cos()[:, None, None] * place + angle.sin()[:, None, None] * place[:, None]
+    phase = 2 * torch.pi * torch.rand(number, 1, 1, generator=generator)
+    waves = torch.sin(2 * torch.pi * across / length[:, None, None] + phase).unsqueeze(1)
+    noise = torch.randn(number, channels, size, size, generator=generator)
+    pixels = (128 + 70 * waves + 40 * noise).clamp(0, 255).to(torch.uint8)
+    classes = tuple(str(label) for label in range(10))
+    return ImageSet(pixels, labels, classes, name, split, (0.5,) * channels, (0.25,) * channels)

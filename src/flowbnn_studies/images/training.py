@@ -1,0 +1,132 @@
+"""Training one variant: its network, its loader, its optimizer and schedule, and the fit."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from flowbnn.convert import to_stochastic
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.methods import Posterior, fit, fit_point
+from flowbnn_studies.images.averaging import Average
+from flowbnn_studies.images.pictures import Pictures
+from flowbnn_studies.images.recipes import rules_for
+from flowbnn_studies.images.settings import Training
+
+__all__ = ["fit_variant", "make_optimizer", "make_schedule", "rate_at"]
+
+
+def make_optimizer(training: Training) -> Callable[..., Optimizer]:
+    """From parameter groups, which bring their own rates, to the optimizer; fused kernels throughout."""
+    if training.optimizer == "sgd":
+        return partial(SGD, lr=0.0, momentum=training.momentum, nesterov=training.nesterov, fused=True)
+    kinds = {"adam": Adam, "adamw": AdamW}
+    if training.optimizer not in kinds:
+        raise FlowBNNError(
+            f"there is no optimizer '{training.optimizer}'{nearest(training.optimizer, ['sgd', *kinds])}"
+        )
+    return partial(kinds[training.optimizer], fused=True)
+
+
+def rate_at(schedule: str, rise: float, progress: float) -> float:
+    """The factor of the learning rates at a point of the run.
+
+    >>> [round(rate_at("cosine", 0.2, p), 3) for p in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    >>> rate_at("linear", 0.0, 0.75), rate_at("constant", 0.5, 0.25)
+    (0.25, 0.5)
+    """
+    if progress < rise:
+        return progress / rise
+    left = 1.0 - (progress - rise) / (1.0 - rise) if rise < 1.0 else 1.0
+    if schedule == "constant":
+        return 1.0
+    if schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * left)
+    if schedule == "linear":
+        return left
+    raise FlowBNNError(
+        f"there is no schedule '{schedule}'{nearest(schedule, ['constant', 'cosine', 'linear'])}"
+    )
+
+
+def make_schedule(training: Training) -> Callable[[Optimizer, int], LambdaLR] | None:
+    """A schedule of the learning rates for :func:`flowbnn.fit`; None where they stay as they are."""
+    if not 0.0 <= training.rise < 1.0:
+        raise FlowBNNError(f"rise is a share of the run, from 0 to below 1, not {training.rise}")
+    rate_at(training.schedule, training.rise, 1.0)
+    if training.schedule == "constant" and not training.rise:
+        return None
+
+    def make(optimizer: Optimizer, steps: int) -> LambdaLR:
+        # a step later than its number, so that the first is not lost to a rate of nought
+        return LambdaLR(
+            optimizer,
+            lambda step: rate_at(training.schedule, training.rise, min(1.0, (step + 1) / (steps + 1))),
+        )
+
+    return make
+
+
+def fit_variant(
+    variant: str,
+    architecture: str,
+    training: Training,
+    network: nn.Module,
+    pictures: Pictures,
+    options: dict[str, Any],
+    seed: int,
+    curve_samples: int = 0,
+    loader: Any = None,
+) -> Posterior:
+    """Train ``network`` as a variant says, and give its posterior.
+
+    Args:
+        variant: its key, which names the method and the site.
+        architecture: ``"lenet"`` or ``"vgg16"``.
+        network: the plain network, fresh or trained.
+        pictures: the data, on the device where training takes place.
+        options: of the run, as for :func:`flowbnn.fit`.
+        seed: of the order of the images.
+        curve_samples: above 0, accuracy and ECE on the test images are recorded after each epoch, for display.
+        loader: of the training images, instead of the one that the training asks for.
+    """
+    loader = pictures.loader(training, seed) if loader is None else loader
+    rules = rules_for(architecture, variant, training)
+    model = to_stochastic(network, rules) if rules else network
+    model.to(pictures.device)
+    average = Average(model, training.average) if training.average else None
+    make = make_optimizer(training)
+    given: dict[str, Any] = {
+        **options,
+        "optimizer": make if average is None else lambda groups: average.follow(make(groups)),
+        "schedule": make_schedule(training),
+        "clip_gradient": training.clip or None,
+        "weight_decay": training.weight_decay,
+        "validation": [pictures.test] if curve_samples else None,
+        "epochs": training.epochs,
+    }
+    posterior: Posterior
+    if not rules:
+        posterior = fit_point(model, loader, lr=training.weight_lr, **given)
+    else:
+        posterior = fit(
+            model,
+            loader,
+            weight_lr=training.weight_lr,
+            noise_lr=training.noise_lr,
+            beta=training.beta,
+            gamma=training.gamma,
+            warmup=training.warmup,
+            samples=training.samples,
+            num_data=pictures.num_data,
+            validation_samples=curve_samples or 8,
+            **given,
+        )
+    if average is not None:
+        average.settle(loader)
+    return posterior

@@ -1,0 +1,11 @@
+"""The report: figures, tables and one HTML page, from ``results.json`` alone, never from a model.
+
+>>> from flowbnn_studies.report import find_results, write_report
+>>> write_report(find_results("results"), "results/report.html")  # doctest: +SKIP
+"""
+
+from flowbnn_studies.report.markdown import write_markdown
+from flowbnn_studies.report.page import save_figures, write_report
+from flowbnn_studies.report.reading import find_results, load_results
+
+__all__ = ["find_results", "load_results", "save_figures", "write_markdown", "write_report"]

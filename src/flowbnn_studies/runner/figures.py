@@ -1,0 +1,184 @@
+"""Figures as plain data, in the forms that the report draws."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.diagnostics import marginal
+from flowbnn.noise import InputNoise, noise_layers
+from flowbnn_studies.runner.base import Parts, Variant
+from flowbnn_studies.runner.statistics import summary
+
+__all__ = [
+    "count_modes_of",
+    "curve",
+    "density_pair",
+    "density_panels",
+    "figure",
+    "histogram",
+    "pooled_bins",
+    "pooled_histogram",
+    "reliability_figure",
+    "short",
+]
+
+Bins = list[dict[str, float | None]]
+
+
+def figure(kind: str, title: str, caption: str, data: dict[str, Any]) -> dict[str, Any]:
+    """One figure of ``results.json``."""
+    return {"kind": kind, "title": title, "caption": caption, "data": data}
+
+
+def short(values: Tensor, digits: int = 4) -> list[Any]:
+    """Values rounded to ``digits`` decimals: a picture needs no more, and the file stays small.
+
+    >>> short(torch.tensor([0.123456, 2.0]))
+    [0.1235, 2.0]
+    """
+    return torch.round(values.detach().double().cpu(), decimals=digits).tolist()
+
+
+def curve(label: str, histories: Sequence[Sequence[float]], scale: float = 1.0) -> dict[str, Any]:
+    """A line over epochs: mean and standard deviation over seeds.
+
+    >>> curve("plain", [[1.0, 2.0], [3.0, 2.0]])
+    {'label': 'plain', 'x': [1, 2], 'mean': [2.0, 2.0], 'std': [1.4142135623730951, 0.0]}
+    """
+    epochs = range(min(len(history) for history in histories))
+    cells = [summary([scale * history[epoch] for history in histories]) for epoch in epochs]
+    many = len(histories) > 1
+    return {
+        "label": label,
+        "x": [epoch + 1 for epoch in epochs],
+        "mean": [cell["mean"] for cell in cells],
+        "std": [cell["std"] for cell in cells] if many else None,
+    }
+
+
+def pooled_bins(many: Sequence[Bins]) -> Bins:
+    """Reliability bins of all seeds as one: shares averaged, confidence and accuracy weighed by them.
+
+    >>> one = {"low": 0.5, "high": 1.0, "confidence": 0.9, "accuracy": 1.0, "fraction": 1.0}
+    >>> two = {"low": 0.5, "high": 1.0, "confidence": 0.6, "accuracy": 0.5, "fraction": 0.5}
+    >>> pooled = pooled_bins([[one], [two]])[0]
+    >>> pooled["fraction"], round(pooled["confidence"], 3), round(pooled["accuracy"], 3)
+    (0.75, 0.8, 0.833)
+    """
+    pooled: Bins = []
+    for bins in zip(*many, strict=True):
+        weight = sum(part["fraction"] or 0.0 for part in bins)
+        means: dict[str, float | None] = {"confidence": None, "accuracy": None}
+        if weight:
+            for name in means:
+                means[name] = sum((part["fraction"] or 0.0) * (part[name] or 0.0) for part in bins) / weight
+        pooled.append(
+            {"low": bins[0]["low"], "high": bins[0]["high"], **means, "fraction": weight / len(bins)}
+        )
+    return pooled
+
+
+def histogram(values: Tensor, low: float, high: float, bins: int) -> dict[str, list[float]]:
+    """Shares of the values in equal bins; what lies outside counts in the outermost ones.
+
+    >>> histogram(torch.tensor([0.1, 0.2, 0.9, 1.5]), 0.0, 1.0, 2)
+    {'edges': [0.0, 0.5, 1.0], 'fraction': [0.5, 0.5]}
+    """
+    width = (high - low) / bins
+    place = ((values.detach().double().cpu() - low) / width).long().clamp(0, bins - 1)
+    counts = torch.bincount(place, minlength=bins)
+    return {
+        "edges": [low + width * index for index in range(bins + 1)],
+        "fraction": (counts / max(1, len(place))).tolist(),
+    }
+
+
+def pooled_histogram(label: str, many: Sequence[Mapping[str, list[float]]]) -> dict[str, Any]:
+    """Histograms of all seeds, which share their edges, averaged."""
+    fractions = torch.tensor([part["fraction"] for part in many], dtype=torch.float64).mean(0)
+    return {"label": label, "edges": many[0]["edges"], "fraction": short(fractions, 6)}
+
+
+def _farthest(noise: InputNoise, number: int) -> list[int]:
+    """Dimensions whose marginal has moved farthest from the prior, by the KL of normals of the same moments."""
+    draws = noise.draw((2000,), torch.Generator(noise.prior.distribution().mean.device).manual_seed(0))
+    prior = noise.prior.distribution()
+    ratio = draws.var(0) / prior.variance
+    moved = ratio - ratio.log() + (draws.mean(0) - prior.mean).square() / prior.variance
+    return moved.argsort(descending=True)[:number].tolist()
+
+
+@torch.no_grad()
+def density_panels(model: nn.Module, layers: Sequence[str], number: int) -> list[dict[str, Any]]:
+    """Marginal densities of the ``number`` noise dimensions of each layer that have moved farthest from their prior."""
+    panels = []
+    for layer in layers:
+        noise = noise_layers(model)[layer]
+        assert isinstance(noise, InputNoise)
+        for dimension in _farthest(noise, number):
+            found = marginal(model, layer, dimension)
+            panels.append(
+                {
+                    "title": f"{layer}, noise dimension {dimension}",
+                    "x": short(found.grid),
+                    "posterior": short(found.density),
+                    "prior": short(found.prior),
+                    "modes": found.modes,
+                }
+            )
+    return panels
+
+
+@torch.no_grad()
+def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3000) -> dict[str, Any]:
+    """The joint density of the two noise dimensions of a layer that have moved farthest, by a Gaussian kernel on draws."""
+    noise = noise_layers(model)[layer]
+    assert isinstance(noise, InputNoise)
+    first, second = _farthest(noise, 2)
+    device = noise.prior.distribution().mean.device
+    draws = noise.draw((samples,), torch.Generator(device).manual_seed(1)).double().cpu()
+    grids, kernels = [], []
+    for column in (draws[:, first], draws[:, second]):
+        width = column.std().clamp_min(1e-6) * samples ** (-1 / 6)
+        grid = torch.linspace(
+            float(column.min() - 2 * width), float(column.max() + 2 * width), nodes, dtype=torch.float64
+        )
+        grids.append(grid)
+        kernels.append(
+            torch.exp(-0.5 * ((grid[:, None] - column) / width).square()) / (width * (2 * torch.pi) ** 0.5)
+        )
+    return {
+        "title": f"{layer}, noise dimensions {first} and {second}",
+        "x_label": f"dimension {first}",
+        "y_label": f"dimension {second}",
+        "x": short(grids[0]),
+        "y": short(grids[1]),
+        "density": short(kernels[1] @ kernels[0].T / samples),
+    }
+
+
+def count_modes_of(many: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """A sentence on how many of the drawn densities, over all seeds, have more than one mode.
+
+    >>> count_modes_of([[{"modes": 1}, {"modes": 2}], [{"modes": 1}]])
+    'Of the 3 dimensions looked at over all seeds, 1 has more than one mode.'
+    """
+    modes = [panel["modes"] for panels in many for panel in panels]
+    several = sum(number > 1 for number in modes)
+    verb = "has" if several < 2 else "have"
+    return f"Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} {verb} more than one mode."
+
+
+def reliability_figure(title: str, caption: str, variants: Iterable[Variant], parts: Parts) -> dict[str, Any]:
+    """Accuracy against confidence for every variant, the bins of all seeds together."""
+    models = [
+        {
+            "label": variant.label,
+            "ece": parts.mean(variant.key, "ece"),
+            "bins": pooled_bins([part["bins"] for part in parts.of(variant.key)]),
+        }
+        for variant in variants
+    ]
+    return figure("reliability", title, caption, {"models": models})

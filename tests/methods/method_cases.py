@@ -1,0 +1,183 @@
+"""A small configuration of every method, and what it can represent of a Gaussian posterior of weights.
+
+What a method is held to in linear regression with known noise, as ``represents``:
+
+* ``exact``: mean and covariance of the true posterior;
+* ``mean-field``: the mean, and of the covariance the inverse of the precision's diagonal;
+* ``point``: the mean (of Gaussian posteriors the mode), and no spread at all;
+* ``likelihood``: the maximum of the likelihood, and no spread;
+* ``mean``: the mean, with a spread that is not the posterior's;
+* ``near``: another model of the same data, whose mean is within three standard deviations of the true posterior's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import flowbnn as fb
+from flowbnn.methods import METHODS, Method
+
+PRIOR = 0.8
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method in the suite.
+
+    Args:
+        make: the method for problems of a few seconds, from keyword changes.
+        linear: the method for linear regression; its prior has the scale ``PRIOR``.
+        represents: see above.
+        reason: why it can represent no more.
+        samples: of the linear regression's posterior.
+        within: largest error of the mean in posterior standard deviations, besides the Monte Carlo error of ``samples``.
+        variance_within: largest relative error of the covariance, besides the Monte Carlo error.
+        chains: of a Markov chain, where the samples are its states; their number is then judged by the effective sample size.
+        slow: tried with a bias only.
+        refuses: settings that must be refused in one line.
+    """
+
+    make: Callable[..., Method]
+    linear: Callable[[], Method]
+    represents: str
+    reason: str
+    samples: int = 1
+    within: float = 1e-3
+    variance_within: float = 0.0
+    chains: int = 0
+    slow: bool = False
+    refuses: tuple[dict[str, Any], ...] = ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"epochs": -1})
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+TRAINED: dict[str, Any] = {"epochs": 12, "lr": 0.03}
+SETTLED: dict[str, Any] = {"epochs": 600, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
+
+CASES: dict[str, Case] = {
+    "mle": Case(
+        lambda **more: fb.MLE(**TRAINED | more),
+        lambda: fb.MLE(**SETTLED),
+        "likelihood",
+        "it has no prior and is one network",
+    ),
+    "map": Case(
+        lambda **more: fb.MAP(**TRAINED | more), lambda: fb.MAP(**SETTLED), "point", "it is one network"
+    ),
+    "mc-dropout": Case(
+        lambda **more: fb.MCDropout(**TRAINED | more),
+        lambda: fb.MCDropout(0.02, **SETTLED),
+        "near",
+        "its spread is that of dropped inputs, w^2 p / (1 - p), whatever the data say",
+        samples=400,
+    ),
+    "ensemble": Case(
+        lambda **more: fb.DeepEnsemble(2, **TRAINED | more),
+        lambda: fb.DeepEnsemble(2, **SETTLED),
+        "point",
+        "where the loss has one minimum, all members end there",
+        samples=2,
+    ),
+    "swag": Case(
+        lambda **more: fb.SWAG(**{"batch_norm_samples": 4, "epochs": 20, "lr": 0.03} | more),
+        lambda: fb.SWAG(epochs=400, lr=0.1, swag_lr=0.02, schedule=cosine, prior_scale=PRIOR),
+        "mean",
+        "its spread is that of the steps of SGD, which a whole batch does not have",
+        samples=100,
+        within=1e-2,
+    ),
+    "temperature": Case(
+        lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), share=0.3),
+        lambda: fb.Temperature(fb.MAP(**SETTLED | {"epochs": 250})),
+        "point",
+        "it is what it is on top of, here MAP",
+        slow=True,
+        options={"validation": "training"},
+    ),
+    "laplace": Case(
+        lambda **more: fb.Laplace(**TRAINED | more),
+        lambda: fb.Laplace("full", layers="all", newton=1, **SETTLED | {"epochs": 20}),
+        "exact",
+        "of a network that is linear in its weights and of Gaussian noise",
+        samples=4000,
+    ),
+    "bayes-by-backprop": Case(
+        lambda **more: fb.BayesByBackprop(**TRAINED | more),
+        lambda: fb.BayesByBackprop(noise_lr=0.05, samples=2, **SETTLED | {"epochs": 400, "lr": 0.05}),
+        "mean-field",
+        "it has a Gaussian of its own for every weight",
+        samples=4000,
+        within=0.05,
+        variance_within=0.02,
+        slow=True,
+    ),
+    "mnf": Case(
+        lambda **more: fb.MNF(**TRAINED | more),
+        lambda: fb.MNF("planar", noise_lr=0.03, **SETTLED | {"epochs": 300, "lr": 0.05}),
+        "mean",
+        "its spread is the mean-field one or nearer to the posterior's, as its bound tells",
+        samples=600,
+        within=0.15,
+        slow=True,
+    ),
+    "hmc": Case(
+        lambda **more: fb.HMC(
+            **{**TRAINED, "samples": 6, "warmup": 30, "chains": 2, "steps": 6, "target_accept": 0.9} | more
+        ),
+        lambda: fb.HMC(samples=150, warmup=100, chains=4, steps=6, epochs=0, prior_scale=PRIOR),
+        "exact",
+        "up to Monte Carlo error",
+        samples=600,
+        chains=4,
+        slow=True,
+    ),
+    "nuts": Case(
+        lambda **more: fb.NUTS(
+            **{**TRAINED, "samples": 6, "warmup": 30, "chains": 2, "max_depth": 3, "target_accept": 0.9}
+            | more
+        ),
+        lambda: fb.NUTS(samples=60, warmup=60, chains=4, max_depth=4, epochs=0, prior_scale=PRIOR),
+        "exact",
+        "up to Monte Carlo error",
+        samples=240,
+        chains=4,
+        slow=True,
+    ),
+    "sgld": Case(
+        lambda **more: fb.SGLD(**TRAINED | {"samples": 6, "cycles": 2} | more),
+        lambda: fb.SGLD(
+            samples=1000, cycles=0, epochs=1250, lr=0.02, burn_in=0.2, preconditioned=False, prior_scale=PRIOR
+        ),
+        "exact",
+        "up to Monte Carlo error and the size of its steps",
+        samples=1000,
+        chains=1,
+        slow=True,
+        variance_within=0.15,
+    ),
+    "node-noise": Case(
+        lambda **more: fb.NodeNoise("gaussian", **TRAINED | more),
+        lambda: fb.NodeNoise("gaussian", noise_lr=0.02, **SETTLED | {"epochs": 300, "lr": 0.05}),
+        "near",
+        "its posterior is over factors of the inputs, its weights are learned as parameters",
+        samples=400,
+        slow=True,
+    ),
+}
+
+
+def case_of(name: str) -> Case:
+    if name not in CASES:
+        pytest.fail(
+            f"the method '{name}' is registered and has no case in tests/inference/methods/method_cases.py"
+        )
+    return CASES[name]
+
+
+NAMES = sorted(METHODS)

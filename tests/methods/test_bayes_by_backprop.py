@@ -1,0 +1,294 @@
+"""Bayes by Backprop: its known optimum, what it keeps of a network, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from problems import NOISE, PRIOR, QUIET, blobs, conjugate, loader, small
+from torch import nn
+from torch.distributions import MultivariateNormal, Normal
+from torch.utils.data import TensorDataset
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods import GaussianWeightPosterior
+
+
+def cosine(optimizer, steps):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def evidence(problem) -> torch.Tensor:
+    covariance = (
+        NOISE**2 * torch.eye(len(problem.targets)).double() + PRIOR**2 * problem.design @ problem.design.T
+    )
+    return MultivariateNormal(torch.zeros_like(problem.targets), covariance).log_prob(problem.targets)
+
+
+def mean_field_bound(problem) -> torch.Tensor:
+    r"""The best ELBO of a factorized Gaussian: :math:`\log p(D) - \frac12 (\sum_j \log \Lambda_{jj} - \log|\Lambda|)`."""
+    gap = problem.precision.diagonal().log().sum() - torch.linalg.slogdet(problem.precision)[1]
+    return evidence(problem) - 0.5 * gap
+
+
+def many_rows(batches, times: int = 32) -> list:
+    """The same data many times over: every row has noise of its own, so that a step averages over as many draws."""
+    return [tuple(part.repeat(times, 1) for part in batch) for batch in batches]
+
+
+def test_optimum_of_a_conjugate_regression():
+    problem, network, batches, _ = conjugate(bias=False)
+    method = fb.BayesByBackprop(epochs=600, lr=0.05, noise_lr=0.05, schedule=cosine, prior_scale=PRIOR)
+    posterior = method.fit(
+        network, many_rows(batches), num_data=24, likelihood=fb.Gaussian(NOISE), seed=0, **QUIET
+    )
+    mean, std = posterior.mean["weight"][0], posterior.std["weight"][0]
+    known = problem.precision.diagonal()
+    assert ((mean - problem.mean).abs() * known.sqrt()).max() < 0.02
+    assert (std.square() * known - 1.0).abs().max() < 0.02
+    residual = problem.targets - problem.design @ mean
+    spread = (problem.design.square() @ std.square()).sum()
+    log_likelihood = -0.5 * (residual.square().sum() + spread) / NOISE**2
+    log_likelihood -= len(residual) * (math.log(NOISE) + 0.5 * math.log(2.0 * math.pi))
+    kl = torch.distributions.kl_divergence(Normal(mean, std), Normal(torch.zeros_like(mean), PRIOR)).sum()
+    elbo = log_likelihood - kl
+    assert elbo < evidence(problem)
+    assert mean_field_bound(problem) - 1e-3 < elbo <= mean_field_bound(problem) + 1e-9
+    last = posterior.history.last
+    assert last["kl"] == pytest.approx(kl.item(), abs=1e-3)
+    count = len(residual)
+    assert last["elbo"] == pytest.approx(
+        last["log_likelihood"] - last["kl"] / count, abs=1e-9
+    )  # the KL once, over N
+
+
+def mixture_kl(std: float, wide: float, narrow: float) -> float:
+    """KL of N(0, std^2) from an even mixture of two normals around zero, by quadrature."""
+    x = torch.linspace(-10 * std, 10 * std, 4001, dtype=torch.float64)
+    q = Normal(torch.zeros((), dtype=torch.float64), std)
+    parts = torch.stack([Normal(torch.zeros_like(q.loc), scale).log_prob(x) for scale in (wide, narrow)])
+    log_p = parts.logsumexp(0) - math.log(2.0)
+    return float(torch.trapezoid(q.log_prob(x).exp() * (q.log_prob(x) - log_p), x))
+
+
+def test_weights_without_data_go_back_to_the_prior():
+    inputs, labels = blobs().tensors
+    data = TensorDataset(
+        torch.cat([inputs, torch.zeros(len(inputs), 1)], 1), labels
+    )  # the fifth feature is always nought
+    network = nn.Sequential(nn.Linear(5, 3, bias=False))
+    with torch.no_grad():
+        network[0].weight.mul_(0.1)
+    fitted = {
+        prior: fb.BayesByBackprop(
+            prior, epochs=120, lr=0.02, noise_lr=0.05, sigma1=1.0, sigma2=0.02, kl_samples=64
+        ).fit(network, loader(data), seed=0, **QUIET)
+        for prior in ("gaussian", "scale-mixture")
+    }
+    idle = {prior: posterior.std["0.weight"][:, 4] for prior, posterior in fitted.items()}
+    torch.testing.assert_close(idle["gaussian"], torch.ones(3), rtol=0.05, atol=0.0)
+    # begun narrow, the mixture keeps them in its narrow component, at the optimum that quadrature finds
+    grid = torch.linspace(0.01, 0.05, 81).tolist()
+    best = min(grid, key=lambda std: mixture_kl(std, 1.0, 0.02))
+    torch.testing.assert_close(idle["scale-mixture"], torch.full((3,), best), rtol=0.15, atol=0.0)
+
+
+def test_density_is_the_gaussians():
+    layer = nn.Linear(3, 2).double()
+    std = {name: torch.rand_like(value) + 0.1 for name, value in layer.named_parameters()}
+    posterior = GaussianWeightPosterior(layer, fb.Gaussian(1.0), std)
+    draws = posterior.draws(6, seed=3)
+    own = dict(layer.named_parameters())
+    truth = sum(Normal(own[n].detach(), std[n]).log_prob(draws[n]).flatten(1).sum(1) for n in std)
+    torch.testing.assert_close(posterior.log_prob(draws), truth)
+    with pytest.raises(FlowBNNError, match="'bias' is not among them"):
+        posterior.log_prob({"weight": draws["weight"]})
+
+
+def test_samples_do_not_depend_on_their_company():
+    posterior = fb.BayesByBackprop(epochs=1).fit(small(), loader(blobs()), seed=0, **QUIET)
+    together = posterior.draws(5, seed=7)
+    streamed = [{k: v.clone() for k, v in one.items()} for one in posterior.stream(2, 5, 7)]
+    for offset, one in enumerate(streamed):
+        assert all(torch.equal(one[name], together[name][2 + offset]) for name in one)
+    x = blobs()[:5][0]
+    some = posterior.predict(x, 3, seed=7).samples
+    assert torch.equal(some, posterior.predict(x, 5, seed=7).samples[:3])
+
+
+class Reader(nn.Module):
+    """Embedding, recurrence and attention, with the embedding tied to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.reads = nn.LSTM(4, 4, batch_first=True)
+        self.attends = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        y = self.reads(self.words(x))[0]
+        y = self.norm(y + self.attends(y, y, y, need_weights=False)[0])
+        return self.head(y.mean(1))
+
+
+@pytest.fixture
+def sentences():
+    return [(torch.randint(7, (12, 5)), torch.arange(12) % 7)]
+
+
+def test_any_layer_and_tied_weights(sentences, tmp_path):
+    network = Reader()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    posterior = fb.BayesByBackprop(epochs=3, lr=0.01).fit(network, sentences, seed=0, **QUIET)
+    assert "head.weight" not in posterior.names
+    assert posterior.names.count("words.weight") == 1
+    assert not any(name.startswith("norm") for name in posterior.names)
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+    assert posterior.model.head.weight is posterior.model.words.weight
+    count = sum(p.numel() for n, p in network.named_parameters() if not n.startswith("norm"))
+    assert len(posterior.flat_std) == count  # each once
+    assert (
+        posterior.std["reads.weight_hh_l0"] != posterior.std["reads.weight_hh_l0"][0, 0]
+    ).any()  # it learns
+    one = posterior.sample(seed=3)
+    assert one.head.weight is one.words.weight
+    assert one.state_dict().keys() == network.state_dict().keys()
+    x = sentences[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(posterior.predict(x, 1, seed=3).probabilities, one(x).softmax(-1))
+    posterior.save(tmp_path / "reader.safetensors")
+    back = fb.load_posterior(tmp_path / "reader.safetensors", Reader())
+    assert torch.equal(
+        back.predict(x, 4, seed=1).probabilities, posterior.predict(x, 4, seed=1).probabilities
+    )
+    assert torch.equal(back.log_prob(back.draws(2, 0)), posterior.log_prob(posterior.draws(2, 0)))
+
+
+def test_normalisation_stays_a_point_unless_asked():
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    fitted = fb.BayesByBackprop(epochs=2).fit(network, loader(blobs()), seed=0, **QUIET)
+    assert sorted(fitted.names) == ["0.bias", "0.weight", "3.bias", "3.weight"]
+    assert not torch.equal(fitted.model[1].weight, network[1].weight)  # it is learned all the same
+    assert fitted.model[1].num_batches_tracked == 6
+    asked = fb.BayesByBackprop(epochs=1, layers="1").fit(network, loader(blobs()), seed=0, **QUIET)
+    assert asked.names == ["1.weight", "1.bias"]
+    kinds = fb.BayesByBackprop(epochs=1, layers=nn.Linear).fit(network, loader(blobs()), seed=0, **QUIET)
+    assert set(kinds.names) == set(fitted.names)
+    network[0].weight.requires_grad_(False)
+    frozen = fb.BayesByBackprop(epochs=1).fit(network, loader(blobs()), seed=0, **QUIET)
+    assert "0.weight" not in frozen.names
+    assert torch.equal(frozen.model[0].weight, network[0].weight)
+
+
+def test_parametrized_layers():
+    network = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)
+    )
+    posterior = fb.BayesByBackprop(epochs=2).fit(network, loader(blobs()), seed=0, **QUIET)
+    assert any("original1" in name for name in posterior.names)
+    assert posterior.predict(blobs()[:4][0], 3, seed=0).samples.std(0).min() > 0
+
+
+def test_resumes_where_it_was(tmp_path):
+    def fit(epochs, **more):
+        method = fb.BayesByBackprop(epochs=epochs, lr=0.01)
+        return method.fit(small(), loader(blobs()), seed=3, **QUIET, **more)
+
+    whole = fit(4)
+    fit(2, checkpoint=tmp_path)
+    rest = fit(4, checkpoint=tmp_path, resume=True)
+    assert torch.equal(whole.flat_mean, rest.flat_mean)
+    assert torch.equal(whole.flat_std, rest.flat_std)
+
+
+def test_validation_sees_the_weights_as_they_are():
+    posterior = fb.BayesByBackprop(epochs=20, lr=0.02).fit(
+        small(), loader(blobs()), validation=loader(blobs()), seed=0, **QUIET
+    )
+    assert posterior.history["validation_nll"][-1] < 0.5 * posterior.history["validation_nll"][0]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("network", "estimator", "told"),
+    [
+        (
+            lambda: Reader(),
+            "local",
+            r"layer 'reads' \(LSTM\) cannot be drawn by estimator='local'.*'reparameterization' serves it",
+        ),
+        (
+            lambda: nn.Sequential(Doubled(4, 3)),
+            "flipout",
+            r"layer '0' \(Doubled\) cannot be drawn by estimator='flipout'",
+        ),
+    ],
+)
+def test_layers_that_an_estimator_cannot_serve_are_named(network, estimator, told, sentences):
+    data = sentences if estimator == "local" else loader(blobs())
+    with pytest.raises(FlowBNNError, match=told):
+        fb.BayesByBackprop(estimator=estimator, epochs=1).fit(network(), data, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"prior": "laplace"}, "no prior 'laplace'"),
+        ({"estimator": "locl"}, "did you mean 'local'"),
+        ({"prior_scale": 0.0}, "prior_scale must be a number above 0"),
+        ({"base_scale": -1.0}, "base_scale must be"),
+        ({"noise_lr": 0}, "noise_lr must be"),
+        ({"pi": 1.0}, "pi is the share"),
+        ({"sigma2": 0.0}, "sigma1 and sigma2 are standard deviations above 0"),
+        ({"beta": -1}, "beta weighs the KL"),
+        ({"warmup": 2}, "warmup is a share"),
+        ({"samples": 0}, "samples must be a whole number"),
+        ({"epochs": 0}, "epochs must be a whole number of at least 1"),
+    ],
+)
+def test_bad_settings(settings, told):
+    with pytest.raises(FlowBNNError, match=told) as caught:
+        fb.BayesByBackprop(**settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ("fc1", "matches no layer.*there is '0'"),
+        (3, "layers is a name or glob"),
+        (nn.Conv2d, "matches no layer"),
+    ],
+)
+def test_bad_choices_of_layers(layers, told):
+    with pytest.raises(FlowBNNError, match=told):
+        fb.BayesByBackprop(layers=layers, epochs=1).fit(small(), loader(blobs()), **QUIET)
+
+
+def test_saved_posterior_of_another_network(tmp_path):
+    posterior = fb.BayesByBackprop(epochs=1).fit(small(), loader(blobs()), **QUIET)
+    path = posterior.save(tmp_path / "one.safetensors")
+    with pytest.raises(FlowBNNError) as caught:
+        fb.load_posterior(path, nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("std", "told"),
+    [
+        ({}, "at least one"),
+        ({"nothing": torch.ones(1)}, "no weight 'nothing'"),
+        ({"weight": torch.ones(3)}, "has shape"),
+        ({"weight": -torch.ones(1, 2)}, "below 0"),
+    ],
+)
+def test_bad_deviations(std, told):
+    with pytest.raises(FlowBNNError, match=told):
+        GaussianWeightPosterior(nn.Linear(2, 1), fb.Gaussian(1.0), std)

@@ -1,0 +1,356 @@
+"""Fit, predict, save, load: the ten lines of the README."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from small_problem import QUIET, blobs, loader, network
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.posterior.batches import count_data, split_batch
+from flowbnn.training import load_tensors, save_tensors
+
+
+@pytest.fixture(autouse=True)
+def _short_runs_may_stay_at_the_prior():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fallen back onto its prior", category=FlowBNNWarning)
+        yield
+
+
+def fitted(**options) -> fb.NoisePosterior:
+    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    return fb.fit(
+        model, loader(), **{"epochs": 8, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, **QUIET, **options}
+    )
+
+
+def test_the_ten_lines():
+    plain = fb.fit_point(network(), loader(), epochs=4, lr=0.01, **QUIET)
+    bayesian = fb.to_stochastic(plain.model, {"0": fb.NormalPlanar(length=2), "*": fb.NormalAffine()})
+    posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET)
+    images = blobs().tensors[0][:7]
+    prediction = posterior.predict(images, samples=16)
+    assert prediction.probabilities.shape == (7, 3)
+    assert prediction.epistemic.shape == (7,)
+    assert prediction.decide(abstain_above=0.5).shape == (7,)
+
+
+def test_fitting_raises_the_elbo_and_learns():
+    posterior = fitted(epochs=12)
+    elbo = posterior.history["elbo"]
+    assert elbo[-1] > elbo[0]
+    assert fb.evaluate(posterior, loader(), progress=False)["accuracy"] > 0.85
+    record = posterior.history.last
+    assert record["elbo"] == pytest.approx(record["log_likelihood"] - record["kl"] / 240, abs=1e-4)
+    assert record["kl"] == pytest.approx(record["kl/0"] + record["kl/2"], rel=1e-4)
+    assert "entropy/0" in record
+
+
+def test_the_weights_can_be_left_alone():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    before = [p.clone() for p in fb.layers.weight_parameters(model)]
+    noise_before = [p.clone() for p in fb.layers.noise_parameters(model)]
+    fb.freeze(model, "weights")
+    fb.fit(model, loader(), epochs=2, **QUIET)
+    assert all(torch.equal(a, b) for a, b in zip(before, fb.layers.weight_parameters(model), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(noise_before, fb.layers.noise_parameters(model), strict=True)
+    )
+    fb.freeze(model, "noise")
+    with pytest.raises(FlowBNNError, match="nothing is left to train"):
+        fb.fit(model, loader(), epochs=1, **QUIET)
+
+
+def test_regression_is_a_first_class_citizen():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 1, generator=generator)
+    y = 2 * x + 0.5 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    model = fb.to_stochastic(
+        nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.NormalAffine()}
+    )
+    data = loader(TensorDataset(x, y))
+    posterior = fb.fit(model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET)
+    assert isinstance(posterior.likelihood, fb.Gaussian)
+    assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(0.5, rel=0.25)
+    report = fb.evaluate(posterior, data, samples=64, progress=False)
+    assert report["rmse"] < 0.65
+    assert 0.8 < report["coverage_90"] < 0.97
+    prediction = posterior.predict(x[:5], samples=64)
+    torch.testing.assert_close(prediction.variance, prediction.aleatoric + prediction.epistemic)
+    predicted = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 2))
+    posterior = fb.fit(
+        fb.to_stochastic(predicted, {"*": fb.NormalAffine()}),
+        data,
+        epochs=1,
+        likelihood=fb.Gaussian("predicted"),
+        **QUIET,
+    )
+    assert posterior.predict(x[:5]).mean.shape == (5, 1)
+
+
+def test_regression_in_any_unit():
+    """Targets of size 100: the learned noise starts at the size of the residuals and ends near the truth."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 1, generator=generator)
+    y = 150 + 20 * x + 50 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    nn.init.constant_(net[2].bias, 150.0)
+    data = loader(TensorDataset(x, y))
+    posterior = fb.fit(
+        fb.to_stochastic(net, {"0": fb.NormalAffine()}), data, epochs=10, weight_lr=0.05, **QUIET
+    )
+    assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(50.0, rel=0.25)
+    assert 0.8 < fb.evaluate(posterior, data, samples=32, progress=False)["coverage_90"] < 0.97
+    assert "NoisePosterior(Sequential, 1 layers with noise" in repr(posterior)
+
+
+def test_bernoulli_from_one_logit():
+    data = blobs(classes=2)
+    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
+    posterior = fb.fit(model, loader(data), epochs=20, weight_lr=0.05, **QUIET)
+    assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
+
+
+def test_the_same_seed_gives_the_same_posterior():
+    first, second, other = fitted(), fitted(), fitted(seed=1)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), name
+    assert not torch.equal(first.model[0].weight, other.model[0].weight)
+
+
+def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
+    whole = fitted(epochs=6)
+    fitted(epochs=6, checkpoint=tmp_path / "a.safetensors", early_stop=fb.EarlyStop("loss", patience=99))
+
+    class Killed(Exception):
+        pass
+
+    def breaking(stop: int):
+        class Loader(DataLoader):
+            passes = 0
+
+            def __iter__(self):
+                Loader.passes += 1
+                if Loader.passes > stop:
+                    raise Killed
+                return super().__iter__()
+
+        return Loader(blobs(), batch_size=40, shuffle=True)
+
+    path = tmp_path / "b.safetensors"
+    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    options = {"epochs": 6, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, "checkpoint": path, **QUIET}
+    with pytest.raises(Killed):
+        fb.fit(model, breaking(4), **options)
+    again = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    resumed = fb.fit(again, loader(), resume=True, **options)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert resumed.history["elbo"] == whole.history["elbo"]
+
+
+def test_save_and_load(tmp_path):
+    posterior = fitted(epochs=2)
+    x = blobs().tensors[0][:6]
+    expected = posterior.predict(x, samples=8, seed=5).probabilities
+    path = posterior.save(tmp_path / "posterior.safetensors")
+    for start in (network(), fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})):
+        loaded = fb.NoisePosterior.load(path, start)
+        assert torch.equal(loaded.predict(x, samples=8, seed=5).probabilities, expected)
+        assert loaded.history["elbo"] == posterior.history["elbo"]
+    plain = fb.fit_point(network(), loader(), epochs=1, **QUIET)
+    path = plain.save(tmp_path / "plain.safetensors")
+    assert torch.equal(
+        fb.PointPosterior.load(path, network()).predict(x).probabilities, plain.predict(x).probabilities
+    )
+    bare = fb.fit(fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+    path = bare.save(tmp_path / "bare.safetensors")
+    loaded = fb.NoisePosterior.load(path, nn.Linear(4, 3))
+    assert torch.equal(loaded.predict(x, seed=1).probabilities, bare.predict(x, seed=1).probabilities)
+
+
+def test_bad_files_leave_the_network_alone(tmp_path):
+    posterior = fitted(epochs=1)
+    path = posterior.save(tmp_path / "posterior.safetensors")
+    other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(FlowBNNError, match="of another architecture"):
+        fb.NoisePosterior.load(path, other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    with pytest.raises(FlowBNNError, match="no layer '2'"):
+        fb.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))
+    with pytest.raises(FlowBNNError, match="holds a node noise, not a point"):
+        fb.PointPosterior.load(path, other)
+    (tmp_path / "short.safetensors").write_bytes(path.read_bytes()[:100])
+    (tmp_path / "pickle.safetensors").write_bytes(b"\x80\x04\x95cos\nsystem\n")
+    for name in ("short", "pickle", "missing"):
+        with pytest.raises(FlowBNNError) as error:
+            fb.NoisePosterior.load(tmp_path / f"{name}.safetensors", network())
+        assert "\n" not in str(error.value)
+
+
+def test_early_stopping_on_validation_keeps_the_best():
+    posterior = fitted(epochs=30, validation=loader(), early_stop=fb.EarlyStop("validation_nll", patience=2))
+    values = posterior.history["validation_nll"]
+    assert posterior.history.best_epoch == values.index(min(values))
+    assert "validation_accuracy" in posterior.history
+
+
+def test_several_samples_and_schedules_and_optimizers():
+    posterior = fitted(
+        epochs=2,
+        samples=3,
+        optimizer=torch.optim.SGD,
+        schedule=lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [0.01, 0.1], total_steps=steps
+        ),
+    )
+    assert posterior.history.epochs == 2
+
+
+def test_predicting_a_loader_keeps_the_order_and_needs_no_targets():
+    posterior = fitted(epochs=1)
+    x, y = blobs().tensors
+    batches = DataLoader(TensorDataset(x, y), batch_size=32)
+    together = posterior.predict(x, samples=4, seed=2).probabilities
+    torch.testing.assert_close(posterior.predict(batches, samples=4, seed=2).probabilities, together)
+    torch.testing.assert_close(
+        posterior.predict(list(x.split(50)), samples=4, seed=2).probabilities, together
+    )
+    _, targets = posterior.predict_with_targets(batches, samples=4, seed=2)
+    assert torch.equal(targets, y)
+    own = posterior.predict(batches, samples=4, seed=2, shared=False).probabilities
+    assert own.shape == together.shape
+
+
+def test_networks_with_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, left, right):
+            return self.a(left) + self.b(right)
+
+    x, y = blobs().tensors
+    model = fb.to_stochastic(Two(), {"*": fb.NormalAffine()})
+    batches = [((x[i : i + 40], x[i : i + 40]), y[i : i + 40]) for i in range(0, 240, 40)]
+    posterior = fb.fit(model, batches, epochs=1, **QUIET)
+    assert posterior.predict((x, x), samples=3).probabilities.shape == (240, 3)
+    assert posterior.predict({"left": x, "right": x}, samples=3).probabilities.shape == (240, 3)
+
+
+def test_novelty_is_judged_by_entropy():
+    posterior = fitted(epochs=20)
+    strange = [(torch.zeros(50, 4) + 1.0, torch.zeros(50, dtype=torch.long))]
+    report = fb.evaluate(posterior, loader(), novel=strange, samples=32, progress=False)
+    assert report["novelty_auroc"] > 0.8
+
+
+def test_dropout_behind_the_same_interface():
+    model = fb.to_stochastic(network(), {"2": fb.Dropout(0.3)})
+    posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET)
+    assert posterior.history["kl"] == [0.0] * 3
+    prediction = posterior.predict(blobs().tensors[0], samples=20)
+    assert prediction.epistemic.max() > 1e-4
+
+
+def test_counting():
+    data = blobs(100)
+    assert count_data(DataLoader(data, batch_size=30)) == 100
+    assert count_data(DataLoader(data, batch_size=30, drop_last=True)) == 90
+    assert count_data(DataLoader(data, batch_size=30, sampler=SubsetRandomSampler(range(40)))) == 40
+    assert count_data(DataLoader(data, batch_sampler=BatchSampler(range(30), 7, False))) == 30
+    assert count_data(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))) == 100
+    with pytest.raises(FlowBNNError, match="num_data="):
+        count_data(DataLoader(list(torch.zeros(10, 10, 4)), batch_size=None))
+    assert count_data([(torch.zeros(7, 2), torch.zeros(7)), (torch.zeros(3, 2), torch.zeros(3))]) == 10
+    assert split_batch((1, 2, 3)) == ((1, 2), 3)
+    with pytest.raises(FlowBNNError, match="num_data="):
+        count_data(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "targets", "outputs"),
+    [
+        ("bernoulli", torch.arange(240).remainder(2).float(), 1),
+        ("bernoulli", torch.arange(240).remainder(2)[:, None], 1),
+        ("gaussian", torch.arange(240).remainder(5), 1),
+        ("gaussian", torch.randn(240), 1),
+        ("categorical", torch.arange(240).remainder(3).int(), 3),
+    ],
+    ids=["bernoulli-float", "bernoulli-column", "gaussian-integers", "gaussian-vector", "int32-labels"],
+)
+def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, targets, outputs):
+    x = blobs().tensors[0]
+    data = loader(TensorDataset(x, targets))
+    model = fb.to_stochastic(nn.Linear(4, outputs), {"*": fb.NormalAffine()})
+    posterior = fb.fit(model, data, epochs=1, likelihood=likelihood, validation=data, **QUIET)
+    report = fb.evaluate(posterior, data, samples=4, progress=False)
+    assert report.keys() == fb.evaluate(posterior, (x, targets), samples=4, progress=False).keys()
+    assert not posterior.predict(x[:3]).samples.requires_grad
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_precisions_train_validate_and_predict(precision):
+    model = fb.to_stochastic(network(), {"*": fb.NormalPlanar(1)})
+    told = pytest.warns(fb.FlowBNNWarning, match="bf16-mixed") if precision == "bf16-true" else nullcontext()
+    with told:
+        posterior = fb.fit(model, loader(), epochs=1, precision=precision, validation=loader(), **QUIET)
+    assert posterior.predict(blobs().tensors[0], samples=3).probabilities.shape == (240, 3)
+
+
+def test_labels_are_checked_in_every_epoch():
+    class Turning(list):
+        passes = 0
+
+        def __iter__(self):
+            Turning.passes += 1
+            x, y = blobs().tensors
+            return iter([(x, torch.full_like(y, -100) if Turning.passes > 3 else y)])
+
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    with pytest.raises(FlowBNNError, match="labels run from -100"):
+        fb.fit(model, Turning([(torch.zeros(240, 4), torch.zeros(240))]), epochs=5, num_data=240, **QUIET)
+
+
+def test_noise_that_was_held_is_trained_and_held_again():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    fb.hold_noise(model, "off")
+    fb.fit(model, loader(), epochs=1, noise_lr=0.01, **QUIET)
+    assert all((p != 0).any() for p in fb.layers.noise_parameters(model))
+    assert {layer.mode for layer in fb.layers.noise_layers(model).values()} == {"off"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop("recipes"),
+        lambda d: d.pop("likelihood"),
+        lambda d: d.pop("history"),
+        lambda d: d.update(recipes={}),
+        lambda d: d["recipes"].update({"0": "planar"}),
+        lambda d: d["recipes"]["0"].update(length=10**6),
+        lambda d: d["recipes"]["0"].update(length=2.5),
+        lambda d: d["recipes"]["0"].update(prior_scale="wide"),
+        lambda d: d["recipes"]["0"].update(colour="red"),
+        lambda d: d["recipes"]["0"].update(batch_axis="q"),
+        lambda d: d["likelihood"].update(extra=1),
+        lambda d: d["history"].update(extra=1),
+    ],
+)
+def test_damaged_documents_are_refused_in_one_line(change, tmp_path):
+    path = fitted(epochs=1).save(tmp_path / "posterior.safetensors")
+    tensors, document = load_tensors(path)
+    change(document)
+    save_tensors(path, tensors, document)
+    with pytest.raises(FlowBNNError) as error:
+        fb.NoisePosterior.load(path, network())
+    assert "\n" not in str(error.value)

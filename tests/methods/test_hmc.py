@@ -1,0 +1,273 @@
+"""Hamiltonian Monte Carlo over the weights of networks, and over the noise on their layers."""
+
+import math
+
+import pytest
+import torch
+from chain_problems import assert_recovered, regression
+from small_problem import QUIET, blobs, loader, network
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.diagnostics import standard_error
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.methods import ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.mcmc import base as methods
+from flowbnn.methods.mcmc.chains import Chains
+from flowbnn.methods.mcmc.potential import Data, WeightPotential
+
+
+def test_a_conjugate_regression_is_recovered():
+    inputs, targets, mean, covariance = regression()
+    posterior = fb.HMC(samples=150, warmup=60, chains=8, steps=5, epochs=0, prior_scale=2.0).fit(
+        nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
+    )
+    assert_recovered(posterior, mean, covariance)
+    told = posterior.diagnostics()
+    assert told.rhat_outputs < 1.05
+    assert told.rhat_weights < 1.05
+    assert told.ess_outputs > 100
+    assert told.divergences == 0
+    assert (told.chains, told.draws) == (8, 150)
+    assert "8 chains of 150 draws" in str(told)
+
+
+def small(**more):
+    return fb.HMC(
+        **{"samples": 6, "warmup": 6, "chains": 2, "steps": 4, "epochs": 0, "prior_scale": 0.5} | more
+    )
+
+
+def test_vectorised_and_one_after_the_other_give_the_same(monkeypatch):
+    data = [blobs(60).tensors]
+    net = network().double()
+    together = small().fit(net, data, seed=1, **QUIET)
+
+    def refused(function):
+        raise RuntimeError("not for this network")
+
+    monkeypatch.setattr("flowbnn.methods.mcmc.potential.vmap", refused)
+    apart = small().fit(net, data, seed=1, **QUIET)
+    for name, value in together.members.items():
+        assert torch.allclose(value, apart.members[name], atol=1e-8)
+
+
+def test_a_network_that_torch_cannot_vectorise_is_sampled_all_the_same():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            outputs = self.layer(x)
+            return outputs * 0.5 if outputs.detach().sum().item() > 1e9 else outputs  # vmap has no .item()
+
+    posterior = small().fit(Branching(), [blobs(30).tensors], seed=0, **QUIET)
+    assert len(posterior) == 12
+
+
+def test_the_energy_is_that_of_the_data_and_the_prior():
+    inputs, labels = blobs(50).tensors
+    net = network().double()
+    for rows, scale in ((4096, 1.0), (16, 3.0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("flowbnn.methods.mcmc.potential.ROWS", rows)
+            potential = WeightPotential(
+                net, fb.Categorical(), Data(inputs.double(), labels), round(50 * scale), 0.7
+            )
+            energy, gradient = potential(potential.start[None])
+        loss = scale * nn.functional.cross_entropy(net(inputs.double()), labels, reduction="sum")
+        loss = loss + sum(p.square().sum() for p in net.parameters()) / (2 * 0.7**2)
+        slopes = torch.autograd.grad(loss, list(net.parameters()))
+        assert energy.item() == pytest.approx(loss.item(), rel=1e-12)
+        assert torch.allclose(gradient[0], torch.cat([s.flatten() for s in slopes]), atol=1e-10)
+
+
+def test_frozen_weights_are_held():
+    net = network()
+    net[0].requires_grad_(False)
+    posterior = small().fit(net, [blobs(30).tensors], seed=0, **QUIET)
+    assert set(posterior.names) == {"2.weight", "2.bias"}
+
+
+def test_resuming_gives_the_same_draws(tmp_path, monkeypatch):
+    data, method = loader(blobs(60)), small(epochs=2, samples=8, warmup=52)
+    whole = method.fit(network(), data, seed=2, **QUIET)
+    advance, calls = Chains.advance, []
+
+    def dying(self, number):
+        calls.append(number)
+        if len(calls) == 56:
+            raise KeyboardInterrupt
+        advance(self, number)
+
+    monkeypatch.setattr(Chains, "advance", dying)
+    kept = {"checkpoint": tmp_path, "checkpoint_every": 5, "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        method.fit(network(), data, seed=2, **kept, **QUIET)
+    monkeypatch.setattr(Chains, "advance", advance)
+    begun = []
+    monkeypatch.setattr(Chains, "advance", lambda self, number: (begun.append(number), advance(self, number)))
+    resumed = method.fit(network(), data, seed=2, **kept, **QUIET)
+    assert begun[0] == 55  # the transition that was interrupted, no other, is taken again
+    for name, value in whole.members.items():
+        assert torch.equal(value, resumed.members[name])
+    assert torch.equal(whole.record["energy"], resumed.record["energy"])
+    with pytest.raises(FlowBNNError, match="was written with steps=4 and this run has 5"):
+        small(epochs=2, samples=8, warmup=52, steps=5).fit(network(), data, seed=2, **kept, **QUIET)
+
+
+def test_saved_and_loaded(tmp_path):
+    inputs = blobs().tensors[0]
+    for method, kind in ((small(), ChainPosterior), (small(over="noise"), NoiseChainPosterior)):
+        posterior = method.fit(network(), [blobs(60).tensors], seed=0, **QUIET)
+        path = posterior.save(tmp_path / f"{kind.kind}.safetensors")
+        loaded = fb.load_posterior(path, network())
+        assert type(loaded) is kind
+        assert torch.equal(loaded.predict(inputs).probabilities, posterior.predict(inputs).probabilities)
+        assert loaded.diagnostics() == posterior.diagnostics()
+        assert repr(loaded) == repr(posterior)
+
+
+# the noise of large networks
+
+
+def test_noise_of_a_linear_layer_has_the_posterior_of_scaled_inputs():
+    """With the weights held at w, the noise z of regression is itself linear: y = sum_j w_j x_j z_j, z ~ N(1, s^2)."""
+    inputs, targets, _, _ = regression()
+    net = nn.Linear(2, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[0.9, -1.7]]))
+    design = inputs * net.weight.detach()
+    covariance = torch.linalg.inv(design.T @ design / 0.25 + torch.eye(2, dtype=torch.float64) / 0.4**2)
+    mean = covariance @ ((design.T @ targets)[:, 0] / 0.25 + 1.0 / 0.4**2)
+    posterior = fb.HMC(
+        samples=120, warmup=60, chains=8, steps=5, epochs=0, over="noise", noise_scale=0.4
+    ).fit(net, [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET)
+    draws = posterior.chains[""]
+    away = draws - mean
+    products = away[..., :, None] * away[..., None, :]
+    assert ((draws.mean((0, 1)) - mean).abs() < 4 * standard_error(draws)).all()
+    assert ((products.mean((0, 1)) - covariance).abs() < 4 * standard_error(products)).all()
+    expected = inputs[:5] @ (posterior.members[""][7] * net.weight.detach()[0])
+    assert torch.allclose(posterior.member(7)(inputs[:5])[:, 0], expected)
+    outputs = posterior.outputs(inputs[:5], len(posterior), shared=True, seed=0, max_batch=None)
+    assert torch.allclose(outputs[7, :, 0], expected)
+    assert torch.equal(posterior.draws(len(posterior))["weight"][7], posterior.member(7).weight)
+
+
+def test_noise_on_convolutions_and_chosen_layers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(self.conv(x)).relu().mean((-1, -2)))
+
+    data = [(torch.randn(20, 2, 6, 6), torch.arange(20) % 3)]
+    net = Net()
+    posterior = small(over="noise", layers="conv").fit(net, data, seed=0, **QUIET)
+    assert posterior.names == ["conv.weight"]
+    assert posterior.members["conv"].shape == (12, 2)
+    with torch.no_grad():
+        net.eval()
+        inputs = data[0][0]
+        scaled = net.head(
+            net.norm(net.conv(inputs * posterior.members["conv"][3].view(1, 2, 1, 1))).relu().mean((-1, -2))
+        )
+        assert torch.allclose(posterior.member(3)(inputs), scaled, atol=1e-5)
+
+
+# what is said and what is refused
+
+
+def test_millions_of_weights_are_warned_of_before_anything_begins(monkeypatch):
+    net = nn.Linear(4, 3)
+    monkeypatch.setattr(methods, "MANY_WEIGHTS", 10)
+
+    def never(*args, **more):
+        raise AssertionError("the training has begun")
+
+    monkeypatch.setattr(fb.HMC, "start", never)
+    with pytest.raises(FlowBNNWarning, match=r"HMC of 15 weights: about .* minutes .* over='noise'"):
+        small(epochs=3).fit(net, [blobs(30).tensors], seed=0, **QUIET)
+    monkeypatch.setattr(methods, "MANY_WEIGHTS", 10**6)
+    monkeypatch.setattr(methods, "LONG", 0.0)
+    with pytest.raises(FlowBNNWarning, match="GB of draws"):
+        small(epochs=3).fit(net, [blobs(30).tensors], seed=0, **QUIET)
+
+
+def test_chains_that_disagree_or_diverge_are_warned_of():
+    posterior = small().fit(network(), [blobs(30).tensors], seed=0, **QUIET)
+    posterior.record["divergent"][0, 0] = True
+    with pytest.warns(FlowBNNWarning, match="1 of 12 transitions diverged"):
+        posterior.warn()
+    posterior.record["divergent"][:] = False
+    draws = torch.randn(2, 120, 5)
+    draws[0] += 3.0
+    posterior.record["outputs"], posterior.record["energy"] = draws, torch.zeros(2, 120)
+    with pytest.warns(FlowBNNWarning, match="do not agree on the function yet"):
+        posterior.warn()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"chains": 0}, "chains must be a whole number of at least 1"),
+        ({"warmup": -1}, "warmup must be a whole number of at least 0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"thin": 0}, "thin must be a whole number"),
+        ({"target_accept": 0.0}, "target_accept is a probability above 0 and below 1, not 0.0"),
+        ({"target_accept": 1.0}, "target_accept is a probability above 0 and below 1"),
+        ({"trajectory": -1.0}, "trajectory must be a number above 0"),
+        ({"prior_scale": 0.0}, "prior_scale must be a number above 0"),
+        ({"over": "inputs"}, "over='weights' or over='noise', not 'inputs'"),
+        ({"layers": "0"}, "with over='noise'"),
+    ],
+)
+def test_bad_settings_are_refused(settings, match):
+    with pytest.raises(FlowBNNError, match=match) as refused:
+        fb.HMC(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_networks_and_data_that_cannot_be_served_are_refused(monkeypatch):
+    class Shaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(nn.functional.dropout(x, 0.5, training=True))
+
+    data = [blobs(30).tensors]
+    with pytest.raises(FlowBNNError, match=r"other outputs at every pass.*fb.MCDropout"):
+        small().fit(Shaking(), data, seed=0, **QUIET)
+    recurrent = nn.ModuleDict({"layer": nn.GRU(4, 3)})
+    recurrent.forward = lambda x: recurrent["layer"](x)[0]
+    with pytest.raises(FlowBNNError, match=r"cannot serve layer 'layer', a GRU .*fb.NodeNoise"):
+        small(over="noise").fit(recurrent, data, seed=0, **QUIET)
+    with pytest.raises(FlowBNNError, match="matches no layer"):
+        small(over="noise", layers="fc*").fit(network(), data, seed=0, **QUIET)
+    with pytest.raises(FlowBNNError, match="runs on one device"):
+        small().fit(network(), data, devices=2, **QUIET)
+    monkeypatch.setattr("flowbnn.methods.mcmc.potential.MOST_BYTES", 100)
+    with pytest.raises(FlowBNNError, match="keeps all training data in memory.*fb.SGLD"):
+        small().fit(network(), data, **QUIET)
+    broken = network()
+    with torch.no_grad():
+        broken[0].weight[0, 0] = math.nan
+    monkeypatch.undo()
+    with pytest.raises(FlowBNNError, match="not finite"):
+        small().fit(broken, data, **QUIET)
+
+
+def test_trajectories_of_a_length_take_the_steps_it_needs():
+    posterior = small(trajectory=1.6, samples=8, warmup=12).fit(
+        network(), [blobs(30).tensors], seed=0, **QUIET
+    )
+    steps = (1.6 / posterior.record["step_size"]).ceil()
+    assert (posterior.record["gradients"] <= steps[:, None]).all()
+    assert posterior.record["gradients"].max() > 1

@@ -1,0 +1,363 @@
+"""Laplace: exact where it can be, and else what its structure says, against curvatures written out."""
+
+import math
+
+import laplace_truth as truth
+import pytest
+import torch
+from laplace_problems import (
+    NOISE,
+    QUIET,
+    SCALE,
+    STRUCTURES,
+    Tied,
+    classes,
+    conjugate,
+    regression,
+    small_conv,
+)
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.methods.laplace.prior import best_precision, best_precisions
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_linear_regression_is_exact(structure):
+    """Kronecker factors are exact for one linear layer too: the curvature in the outputs is the same for all examples."""
+    inputs, targets = regression()
+    network = nn.Linear(3, 1).double()
+    before = network.weight.clone()
+    posterior = fb.Laplace(structure, prior_scale=SCALE, epochs=0, newton=1).fit(
+        network, truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+    )
+    mean, spread, evidence = conjugate(inputs, targets)
+    found = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
+    assert torch.allclose(found, mean, atol=1e-9)
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    assert posterior.log_evidence == pytest.approx(evidence, abs=1e-8)
+    assert torch.equal(network.weight, before)
+    new = torch.randn(5, 3, dtype=torch.float64)
+    features = torch.cat([new, torch.ones(5, 1, dtype=torch.float64)], 1)
+    variance = torch.einsum("nd,de,ne->n", features, spread, features)
+    assert torch.allclose(posterior.functional_variance(new)[:, 0, 0], variance, atol=1e-9)
+
+
+def test_several_outputs_with_noise_of_their_own_are_exact_under_kron():
+    inputs, targets = regression(outputs=2)
+    likelihood = fb.Gaussian("learned", dim=2)
+    with torch.no_grad():
+        likelihood.log_scale.copy_(torch.tensor([-1.0, 0.5]))
+    network = nn.Linear(3, 2).double()
+    found = fb.Laplace("kron", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, targets), likelihood=likelihood, **QUIET
+    )
+    curvature = truth.explicit_ggn(network, found.names, likelihood, inputs, targets)
+    spread = (curvature + torch.eye(8, dtype=torch.float64) / SCALE**2).inverse()
+    assert torch.allclose(truth.covariance(found), spread, rtol=1e-5, atol=1e-9)
+
+
+def test_diag_is_the_inverse_of_the_precisions_diagonal():
+    inputs, targets = regression()
+    posterior = fb.Laplace("diag", prior_scale=SCALE, epochs=0).fit(
+        nn.Linear(3, 1).double(), truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+    )
+    _, spread, _ = conjugate(inputs, targets)
+    assert torch.allclose(
+        truth.covariance(posterior), spread.inverse().diagonal().reciprocal().diag(), atol=1e-9
+    )
+
+
+def test_marginal_likelihood_finds_the_conjugate_optimum():
+    """With the mode moving along, the exact evidence of the regression is what is maximised."""
+    inputs, targets = regression()
+    posterior = fb.Laplace("full", epochs=0, newton=30).fit(
+        nn.Linear(3, 1).double(), truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+    )
+    scale = posterior.prior_scale
+    best = conjugate(inputs, targets, scale)[2]
+    assert posterior.log_evidence == pytest.approx(best, abs=1e-6)
+    grid = [conjugate(inputs, targets, scale * factor)[2] for factor in (0.3, 0.8, 0.98, 1.02, 1.2, 3.0)]
+    assert max(grid) < best
+    assert grid[2] == pytest.approx(best, abs=0.01)
+
+
+def test_logistic_regression_has_the_hessian():
+    """For a model linear in its weights the generalized Gauss-Newton matrix is the Hessian."""
+    inputs, labels = classes()
+    network = nn.Linear(4, 3).double()
+    posterior = fb.Laplace("full", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+
+    def loss(values):
+        outputs = inputs @ values[:12].view(3, 4).T + values[12:]
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum")
+
+    at = torch.cat([network.weight.detach().flatten(), network.bias.detach()])
+    hessian = torch.func.jacrev(torch.func.jacrev(loss))(at)
+    spread = (hessian + torch.eye(15, dtype=torch.float64) / SCALE**2).inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-10)
+    evidence = -loss(at) - at.square().sum() / (2 * SCALE**2) + 0.5 * spread.logdet() - 15 * math.log(SCALE)
+    assert posterior.log_evidence == pytest.approx(float(evidence), abs=1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_last_layer_by_its_features_is_the_last_layer_by_differentiation(structure, outputs):
+    """The shortcut for a layer that gives the outputs, against the same layer behind a reshape, which hides that."""
+
+    class Behind(nn.Module):
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def forward(self, x):
+            return self.network(x) * 1.0
+
+    inputs, labels = classes(number=max(2, outputs))
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    method = fb.Laplace(structure, prior_scale=SCALE, epochs=0)
+    short = method.fit(network, truth.batches(inputs, labels), **QUIET)
+    long = method.fit(Behind(network), truth.batches(inputs, labels), **QUIET)
+    assert short.told["direct"] == "2"
+    assert long.told["direct"] is None
+    assert torch.allclose(truth.covariance(short), truth.covariance(long), atol=1e-10)
+    assert short.log_evidence == pytest.approx(long.log_evidence, abs=1e-9)
+    new = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.allclose(short.functional_variance(new), long.functional_variance(new), atol=1e-10)
+    many = {"samples": 4, "seed": 1, "shared": True, "max_batch": None}
+    for predictive in ("linearized", "sampled", "probit"):
+        a, b = short.use(predictive).outputs(new, **many), long.use(predictive).outputs(new, **many)
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_conv_and_batch_norm_against_the_explicit_curvature(structure):
+    inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
+    network = small_conv()
+    posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert posterior.names == [name for name, _ in network.named_parameters()]
+    precision = truth.explicit_ggn(network, posterior.names, fb.Categorical(), inputs, labels)
+    precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    new = torch.randn(4, 1, 6, 6, dtype=torch.float64)
+    jacobian = truth.explicit_jacobian(network, posterior.names, new)
+    variance = jacobian @ spread @ jacobian.transpose(1, 2)
+    assert torch.allclose(posterior.functional_variance(new), variance, atol=1e-9)
+    assert torch.allclose(
+        posterior.functional_variance(new, diagonal=True), variance.diagonal(dim1=1, dim2=2), atol=1e-9
+    )
+
+
+def test_kronecker_factors_against_gradients_layer_by_layer():
+    """``B (x) A`` per layer, from inputs and output gradients written out, for a convolution and a linear layer with their biases."""
+    inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
+    network = small_conv()
+    posterior = fb.Laplace("kron", layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert posterior.names == [f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")]  # norms as trained
+    hidden = network[0](inputs)
+    offset = torch.zeros_like(hidden, requires_grad=True)
+    outputs = network[1:]((hidden + offset).clone())
+    p = outputs.softmax(1).detach()
+    outer = torch.zeros(2, 2, dtype=torch.float64)
+    for k in range(3):
+        column = p[:, k : k + 1].sqrt() * (torch.eye(3, dtype=torch.float64)[k] - p)
+        gradient = torch.autograd.grad(outputs, offset, column, retain_graph=True)[0]
+        outer += torch.einsum("bohw,bphw->op", gradient, gradient)
+    windows = nn.functional.unfold(inputs, 3, padding=1, stride=2).transpose(1, 2).flatten(0, 1)
+    windows = torch.cat([windows, torch.ones_like(windows[:, :1])], 1)
+    curvature = torch.kron(outer, windows.T @ windows / len(windows))
+    precision = curvature + torch.eye(len(curvature), dtype=torch.float64) / SCALE**2
+    block = posterior.blocks[0]
+    rows = block.unpack(torch.eye(20, dtype=torch.float64).view(20, 2, 10))
+    roots = block.roots({name: value.unsqueeze(1) for name, value in rows.items()})[:, 0]
+    assert torch.allclose(roots @ roots.T, precision.inverse(), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(2, 3, 3, padding="same", dilation=2, padding_mode="circular"), (2, 9)),
+        (nn.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(1, 0), bias=False), (2, 6, 5)),
+        (nn.Conv3d(1, 2, 2, padding_mode="replicate", padding=1), (1, 3, 3, 3)),
+    ],
+)
+def test_every_convolution_multiplies_its_patches(layer, shape):
+    from flowbnn.methods.laplace.curvature import patches
+
+    x = torch.randn(2, *shape)
+    found = patches(layer, x) @ layer.weight.flatten(1).T
+    if layer.bias is not None:
+        found = found + layer.bias
+    assert torch.allclose(found.transpose(1, 2).reshape(layer(x).shape), layer(x), atol=1e-5)
+
+
+def test_grouped_convolutions_under_diag_and_full():
+    inputs, labels = torch.randn(6, 2, 5, dtype=torch.float64), torch.randint(3, (6,))
+    network = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    for structure in ("diag", "full"):
+        found = fb.Laplace(structure, layers="0", prior_scale=SCALE, epochs=0).fit(
+            network, truth.batches(inputs, labels), **QUIET
+        )
+        precision = truth.explicit_ggn(network, found.names, fb.Categorical(), inputs, labels)
+        precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+        spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+        assert torch.allclose(truth.covariance(found), spread, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_tied_weights_are_counted_once_with_all_their_uses(structure):
+    inputs, labels = classes(count=9)
+    network = Tied().double()
+    posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert "second.weight" not in posterior.names
+    precision = truth.explicit_ggn(network, posterior.names, fb.Categorical(), inputs, labels)
+    precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    drawn = posterior.sample(seed=3)
+    assert drawn.first.weight is drawn.second.weight
+    with pytest.raises(fb.FlowBNNError, match=r"'first'.*shares its weights with 'second'.*'diag'"):
+        fb.Laplace("kron", layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher", "sampled"])
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_each_curvature_is_its_definition(kind, likelihood):
+    """The empirical Fisher from gradients written out; the sampled one has the exact one as its mean."""
+    count, outputs = (40, 3) if likelihood == "categorical" else (40, 1)
+    inputs = torch.randn(count, 2, dtype=torch.float64)
+    targets = {
+        "categorical": torch.randint(3, (count,)),
+        "bernoulli": torch.randint(2, (count,)),
+        "gaussian": torch.randn(count, 1, dtype=torch.float64),
+    }[likelihood]
+    speaks = {"categorical": fb.Categorical(), "bernoulli": fb.Bernoulli(), "gaussian": fb.Gaussian(NOISE)}[
+        likelihood
+    ]
+    network = nn.Linear(2, outputs).double()
+
+    def matrix(kind: str, seed: int = 0) -> torch.Tensor:
+        found = fb.Laplace("full", curvature=kind, prior_scale=1.0, epochs=0).fit(
+            network, [(inputs, targets)], likelihood=speaks, progress=False, seed=seed
+        )
+        return truth.covariance(found).inverse() - torch.eye(3 * outputs, dtype=torch.float64)
+
+    exact = truth.explicit_ggn(network, ["weight", "bias"], speaks, inputs, targets)
+    if kind == "ggn":
+        assert torch.allclose(matrix("ggn"), exact, atol=1e-7)
+    elif kind == "fisher":
+        total = torch.zeros_like(exact)
+        for x, y in zip(inputs, targets, strict=True):
+            parts = torch.autograd.grad(
+                speaks.log_prob(network(x[None]), y[None]).sum(), list(network.parameters())
+            )
+            gradient = torch.cat([part.flatten() for part in parts])
+            total += torch.outer(gradient, gradient)
+        assert torch.allclose(matrix("fisher"), total, rtol=1e-6, atol=1e-6)
+    else:
+        draws = torch.stack([matrix("sampled", seed) for seed in range(60)])
+        error = (draws.mean(0) - exact) / (draws.std(0) / math.sqrt(60)).clamp_min(1e-9)
+        assert float(error.abs().max()) < 5.0
+        assert torch.equal(matrix("sampled", 1), matrix("sampled", 1))
+
+
+def test_the_best_precision_is_the_best():
+    """Against a grid over the evidence written out, for one precision and for one per group of a full curvature."""
+    root = torch.randn(6, 4, dtype=torch.float64)
+    curvature = root @ root.T
+    weights = torch.randn(6, dtype=torch.float64)
+
+    def evidence(*deltas: float) -> float:
+        prior = torch.tensor(deltas, dtype=torch.float64).repeat_interleave(6 // len(deltas))
+        return float(
+            0.5 * (prior.log().sum() - (prior * weights.square()).sum() - (curvature + prior.diag()).logdet())
+        )
+
+    values = torch.linalg.eigvalsh(curvature).clamp_min(0.0)
+    best = best_precision([values[:2], values[2:]], float(weights.square().sum()))
+    grid = [evidence(best * math.exp(step / 10)) for step in range(-50, 51) if step]
+    assert evidence(best) > max(grid)
+    squares = [float(part.square().sum()) for part in weights.split(3)]
+    two = best_precisions(curvature, [3, 3], squares, best)
+    beside = [
+        evidence(two[0] * a, two[1] * b) for a in (0.9, 1.0, 1.1) for b in (0.9, 1.0, 1.1) if (a, b) != (1, 1)
+    ]
+    assert evidence(*two) > max(beside)
+    assert evidence(*two) > evidence(best)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_prior_for_each_layer_has_the_higher_evidence(structure):
+    inputs, labels = classes()
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        network[0].weight.mul_(10.0)
+    one = fb.Laplace(structure, layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
+    each = fb.Laplace(structure, layers="all", per_layer=True, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert isinstance(one.prior_scale, float)
+    assert set(each.prior_scale) == {"0", "2"}
+    assert each.prior_scale["0"] > each.prior_scale["2"]
+    assert each.log_evidence > one.log_evidence
+    fixed = fb.Laplace(structure, layers="all", prior_scale=one.prior_scale * 1.1, epochs=0)
+    assert fixed.fit(network, truth.batches(inputs, labels), **QUIET).log_evidence < one.log_evidence
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_draws_have_the_covariance_and_the_density(structure):
+    inputs, labels = classes()
+    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    draws, count = posterior.draws(2000, seed=0), 2000
+    flat, spread = truth.flat(draws, posterior.names), truth.covariance(posterior)
+    centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)[0]
+    found = (flat - centre).T @ (flat - centre) / count
+    deviation = ((spread.diagonal().outer(spread.diagonal()) + spread.square()) / count).sqrt()
+    assert float(((found - spread) / deviation).abs().max()) < 5.0
+    some = {name: value[:3] for name, value in draws.items()}
+    exact = torch.distributions.MultivariateNormal(centre, spread).log_prob(flat[:3])
+    assert torch.allclose(posterior.log_prob(some), exact, atol=1e-8)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_linearized_outputs_are_outputs_plus_jacobian_times_draw(structure):
+    inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
+    network = small_conv()
+    posterior = fb.Laplace(structure, layers="all", epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    new = torch.randn(5, 1, 6, 6, dtype=torch.float64)
+    found = posterior.outputs(new, 4, shared=True, seed=2, max_batch=2)
+    draws = truth.flat(posterior.draws(4, seed=2), posterior.names)
+    centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)
+    jacobian = truth.explicit_jacobian(network, posterior.names, new)
+    expected = network(new) + torch.einsum("bcp,sp->sbc", jacobian, draws - centre)
+    assert torch.allclose(found, expected, atol=1e-9)
+    sampled = posterior.use("sampled").outputs(new, 2, shared=True, seed=2, max_batch=None)
+    own = posterior.sample(seed=2)
+    assert torch.allclose(sampled[0], own(new), atol=1e-12)
+    assert not torch.allclose(sampled[0], found[0], atol=1e-3)
+
+
+def test_probit_shrinks_by_the_variance_and_needs_no_draws():
+    inputs, labels = classes()
+    posterior = fb.Laplace("kron", predictive="probit", epochs=0).fit(
+        nn.Linear(4, 3).double(), truth.batches(inputs, labels), **QUIET
+    )
+    variance = posterior.functional_variance(inputs, diagonal=True)
+    expected = (posterior.model(inputs) / (1 + math.pi / 8 * variance).sqrt()).softmax(1)
+    prediction = posterior.predict(inputs)
+    assert prediction.num_samples == 1
+    assert torch.allclose(prediction.probabilities, expected, atol=1e-10)

@@ -1,0 +1,152 @@
+"""The No-U-Turn sampler: its kernel on densities that are known, its tree against a recursive one, and networks."""
+
+import math
+
+import pytest
+import torch
+from chain_problems import assert_gaussian, assert_recovered, exact_draws, gaussian, logistic, regression
+from small_problem import QUIET, blobs, network
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.mcmc.hamiltonian import begin, leapfrog, with_gradient
+from flowbnn.methods.mcmc.nuts import _Subtree, nuts_kernel, turning
+
+
+def test_a_transition_leaves_a_gaussian_as_it_is():
+    state = begin(gaussian, exact_draws(2000, 1))
+    before, generator = state.position, torch.Generator().manual_seed(0)
+    for _ in range(3):
+        state, told = nuts_kernel(gaussian, state, 0.6, torch.tensor([1.0, 4.0]), generator)
+    assert (state.position != before).any(1).double().mean() > 0.9
+    assert told.depth.double().mean() > 1.5  # trees that have something to turn
+    assert_gaussian(state.position)
+
+
+def test_a_transition_leaves_a_logistic_density_as_it_is():
+    uniform = torch.rand(2000, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    state, generator = begin(logistic, torch.logit(uniform)), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        state, _ = nuts_kernel(logistic, state, 1.5, torch.ones(1), generator)
+    for values, true in (
+        (state.position, 0.0),
+        (state.position**2, math.pi**2 / 3),
+        ((state.position > 3.0).double(), 1 / (1 + math.exp(3.0))),
+    ):
+        assert abs(values.mean() - true) < 4 * values.std() / math.sqrt(2000)
+
+
+def turns_recursively(momenta: list[torch.Tensor]) -> bool:
+    """Whether a whole binary tree of leaves, or one of its subtrees, turns back, by the definition."""
+    if len(momenta) == 1:
+        return False
+    half = len(momenta) // 2
+    if turns_recursively(momenta[:half]) or turns_recursively(momenta[half:]):
+        return True
+    ones = torch.ones(1, momenta[0].shape[-1], dtype=torch.float64)
+    return bool(turning(momenta[0], momenta[-1], torch.stack(momenta).sum(0), ones))
+
+
+@pytest.mark.parametrize("size", [0.05, 0.25, 0.4, -0.08])
+def test_the_subtrees_are_those_of_the_recursion(size):
+    """A doubling is given up exactly when the recursive definition finds a turn in it, and has then stopped at that leaf."""
+    ended = []
+    for seed in range(12):
+        state = begin(gaussian, exact_draws(1, seed))
+        momentum = torch.randn(1, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        ones, column = torch.ones(1, 2, dtype=torch.float64), torch.full((1, 1), size, dtype=torch.float64)
+        tree = _Subtree(state, momentum, ones, torch.zeros(1, dtype=torch.float64), level=4)
+        tree.grow(gaussian, column, torch.zeros(1, 16, dtype=torch.float64))
+        momenta, end, kick = [], state, momentum
+        for _ in range(16):
+            end, kick = leapfrog(gaussian, end, kick, column, ones)
+            momenta.append(kick)
+        assert (len(tree.live) == 0) == turns_recursively(momenta)
+        ended.append(len(tree.live) == 0)
+        if len(tree.live):
+            assert torch.allclose(tree.total, torch.stack(momenta).sum(0))
+            assert torch.allclose(tree.end.position, end.position)
+        else:
+            turn = int(tree.leaves)
+            complete = [
+                momenta[low : low + 2**level]
+                for level in range(1, 5)
+                for low in range(0, 16, 2**level)
+                if low + 2**level == turn
+            ]
+            assert any(turns_recursively(part) for part in complete)
+    assert size != -0.08 or len(set(ended)) == 2  # both outcomes are among these cases
+
+
+def test_chains_do_not_disturb_each_other():
+    starts = exact_draws(3, 4)
+
+    def run(which):
+        sources = [torch.Generator().manual_seed(chain) for chain in which]
+        state, gradients = begin(gaussian, starts[which]), []
+        for _ in range(6):
+            state, told = nuts_kernel(gaussian, state, 0.3, torch.ones(2), sources)
+            gradients.append(told.gradients)
+        return state.position, torch.stack(gradients, 1)
+
+    together, counts = run([0, 1, 2])
+    assert len(set(counts.sum(1).tolist())) > 1  # their trees differ
+    for chain in range(3):
+        position, count = run([chain])
+        assert torch.allclose(position[0], together[chain], atol=1e-12)
+        assert torch.equal(count[0], counts[chain])
+
+
+def test_trajectories_grow_with_the_width_and_stop_at_the_depth():
+    narrow, wide = (with_gradient(lambda q, s=s: 0.5 * (q / s).square().sum(-1)) for s in (1.0, 16.0))
+    lengths = []
+    for potential in (narrow, wide):
+        state = begin(potential, torch.zeros(20, 2, dtype=torch.float64))
+        _, told = nuts_kernel(potential, state, 0.4, torch.ones(2), torch.Generator().manual_seed(0))
+        lengths.append(told.gradients.double().mean().item())
+    assert lengths[1] > 6 * lengths[0]
+    state = begin(wide, torch.zeros(20, 2, dtype=torch.float64))
+    _, told = nuts_kernel(wide, state, 0.01, torch.ones(2), torch.Generator().manual_seed(0), max_depth=3)
+    assert (told.gradients == 7).all()
+    assert (told.depth == 3).all()
+
+
+def test_a_step_that_is_far_too_large_is_a_divergence_and_goes_nowhere():
+    state = begin(gaussian, exact_draws(4, 5))
+    after, told = nuts_kernel(gaussian, state, 500.0, torch.ones(2), torch.Generator().manual_seed(0))
+    assert told.divergent.all()
+    assert (told.gradients == 1).all()
+    assert torch.equal(after.position, state.position)
+
+
+def test_a_conjugate_regression_is_recovered():
+    inputs, targets, mean, covariance = regression()
+    posterior = fb.NUTS(samples=50, warmup=50, chains=10, epochs=0, prior_scale=2.0).fit(
+        nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
+    )
+    assert_recovered(posterior, mean, covariance)
+    told = posterior.diagnostics()
+    assert told.rhat_outputs < 1.05
+    assert told.divergences == 0
+    assert told.depth > 1.0
+
+
+def test_a_network_is_sampled_and_learns():
+    inputs, labels = blobs().tensors
+    method = fb.NUTS(samples=8, warmup=10, chains=2, max_depth=4, epochs=3, lr=0.03, prior_scale=0.5)
+    posterior = method.fit(network(), [(inputs, labels)], seed=0, **QUIET)
+    accuracy = (posterior.predict(inputs).probabilities.argmax(-1) == labels).double().mean()
+    assert accuracy > 0.9
+    assert posterior.record["depth"].max() <= 4
+    assert repr(posterior) == "ChainPosterior(NUTS, 2 chains of 8 draws, Categorical())"
+
+
+def test_bad_settings_are_refused():
+    for settings, match in (
+        ({"max_depth": 0}, "max_depth must be a whole number of at least 1"),
+        ({"max_depth": 20}, "max_depth is at most 15"),
+        ({"target_accept": 1.5}, "target_accept is a probability"),
+    ):
+        with pytest.raises(FlowBNNError, match=match):
+            fb.NUTS(**settings)

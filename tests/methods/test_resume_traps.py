@@ -1,0 +1,227 @@
+"""What a resumed fit or comparison must not do in silence: take over old data, an old prior, or the place of a run that was cut."""
+
+import time
+import warnings
+
+import pytest
+import torch
+from small_problem import QUIET, blobs, loader, network
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.noise import FlowNoise
+from flowbnn.training import load_tensors, save_tensors
+from flowbnn.transforms import Radial
+from flowbnn_studies.comparing.fingerprint import fingerprint
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+
+
+def batches(x, y, **options):
+    return DataLoader(TensorDataset(x, y), 16, shuffle=True, **options)
+
+
+def compared(folder, train, test, resume=True, **options):
+    """The numbers of a comparison, and which parts it made anew; it tells so exactly where there were others."""
+    before, had = time.time_ns(), {path.stem for path in (folder / "parts").glob("*.json")}
+    options = {"methods": ["map"], "epochs": 1, "samples": 2, "progress": False, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fb.FlowBNNWarning)
+        rows = fb.compare(network(), train, test, folder=folder, resume=resume, **options).rows
+    parts = (folder / "parts").glob("*.json")
+    anew = sorted(path.stem for path in parts if path.stat().st_mtime_ns > before)
+    told = [str(one.message) for one in caught if "so it was done anew" in str(one.message)]
+    assert len(told) == (resume and bool(had & set(anew)))
+    assert all("different: " in line and "data" in line for line in told)
+    return rows, anew
+
+
+def test_a_comparison_on_other_data_starts_anew(tmp_path):
+    every = ["map-seed0", "mle-seed0"]
+    assert compared(tmp_path, batches(X, Y), batches(X, Y), resume=False)[1] == every
+    assert compared(tmp_path, batches(X, Y), batches(X, Y))[1] == []
+    assert compared(tmp_path, batches(X, Y), batches(-X, Y))[1] == every
+    assert compared(tmp_path, batches(X, Y), batches(-X, 1 - Y))[1] == every
+    assert compared(tmp_path, batches(X, torch.ones_like(Y)), batches(-X, 1 - Y))[1] == every
+    novel = {"novel": X + 5}
+    assert compared(tmp_path, batches(X, Y), batches(X, Y), **novel)[1] == every
+    assert compared(tmp_path, batches(X, Y), batches(X, Y), **novel)[1] == []
+    assert compared(tmp_path, batches(X, Y), batches(X, Y), novel=X + 6)[1] == every
+
+
+def test_held_out_data_count_for_methods_that_learn_from_them(tmp_path):
+    given = {"methods": ["map", "temperature"], "resume": True}
+    first, second = batches(X[:30], Y[:30]), batches(X[30:], Y[30:])
+    compared(tmp_path, batches(X, Y), batches(X, Y), validation=first, **given)
+    again = compared(tmp_path, batches(X, Y), batches(X, Y), validation=second, **given)[1]
+    assert again == ["temperature-seed0"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_reading_the_data_changes_no_number(tmp_path, own):
+    def rows(folder):
+        torch.manual_seed(3)
+        made = batches(X, Y, generator=torch.Generator().manual_seed(4) if own else None)
+        found = fb.compare(
+            network(), made, made, methods=["map"], epochs=1, seed=0, folder=folder, progress=False
+        )
+        return [row["nll"] for row in found.rows]
+
+    assert rows(None) == rows(tmp_path)
+
+
+def test_the_fingerprint_is_of_the_examples_and_not_of_their_order():
+    order = torch.randperm(60)
+    centred = X - X.mean(0)  # its sum is rounding and nothing else
+    for x in (X, centred, 1e6 * centred):
+        whole = fingerprint((x, Y))
+        assert whole == fingerprint([(x, Y)]) == fingerprint(batches(x[order], Y[order]))
+        assert whole == fingerprint(TensorLoader(x, Y, batch_size=7, shuffle=True))
+        assert whole != fingerprint((x, Y.flip(0)))
+        assert whole != fingerprint([(x[1:], Y[1:])])
+    named = [({"a": X, "b": -X}, Y)]
+    assert fingerprint(named) == fingerprint([({"a": X[order], "b": -X[order]}, Y[order])])
+    assert fingerprint(named) != fingerprint([({"a": X, "b": X}, Y)])
+    assert fingerprint([(X, -X, Y)]) != fingerprint([(X, X, Y)])
+    assert fingerprint(X) != fingerprint(2 * X)
+    assert fingerprint([(X, Y)], inputs=False) == fingerprint([(-X, Y)], inputs=False)
+
+
+def test_a_loader_that_drops_its_last_batch_has_one_fingerprint():
+    made = batches(X, Y, drop_last=True)
+    before = torch.get_rng_state()
+    assert fingerprint(made) == fingerprint(made)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def noisy(recipe=None):
+    """Noise that is not its prior, of which a fit would warn."""
+    return fb.to_stochastic(network(), {"*": recipe or fb.NormalAffine(base_scale=0.3)})
+
+
+def test_another_recipe_is_refused_when_a_fit_goes_on(tmp_path):
+    fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    other = noisy(fb.NormalAffine(prior_scale=0.1, base_scale=0.3))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(FlowBNNError) as caught:
+        fb.fit(other, loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET)
+    message = str(caught.value)
+    assert "\n" not in message
+    for words in ("layer '0'", "prior_scale=0.5", "prior_scale=0.1", "as before", "resume=False"):
+        assert words in message
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert fb.fit(noisy(), loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET).history.epochs == 2
+
+
+def test_another_rate_of_dropout_is_refused_too(tmp_path):
+    fb.MCDropout(rate=0.1, epochs=1).fit(network(), loader(), checkpoint=tmp_path, **QUIET)
+    with pytest.raises(FlowBNNError, match=r"Dropout\(rate=0.1\) and is now Dropout\(rate=0.4\)"):
+        fb.MCDropout(rate=0.4, epochs=2).fit(network(), loader(), checkpoint=tmp_path, resume=True, **QUIET)
+
+
+def test_a_flow_of_ones_own_goes_on_with_its_prior(tmp_path):
+    def recipe(scale):
+        return FlowNoise(lambda dim: Radial(dim), prior_scale=scale, base_scale=0.3)
+
+    fb.fit(noisy(recipe(0.5)), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    resumed = {"epochs": 2, "checkpoint": tmp_path, "resume": True, **QUIET}
+    with pytest.raises(FlowBNNError, match=r"FlowNoise\(prior_scale=0.5\)"):
+        fb.fit(noisy(recipe(0.2)), loader(), **resumed)
+    assert fb.fit(noisy(recipe(0.5)), loader(), **resumed).history.epochs == 2
+
+
+def test_a_checkpoint_that_knows_neither_recipes_nor_epochs_goes_on(tmp_path):
+    fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    path = tmp_path / "last.safetensors"
+    tensors, document = load_tensors(path)
+    del document["extra"]["recipes"], document["epochs"]
+    save_tensors(path, tensors, document)
+    assert fb.fit(noisy(), loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET).history.epochs == 2
+
+
+class Cut(Exception):
+    """The run is stopped by this."""
+
+
+def cut(folder, epoch, epochs=4, **options):
+    """A fit that ends in an exception after so many whole epochs."""
+
+    class Cutting(DataLoader):
+        begun = -1  # a look at the first batch
+
+        def __iter__(self):
+            self.begun += 1
+            if self.begun > epoch:
+                raise Cut
+            return super().__iter__()
+
+    with pytest.raises(Cut):
+        fb.fit(noisy(), Cutting(blobs(), 40), epochs=epochs, checkpoint=folder, **QUIET, **options)
+
+
+def epochs_in(path):
+    return load_tensors(path)[1]["position"]["epoch"]
+
+
+def test_the_checkpoint_of_a_run_that_was_cut_is_kept(tmp_path):
+    cut(tmp_path, 2)
+    last, before = tmp_path / "last.safetensors", tmp_path / "last-before.safetensors"
+    assert epochs_in(last) == 2
+    with pytest.warns(FlowBNNWarning, match=r"2 of 4 epochs.*'last-before.safetensors'.*resume=True") as told:
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    assert len(told) == 1
+    assert "\n" not in str(told[0].message)
+    assert (epochs_in(last), epochs_in(before)) == (1, 2)
+    gone_on = fb.fit(noisy(), loader(), epochs=4, checkpoint=before, resume=True, **QUIET)
+    assert gone_on.history.epochs == 4
+
+
+def test_a_second_run_that_was_cut_does_not_push_out_a_longer_one(tmp_path):
+    cut(tmp_path, 2)
+    with pytest.warns(FlowBNNWarning, match="keeps it as"):
+        cut(tmp_path, 1)
+    with pytest.warns(FlowBNNWarning, match=r"1 of 4 epochs.*had come further, stays"):
+        cut(tmp_path, 3)
+    assert epochs_in(tmp_path / "last-before.safetensors") == 2
+    with pytest.warns(FlowBNNWarning, match="keeps it as"):
+        cut(tmp_path, 1)
+    assert epochs_in(tmp_path / "last-before.safetensors") == 3
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_all_as_it_was(tmp_path):
+    cut(tmp_path, 2)
+    with pytest.warns(FlowBNNWarning, match="was cut"):
+        cut(tmp_path, 0)
+    assert epochs_in(tmp_path / "last.safetensors") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["last.safetensors"]
+
+
+def test_a_finished_or_useless_checkpoint_is_replaced_without_a_word(tmp_path):
+    rule = fb.EarlyStop("loss", patience=1, min_delta=1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FlowBNNWarning)
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+        stopped = fb.fit(noisy(), loader(), epochs=5, checkpoint=tmp_path, early_stop=rule, **QUIET)
+        assert stopped.history.epochs == 2
+        fb.fit(noisy(), loader(), epochs=3, checkpoint=tmp_path, **QUIET)
+        (tmp_path / "last.safetensors").write_bytes(b"nothing of use")
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.safetensors"]
+
+
+def test_where_files_cannot_be_linked_they_are_copied(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("os.link", refused)
+    cut(tmp_path, 1)
+    with pytest.warns(FlowBNNWarning, match="was cut"):
+        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "last-before.safetensors",
+        "last.safetensors",
+    ]
+    assert load_tensors(tmp_path / "last-before.safetensors")[1]["epochs"] == 4

@@ -1,0 +1,199 @@
+"""Stochastic gradient Langevin dynamics: its chain against the stationary law of the discretised one, its schedule, its snapshots."""
+
+import pytest
+import torch
+from chain_problems import regression
+from small_problem import QUIET, blobs, loader, network
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.diagnostics import effective_sample_size, standard_error
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.sgld import Langevin, Plan, Snapshots
+
+
+def stationary(rate: float, number: int, covariance: torch.Tensor) -> torch.Tensor:
+    """The covariance that steps of this size come to: S (1 - K / 2)^-1, K = rate / number S^-1."""
+    step = rate / number * torch.linalg.inv(covariance)
+    return covariance @ torch.linalg.inv(torch.eye(len(step), dtype=torch.float64) - 0.5 * step)
+
+
+def test_a_conjugate_regression_with_the_bias_of_its_step_size():
+    inputs, targets, mean, covariance = regression()
+    method = fb.SGLD(
+        lr=0.05, epochs=1500, samples=1400, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
+    )
+    posterior = method.fit(
+        nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
+    )
+    draws = posterior.draws(1400)
+    draws = torch.cat([draws["weight"].flatten(1), draws["bias"]], 1)[None]
+    expected = stationary(0.05, len(inputs), covariance)
+    assert (expected.diagonal() / covariance.diagonal()).max() > 1.1  # a bias that is there to be seen
+    assert ((draws.mean((0, 1)) - mean).abs() < 4 * standard_error(draws)).all()
+    away = draws - mean
+    products = away[..., :, None] * away[..., None, :]
+    assert ((products.mean((0, 1)) - expected).abs() < 4 * standard_error(products)).all()
+    assert effective_sample_size(draws).min() > 50
+
+
+def test_with_small_steps_the_preconditioned_chain_samples_the_posterior():
+    """A Gaussian of scales 0.05 and 1 with exact gradients: variances within 15 %, where the largest step is a fifth of its scale."""
+    number, chains = 50, 400
+    scales = torch.tensor([0.05, 1.0], dtype=torch.float64).expand(chains, 2)
+    start = torch.randn(chains, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = nn.Parameter(scales * start)
+    engine = Langevin([weights], lr=0.01, num_data=number, damping=1e-8, alpha=0.999)
+    kept = []
+    for step in range(3000):
+        weights.grad = weights.detach() / scales**2 / number
+        engine.step()
+        if step >= 1500 and step % 10 == 0:
+            kept.append(weights.detach().clone())
+    ratio = torch.stack(kept).var((0, 1)) / scales[0] ** 2
+    assert ((ratio - 1.0).abs() < 0.15).all()
+
+
+def test_the_update_is_the_formula():
+    weights = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    engine = Langevin([weights], lr=0.1, num_data=10, weight_decay=0.5, alpha=0.9, damping=0.2)
+    weights.grad = torch.tensor([0.3, 0.0], dtype=torch.float64)
+    torch.manual_seed(5)
+    shake = torch.randn(2, dtype=torch.float64)
+    torch.manual_seed(5)
+    engine.step()
+    metric = 1.0 / (0.2 + torch.tensor([0.3, 0.0], dtype=torch.float64))  # the first square has no memory
+    drift = torch.tensor([0.3 + 0.5, -1.0], dtype=torch.float64)
+    expected = (
+        torch.tensor([1.0, -2.0]).double() - 0.1 * metric * drift + (2 * 0.1 * metric / 10).sqrt() * shake
+    )
+    assert torch.allclose(weights.detach(), expected, atol=1e-12)
+
+
+def test_temperature_nought_only_descends():
+    weights = nn.Parameter(torch.ones(3))
+    engine = Langevin([weights], lr=0.1, num_data=10, preconditioned=False)
+    engine.temperature, weights.grad = 0.0, torch.full((3,), 2.0)
+    engine.step()
+    assert torch.allclose(weights.detach(), torch.full((3,), 0.8))
+
+
+@pytest.mark.parametrize("cycles", [0, 1, 4])
+@pytest.mark.parametrize(("total", "samples"), [(120, 20), (101, 7), (40, 4)])
+def test_plans_keep_as_many_as_asked_in_the_sampling_parts(cycles, total, samples):
+    plan = Plan(total, cycles, exploration=0.5, burn_in=0.5, samples=samples)
+    assert len(plan.kept) == samples
+    assert total in plan.kept
+    for step in plan.kept:  # the state after so many steps; its last step had noise
+        assert plan.samples_at(step - 1)
+        assert step > total / 2 or cycles > 1
+    rates = [plan.rate(step) for step in range(total)]
+    assert max(rates) == rates[0] == 1.0
+    assert sum(rate == 1.0 for rate in rates) == {0: total, 1: 1, 4: 4}[cycles]
+
+
+def test_snapshots_come_from_several_cycles_and_predict():
+    data = blobs()
+    posterior = fb.SGLD(epochs=10, samples=8, cycles=2, prior_scale=0.5).fit(
+        network(), loader(data), seed=0, **QUIET
+    )
+    assert len(posterior) == 8
+    assert posterior.told["steps"][-1] == 60
+    assert sum(step <= 30 for step in posterior.told["steps"]) == 4
+    assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
+    first = posterior.members["0.weight"]
+    assert all(not torch.equal(first[i], first[i + 1]) for i in range(7))
+
+
+@pytest.mark.parametrize("die_at", [31, 57])
+def test_a_run_that_is_killed_keeps_its_snapshots(tmp_path, monkeypatch, die_at):
+    method = fb.SGLD(epochs=10, samples=10, cycles=2, exploration=0.3, prior_scale=0.5)
+    whole = method.fit(network(), loader(), seed=0, **QUIET)
+    look = Snapshots.look
+
+    def dying(self, step, model):
+        if step == die_at:
+            raise RuntimeError("killed")
+        look(self, step, model)
+
+    monkeypatch.setattr(Snapshots, "look", dying)
+    kept = {"checkpoint": tmp_path, "checkpoint_every": 7, "resume": True}
+    with pytest.raises(RuntimeError, match="killed"):
+        method.fit(network(), loader(), seed=0, **kept, **QUIET)
+    monkeypatch.setattr(Snapshots, "look", look)
+    for _ in range(2):  # the second time all is done and only read
+        resumed = method.fit(network(), loader(), seed=0, **kept, **QUIET)
+        for name, value in whole.members.items():
+            assert torch.equal(value, resumed.members[name])
+    next(iter(sorted((tmp_path / "snapshots").iterdir()))).unlink()
+    with pytest.raises(FlowBNNError, match=r"snapshot of step \d+ is missing"):
+        method.fit(network(), loader(), seed=0, **kept, **QUIET)
+
+
+def test_dropout_is_off_while_it_samples_and_back_afterwards():
+    rates = []
+
+    class Watched(nn.Dropout):
+        def forward(self, x):
+            rates.append(self.p)
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(4, 8), Watched(0.4), nn.Linear(8, 3))
+    posterior = fb.SGLD(epochs=2, samples=2, cycles=1).fit(net, loader(), seed=0, **QUIET)
+    assert set(rates[1:]) == {0.0}
+    assert posterior.model[1].p == 0.4
+
+
+def test_statistics_of_batch_norm_are_those_of_each_snapshot():
+    data = blobs()
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    posterior = fb.SGLD(epochs=6, samples=4, cycles=2).fit(net, loader(data), seed=0, **QUIET)
+    for index in range(4):
+        one = posterior.member(index)
+        with torch.no_grad():
+            hidden = one[0](data.tensors[0])
+        assert torch.allclose(one[1].running_mean, hidden.mean(0), atol=1e-4)
+
+
+def test_the_noise_of_a_regression_is_learned_along():
+    inputs, targets, _, _ = regression(200)
+    data = [(inputs[low : low + 50].float(), targets[low : low + 50].float()) for low in range(0, 200, 50)]
+    posterior = fb.SGLD(epochs=150, samples=10, cycles=1, lr=0.02, prior_scale=2.0).fit(
+        nn.Linear(2, 1), data, seed=0, **QUIET
+    )
+    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"epochs": 0}, "epochs must be a whole number of at least 1"),
+        ({"cycles": -1}, "cycles must be a whole number of at least 0"),
+        ({"exploration": 1.0}, "exploration is a share of at least 0 and below 1"),
+        ({"burn_in": -0.1}, "burn_in is a share"),
+        ({"temperature": -1.0}, "temperature is a number of at least 0"),
+        ({"lr": 0.0}, "lr must be a number above 0"),
+        ({"optimizer": torch.optim.Adam}, "SGLD is itself an optimizer"),
+    ],
+)
+def test_bad_settings_are_refused(settings, match):
+    with pytest.raises(FlowBNNError, match=match) as refused:
+        fb.SGLD(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_bad_runs_are_refused():
+    with pytest.raises(FlowBNNError, match="100 snapshots do not fit into the 12 steps"):
+        fb.SGLD(epochs=2, samples=100).fit(network(), loader(), **QUIET)
+    with pytest.raises(FlowBNNError, match="leave early_stop out"):
+        fb.SGLD(epochs=2).fit(network(), loader(), early_stop=fb.EarlyStop("loss"), **QUIET)
+
+    class Endless:
+        num_data = 30
+
+        def __iter__(self):
+            yield blobs(30).tensors
+
+    with pytest.raises(FlowBNNError, match="needs a loader with a length"):
+        fb.SGLD(epochs=2).fit(network(), Endless(), **QUIET)

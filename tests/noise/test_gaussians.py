@@ -1,0 +1,174 @@
+"""The Gaussians of many layers at once: what is written by hand in numpy is what torch's operations give, derivatives too."""
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.noise import ahead, divergences, noise_layers
+from flowbnn.noise.batched import _packed_draws
+from flowbnn.noise.batched_gaussian import _gather, _summarize, draw, frame_of, gather, summarize
+
+
+def stochastic(rules=None):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)).double()
+    model = fb.to_stochastic(
+        network,
+        rules
+        or {
+            "0": fb.NormalAffine(base_loc=0.7, prior_scale=0.3),
+            "1": fb.NormalPlanar(2),
+            "*": fb.NormalAffine(),
+        },
+    ).double()
+    with torch.no_grad():
+        for parameter in fb.layers.noise_parameters(model):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def parts(model):
+    layers = sorted(noise_layers(model).values(), key=lambda noise: len(noise.rest))
+    affines = [noise.start[1] for noise in layers]
+    return frame_of(layers), [a.shift for a in affines], [a.raw_log_scale for a in affines]
+
+
+def same(first, second):
+    return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(first, second, strict=True))
+
+
+def test_gathered_means_and_deviations_and_their_gradients():
+    frame, shifts, raws = parts(stochastic())
+    found, expected = gather(frame, shifts, raws), _gather(frame, torch.cat(shifts), torch.cat(raws))
+    assert same(found, expected)
+    weights = [torch.randn_like(part) for part in found]
+    gradients = [
+        torch.autograd.grad(sum((a * b).sum() for a, b in zip(some, weights, strict=True)), [*shifts, *raws])
+        for some in (found, expected)
+    ]
+    assert same(*gradients)
+    assert torch.autograd.gradgradcheck(
+        lambda *given: gather(frame, list(given[:3]), list(given[3:])), [*shifts, *raws]
+    )
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_draws_and_their_gradients(first):
+    mean, deviation = (torch.randn(9, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    normal = torch.randn(6, 9 - first, dtype=torch.float64)
+    assert same([draw(mean, deviation, normal, first)], [mean[first:] + deviation[first:] * normal])
+    assert torch.autograd.gradcheck(lambda m, d: draw(m, d, normal, first), [mean, deviation])
+    assert torch.autograd.gradgradcheck(lambda m, d: draw(m, d, normal, first), [mean, deviation])
+
+
+def test_kl_and_entropy_and_their_gradients():
+    frame, shifts, raws = parts(stochastic())
+    mean, deviation, log_scale = (part.detach().requires_grad_() for part in gather(frame, shifts, raws))
+    size = frame.sizes[-1]
+    normal = torch.randn(7, size, dtype=torch.float64)
+    end = torch.randn(7, size, dtype=torch.float64, requires_grad=True)
+    log_det = torch.randn(1, 7, dtype=torch.float64, requires_grad=True)
+    found = summarize(frame, 1, mean, deviation, log_scale, normal, log_det, [end])
+    expected = _summarize(frame, 1, normal, mean, deviation, log_scale, log_det, end)
+    assert same(found, expected)
+    inputs = [mean, deviation, log_scale, log_det, end]
+    weights = [torch.randn_like(part) for part in found]
+    gradients = [
+        torch.autograd.grad(sum((a * b).sum() for a, b in zip(some, weights, strict=True)), inputs)
+        for some in (found, expected)
+    ]
+    assert same(*gradients)
+    assert torch.autograd.gradgradcheck(
+        lambda m, d, s, v, e: summarize(frame, 1, m, d, s, normal, v, [e]), inputs
+    )
+
+
+def test_packed_kl_of_a_flow_is_what_its_density_says():
+    """Against -log p(x) + log q(x) at many draws, where q's density comes from the inverse."""
+    model = stochastic({"1": fb.NormalInvConv(kl_samples=20_000), "*": fb.NormalAffine()})
+    layers = noise_layers(model)
+    found = divergences(layers)
+    flow, noise = layers["1"].posterior(), layers["1"]
+    with torch.no_grad():
+        x = flow.rsample((20_000,))
+        terms = flow.log_prob(x) - noise.prior.distribution().log_prob(x)
+    spread = terms.std() / 20_000**0.5
+    assert abs(found["1"].kl - terms.mean()) < 6 * spread
+    assert abs(found.total.kl - sum(part.kl for part in found.values())) < 1e-9
+    assert abs(found.total.entropy - sum(part.entropy for part in found.values())) < 1e-9
+
+
+def test_packed_draws_of_a_flow_follow_its_distribution():
+    model = stochastic({"1": fb.NormalInvConv(), "*": fb.NormalAffine()})
+    layers = list(noise_layers(model).values())
+    with torch.no_grad():
+        packed = _packed_draws(layers, 40_000)[1]
+        single = layers[1].posterior().rsample((40_000,))
+    spread = (packed.var(0) + single.var(0)).div(40_000).sqrt()
+    assert ((packed.mean(0) - single.mean(0)).abs() < 5 * spread).all()
+    assert (packed.std(0) / single.std(0) - 1).abs().max() < 0.03
+
+
+def test_a_frame_follows_the_priors_it_was_made_of():
+    model = stochastic()
+    layers = list(noise_layers(model).values())
+    before = frame_of(layers)
+    assert frame_of(layers) is before
+    with torch.no_grad():
+        layers[0].prior.loc.fill_(3.0)
+    assert (frame_of(layers).prior_loc == 3.0).sum() == layers[0].layout.dim
+
+
+def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
+    """Same distribution of draws, same exact KL for the Gaussians, an unbiased one for the flow, and the pass uses the draws once."""
+    model = stochastic({"1": fb.NormalInvConv(kl_samples=4000), "*": fb.NormalAffine()})
+    layers = noise_layers(model)
+    known, truth = ahead(layers, 3000), divergences(layers)
+    for name in ("0", "2"):
+        assert torch.allclose(known[name].kl, truth[name].kl)
+        assert torch.allclose(known[name].entropy, truth[name].entropy)
+    flow, prior = layers["1"].posterior(), layers["1"].prior.distribution()
+    with torch.no_grad():
+        x = flow.rsample((4000,))
+        error = (flow.log_prob(x) - prior.log_prob(x)).std() / 4000**0.5
+    assert abs(known["1"].kl - truth["1"].kl) < 5 * 2**0.5 * error
+    drawn = {id(noise): draws for noise, draws in layers["0"].group.prepared}
+    assert set(drawn) == {id(noise) for noise in layers.values()}
+    single = layers["1"].posterior().rsample((3000,))
+    mine = drawn[id(layers["1"])]
+    spread = (mine.var(0) + single.var(0)).div(3000).sqrt()
+    assert mine.shape == single.shape
+    assert ((mine.mean(0) - single.mean(0)).abs() < 5 * spread).all()
+    x = torch.randn(3000, 3, dtype=torch.float64)
+    hidden = model[0].weight @ (x * drawn[id(layers["0"])]).T + model[0].bias[:, None]
+    seen = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]), prepend=True)
+    model(x)
+    assert torch.allclose(seen[0], hidden.T)
+    assert layers["0"].group.prepared == []
+    model(x)
+    assert not torch.allclose(seen[1], hidden.T), "the next pass draws anew"
+
+
+def test_looking_ahead_gives_way_where_layers_cannot_be_laid_end_to_end():
+    model = stochastic({"1": fb.NormalAffine(components=2), "0": fb.Dropout(0.1), "2": fb.NormalPlanar(1)})
+    assert ahead(noise_layers(model), 5) is None
+
+
+def test_the_gradient_of_a_step_looked_ahead_is_that_of_its_parts():
+    model = stochastic({"1": fb.NormalInvConv(), "*": fb.NormalAffine()})
+    objective = fb.objectives.ELBO(fb.Categorical(), 10)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    parameters = list(model.parameters())
+    torch.manual_seed(4)
+    known = objective.ahead(model, 6)
+    terms = objective(model, model(x), y, known=known)
+    whole = torch.autograd.grad(terms.loss, parameters, retain_graph=True)
+    of_likelihood = torch.autograd.grad(
+        -terms.log_likelihood, parameters, retain_graph=True, allow_unused=True
+    )
+    of_kl = torch.autograd.grad(known.total.kl / 10, parameters, allow_unused=True)
+    for total, first, second in zip(whole, of_likelihood, of_kl, strict=True):
+        parts = sum(part for part in (first, second) if part is not None)
+        assert torch.allclose(total, parts)

@@ -1,0 +1,291 @@
+"""Noise drawn for the whole network at once is the noise that each layer would have drawn."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import flowbnn as fb
+from flowbnn.distributions.bases import MixtureBase, NormalBase
+from flowbnn.noise import noise_layers
+from flowbnn.noise.batched import divergences
+from flowbnn.objectives import ELBO
+
+
+class Repeated(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x), self.layer(x)])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.save_memory, self.reentrant, self.seen = False, False, []
+
+    def forward(self, x):
+        def part(h):
+            hidden = torch.tanh(self.first(h))
+            self.seen.append(hidden.detach().clone())
+            return self.second(hidden)
+
+        return self.third(checkpoint(part, x, use_reentrant=self.reentrant) if self.save_memory else part(x))
+
+
+def test_packed_draws_have_each_layers_own_distribution():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model = fb.to_stochastic(
+        network, {"0": fb.NormalAffine(), "1": fb.NormalAffine(base_loc=0.5, base_scale=0.8)}
+    )
+    with torch.no_grad():
+        for parameter in fb.layers.noise_parameters(model):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    rows = 50_000
+    seen = {}
+    for name, layer in noise_layers(model).items():
+        network_layer = model.get_submodule(name)
+        network_layer.register_forward_pre_hook(
+            lambda m, args, name=name, layer=layer: seen.update({name: layer.ready})
+        )
+    model(torch.ones(rows, 3))
+    for name, layer in noise_layers(model).items():
+        base, affine = layer.base, layer.transform[0]
+        mean, deviation, _ = affine.push_normal(base.loc, base.scale)
+        draws = seen[name].double()
+        assert draws.shape == (rows, layer.layout.dim)
+        assert ((draws.mean(0) - mean).abs() < 4 * deviation / rows**0.5).all()
+        assert ((draws.std(0) / deviation - 1).abs() < 4 / (2 * rows) ** 0.5).all()
+        correlation = torch.corrcoef(draws.T) - torch.eye(layer.layout.dim)
+        assert correlation.abs().max() < 5 / rows**0.5
+    across = torch.corrcoef(torch.cat([seen["0"], seen["1"]], 1).T)[:3, 3:]
+    assert across.abs().max() < 5 / rows**0.5, "layers are independent"
+
+
+def test_a_layer_called_twice_keeps_its_draw_within_a_pass():
+    model = fb.to_stochastic(Repeated(), {"*": fb.NormalPlanar(1)})
+    first, second = model(torch.ones(3, 4))
+    assert torch.equal(first, second)
+    again, _ = model(torch.ones(3, 4))
+    assert not torch.equal(first, again)
+
+
+def test_a_layer_called_by_itself_draws_for_itself():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    x = torch.ones(3, 4)
+    model(x)
+    assert not torch.equal(model[0](x), model[0](x))
+
+
+def test_a_pass_that_fails_leaves_nothing_open():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    assert not torch.equal(model[0](torch.ones(3, 4)), model[0](torch.ones(3, 4)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts_draw_the_same_noise_again(reentrant):
+    """Each part runs in the forward and again in the backward pass, also when two forwards share one backward."""
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Checkpointed(), {"first": fb.NormalPlanar(1), "*": fb.NormalAffine()})
+    model.save_memory, model.reentrant = True, reentrant
+    x = torch.ones(5, 4, requires_grad=True)
+    (model(x).square().sum() + model(2 * x).square().sum()).backward()
+    first, second, *again = model.seen
+    assert not torch.equal(first, second)
+    assert len(again) == 2
+    assert {id(value) for value in again} == {
+        id(value) for value in again if any(torch.equal(value, v) for v in (first, second))
+    }
+    assert not torch.equal(*again)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_checkpoint_around_a_layer_outside_a_pass():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    h = torch.ones(3, 4, requires_grad=True)
+    checkpoint(lambda x: torch.tanh(model[0](x)), h, use_reentrant=False).sum().backward()
+    assert h.grad is not None
+
+
+def test_inference_mode_spoils_nothing():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"*": fb.NormalAffine()})
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    objective = ELBO(fb.Categorical(), 10)
+    objective(model, model(torch.ones(2, 4)), torch.tensor([0, 1])).loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_a_converted_network_goes_to_another_process():
+    rules = {"0": fb.FlowNoise(lambda dim: fb.transforms.Radial(dim)), "*": fb.NormalAffine()}
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules)
+    model(torch.ones(3, 4))
+    twin = pickle.loads(pickle.dumps(model))
+    for network in (model, twin):
+        fb.hold_noise(network, "shared", samples=1, seed=2)
+    assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
+
+
+def test_held_noise_follows_its_parameters_and_moves_with_the_network():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    x = torch.ones(1, 4)
+    for mode in ("mean", "shared"):
+        fb.hold_noise(model, mode, seed=0)
+        before = model(x)
+        with torch.no_grad():
+            noise_layers(model)["0"].transform[0].shift.add_(0.5)
+        assert not torch.equal(model(x), before), mode
+        model.double()
+        assert model(x.double()).dtype == torch.float64
+        model.float()
+
+
+def test_inputs_whose_rows_the_root_does_not_know():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, batch):
+            return self.layer(batch["x"]), self.layer(batch["x"])
+
+    model = fb.to_stochastic(Named(), {"*": fb.NormalAffine()})
+    rows, again = model({"x": torch.ones(5, 4)})
+    assert (rows[0] - rows[1]).abs().max() > 1e-4
+    assert torch.equal(rows, again), "called twice in a pass, it keeps its draw"
+
+
+def test_copies_do_not_share_draws():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model(torch.ones(3, 4))
+    twin = copy.deepcopy(model)
+    groups = {id(layer.group) for layer in noise_layers(twin).values()}
+    assert len(groups) == 1
+    assert groups != {id(layer.group) for layer in noise_layers(model).values()}
+    assert {id(member) for member in noise_layers(twin)["0"].group.members} == {
+        id(n) for n in noise_layers(twin).values()
+    }
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+def test_a_training_step_compiles_without_a_graph_break(site):
+    """Forward, noise, KL and all, in one graph that gives what eager gives and draws anew at every call."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    rules = {"2": fb.NormalPlanar(1, site=site), "*": fb.NormalAffine(site=site)}
+    model = fb.to_stochastic(network, rules)
+    objective = ELBO(fb.Categorical(), 100)
+    images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 5
+    torch._dynamo.reset()
+    loss = torch.compile(
+        lambda: objective(model, model(images), labels).loss, fullgraph=True, backend="aot_eager"
+    )
+    first, second = loss(), loss()
+    assert first != second
+    first.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch.manual_seed(5)
+    found = loss()
+    torch.manual_seed(5)
+    torch.testing.assert_close(found, objective(model, model(images), labels).loss)
+
+
+def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpointing():
+    torch.manual_seed(0)
+    outputs = []
+    inner = fb.to_stochastic(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), {"*": fb.NormalAffine()}
+    )
+    inner.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
+    objective = ELBO(fb.Categorical(), 10)
+    x = torch.randn(6, 4, requires_grad=True)
+    known = objective.ahead(inner, 6)
+    result = checkpoint(inner, x, use_reentrant=True)
+    objective(inner, result, torch.zeros(6, dtype=torch.long), known=known).loss.backward()
+    assert len(outputs) == 2
+    assert torch.equal(*outputs)
+
+
+def test_draws_made_ahead_are_not_copied_along():
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), {"*": fb.NormalAffine()})
+    group = noise_layers(model)["0"].group
+    assert fb.objectives.ELBO(fb.Categorical(), 10).ahead(model, 5) is not None
+    assert len(group.prepared) == 2
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert noise_layers(twin)["0"].group.prepared == []
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_another_prior_on_a_layer_that_is_there_counts(components):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = fb.to_stochastic(network, {"*": fb.NormalAffine(components=components, kl_samples=20_000)})
+    layers = noise_layers(model)
+    before = {name: part.kl.item() for name, part in divergences(layers).items()}
+    layers["1"].prior = NormalBase(4, loc=3.0, scale=0.5)
+    after = divergences(layers)
+    alone = layers["1"].divergence().kl.item()
+    assert alone > before["1"] + 10
+    assert after["1"].kl.item() == pytest.approx(alone, rel=0.02)
+    assert after["0"].kl.item() == pytest.approx(before["0"], rel=0.1, abs=0.05)
+    layers["1"].prior = MixtureBase(4, 2)  # of another kind: for itself
+    mixed = divergences(layers)["1"].kl.item()
+    assert mixed == pytest.approx(layers["1"].divergence().kl.item(), rel=0.02, abs=0.05)
+
+
+class Steps(nn.Module):
+    """Its first layer sees each time step as a row of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.wide, self.out = nn.Linear(8, 4), nn.Linear(20, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.wide(self.step(x.reshape(-1, 8)).reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_a_layer_with_rows_of_its_own_draws_for_itself_alone(components, monkeypatch):
+    model, drawn = fb.to_stochastic(Steps(), {"*": fb.NormalAffine(components=components)}), []
+    layers = noise_layers(model)
+    for name, layer in layers.items():
+        rows = layer.draw_rows
+        monkeypatch.setattr(
+            layer,
+            "draw_rows",
+            lambda *given, name=name, rows=rows: drawn.append((name, given[0])) or rows(*given),
+        )
+    ready = []
+    model.wide.register_forward_hook(
+        lambda *_: ready.append(
+            [None if z is None else len(z) for z in (layer.ready for layer in layers.values())]
+        )
+    )
+    assert model(torch.randn(7, 5, 8)).shape == (7, 2)
+    assert drawn == [("step", 35)]
+    assert ready == [[35, 7, 7]]  # the other two together, for the rows that the network was given
+
+
+def test_draws_made_ahead_go_to_the_networks_of_their_layers():
+    one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
+    other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
+    both = nn.Sequential(one, other)
+    ELBO(fb.Categorical(), 10).ahead(both, 5)
+    for part in (one, other):
+        layers = list(noise_layers(part).values())
+        assert [noise for noise, _ in layers[0].group.prepared] == layers
+    assert both(torch.randn(5, 4)).shape == (5, 4)
+    assert all(layer.ready is None for layer in noise_layers(both).values())

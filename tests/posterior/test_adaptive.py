@@ -1,0 +1,263 @@
+"""Adaptive sampling: a prefix of the full answer, as long as it needs to be."""
+
+import math
+
+import pytest
+import torch
+from small_problem import blobs
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.posterior.adaptive import adaptive_outputs, as_adaptive
+from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+
+
+def logits_of(lead: torch.Tensor) -> torch.Tensor:
+    """Two classes of probabilities ``(1 + lead) / 2`` and ``(1 - lead) / 2``."""
+    return torch.stack([torch.log1p(lead), torch.log1p(-lead)], -1)
+
+
+def drawing(outputs: torch.Tensor, asked: list | None = None):
+    """A sampler whose samples are known: the inputs are the columns to take."""
+
+    def draw(inputs, low, high):
+        if asked is not None:
+            asked.append((len(inputs), low, high))
+        return outputs[low:high, inputs]
+
+    return draw
+
+
+def test_easy_inputs_cost_few_samples_and_hard_ones_all():
+    lead = (
+        torch.tensor([0.9, 0.5, 0.0])
+        + torch.tensor([0.01, 0.3, 0.3]) * torch.tensor([1.0, -1.0]).repeat(32)[:, None]
+    )
+    asked: list = []
+    rule = fb.Adaptive(tolerance=0.01, certainty=0.99, start=4, growth=2)
+    outputs, spent = adaptive_outputs(
+        drawing(logits_of(lead), asked), torch.arange(3), 64, rule, CategoricalPredictive
+    )
+    assert spent.tolist() == [4, 8, 64]
+    assert asked == [(3, 0, 4), (2, 4, 8), (1, 8, 16), (1, 16, 32), (1, 32, 64)]
+    for index, count in enumerate(spent.tolist()):
+        torch.testing.assert_close(outputs[:count, index], logits_of(lead)[:count, index])
+        assert outputs[count:, index].isnan().all()
+
+
+def test_looks():
+    assert fb.Adaptive(start=8, growth=2).looks(128) == [8, 16, 32, 64, 128]
+    assert fb.Adaptive(start=8, growth=2).looks(100) == [8, 16, 32, 64, 100]
+    assert fb.Adaptive(start=8, growth=2).looks(8) == [8]
+    assert fb.Adaptive(start=8, growth=2).looks(1) == [1]
+    assert fb.Adaptive(start=2, growth=1.1).looks(6) == [2, 3, 4, 5, 6]
+
+
+def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
+    """Of inputs whose classes are all but tied, no more than 1 - certainty are answered otherwise than with all samples."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, samples, certainty = 20_000, 64, 0.8
+    means = 0.02 * torch.randn(inputs, generator=generator)
+    lead = (means + 0.1 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
+    rule = fb.Adaptive(certainty=certainty, until="decision", start=4)
+    outputs, spent = adaptive_outputs(
+        drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
+    )
+    found = CategoricalPredictive(outputs, spent)
+    full = CategoricalPredictive(logits_of(lead))
+    mistakes = float((found.labels != full.labels).double().mean())
+    assert 0.0 < mistakes < 1 - certainty
+    assert spent.double().mean() < 0.9 * samples
+    early = spent < samples
+    assert early.any()
+    assert torch.equal(found.labels[~early], full.labels[~early])
+
+
+def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
+    """Leads from -0.02 to 0.02 whose noise is far below the tolerance: only the order of the two classes is open."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, samples = 4000, 64
+    lead = 0.04 * torch.rand(inputs, generator=generator) - 0.02
+    lead = lead + 0.01 * torch.randn(samples, inputs, generator=generator)
+    full = CategoricalPredictive(logits_of(lead)).labels
+    turned, cost = {}, {}
+    for number in (0.0, 1.0, 2.0):
+        rule = fb.Adaptive(tolerance=0.01, certainty=0.999, start=8, lead=number)
+        outputs, spent = adaptive_outputs(
+            drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
+        )
+        turned[number] = float((CategoricalPredictive(outputs, spent).labels != full).double().mean())
+        cost[number] = float(spent.double().mean()) / samples
+    assert cost[0.0] == 8 / samples
+    assert turned[2.0] < turned[1.0] < turned[0.0] / 2
+    assert cost[0.0] < cost[1.0] < cost[2.0] < 0.5
+
+
+def test_a_tie_that_no_sample_breaks_costs_no_more():
+    rule = fb.Adaptive(start=4)
+    _, spent = adaptive_outputs(
+        drawing(torch.zeros(64, 3, 2)), torch.arange(3), 64, rule, CategoricalPredictive
+    )
+    assert spent.tolist() == [4, 4, 4]
+
+
+def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
+    """The error of those that stopped is that of a mean with the asked standard error, not more."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, samples, tolerance = 5000, 256, 0.01
+    lead = (0.3 + 0.12 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
+    rule = fb.Adaptive(tolerance, until="probabilities", start=16)
+    outputs, spent = adaptive_outputs(
+        drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
+    )
+    found = CategoricalPredictive(outputs, spent)
+    assert spent.max() < samples
+    assert (found.sampling_error <= tolerance).all()
+    error = (found.probabilities[:, 0] - 0.65).abs()
+    assert float((error > 2.6 * tolerance).double().mean()) < 0.02
+
+
+def test_numbers_settle_by_their_own_spread():
+    generator = torch.Generator().manual_seed(0)
+    means = torch.tensor([0.01, 1.0])[:, None] * torch.randn(64, 2, 1, generator=generator)
+    _, spent = adaptive_outputs(
+        drawing(means), torch.arange(2), 64, fb.Adaptive(0.05), lambda part: GaussianPredictive(part, 1.0)
+    )
+    assert spent.tolist() == [18, 64]  # the first look with 16 samples or more, and all
+    with pytest.raises(fb.FlowBNNError, match="regression has no decision"):
+        adaptive_outputs(
+            drawing(means),
+            torch.arange(2),
+            64,
+            fb.Adaptive(until="decision"),
+            lambda part: GaussianPredictive(part, 1.0),
+        )
+
+
+@pytest.fixture(scope="module")
+def posterior() -> fb.NoisePosterior:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+    data = DataLoader(blobs(), batch_size=40, shuffle=True)
+    model = fb.to_stochastic(network, {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    return fb.fit(model, data, epochs=15, weight_lr=0.01, progress=False, accelerator="cpu")
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_a_posterior_samples_adaptively(posterior, as_loader):
+    generator = torch.Generator().manual_seed(5)
+    x = blobs().tensors[0].repeat(3, 1) + 0.7 * torch.randn(720, 4, generator=generator)
+    full = posterior.predict(x, 128, seed=1)
+    inputs = list(x.split(50)) if as_loader else x
+    found = posterior.predict(inputs, 128, seed=1, adaptive=fb.Adaptive(0.01, 0.99, growth=2.0))
+    spent = found.samples_spent
+    assert spent.shape == (720,)
+    assert set(spent.tolist()) <= {8, 16, 32, 64, 128}
+    assert spent.double().mean() < 128 / 4
+    # a mistake has probability below 0.01 for each input; three deviations of the number of mistakes above that
+    assert int((found.labels != full.labels).sum()) <= 720 * 0.01 + 3 * math.sqrt(720 * 0.01 * 0.99)
+    for count in spent.unique().tolist():
+        own = posterior_prefix(full, count)
+        chosen = spent == count
+        torch.testing.assert_close(
+            found.probabilities[chosen], own.probabilities[chosen], rtol=1e-4, atol=1e-5
+        )
+    assert found.evaluate(torch.zeros(720, dtype=torch.long)).keys() == {"accuracy", "nll", "brier", "ece"}
+
+
+def posterior_prefix(full: CategoricalPredictive, count: int) -> CategoricalPredictive:
+    return CategoricalPredictive(full.log_samples[:count])
+
+
+def test_evaluation_passes_it_on(posterior):
+    report = fb.evaluate(posterior, blobs().tensors, adaptive=0.01, progress=False)
+    assert 8 <= report["samples_spent"] < 128
+    assert report["accuracy"] > 0.9
+    assert "samples_spent" not in fb.evaluate(posterior, blobs().tensors, samples=4, progress=False)
+
+
+def test_a_tighter_rule_spends_more(posterior):
+    x = blobs().tensors[0]
+    counts = [
+        float(posterior.predict(x, 128, seed=0, adaptive=rule).samples_spent.double().mean())
+        for rule in (
+            fb.Adaptive(0.05),
+            fb.Adaptive(0.005, until="probabilities"),
+            fb.Adaptive(1e-9, until="probabilities"),
+        )
+    ]
+    assert counts[0] < counts[1] <= counts[2] == 128
+
+
+def test_a_point_and_a_regression():
+    point = fb.PointPosterior(nn.Linear(4, 3), fb.Categorical())
+    assert point.predict(torch.randn(5, 4), adaptive=0.01).samples_spent.tolist() == [1] * 5
+    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
+    regression = fb.NoisePosterior(model, fb.Gaussian(noise=0.1))
+    found = regression.predict([torch.randn(30, 4), torch.zeros(1, 4)], 64, seed=0, adaptive=0.2)
+    assert found.samples_spent[-1] == 8, "at nought the noise has no say"
+    assert (found.standard_error[:, 0] / found.std[:, 0])[found.samples_spent < 64].max() <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: fb.Adaptive(tolerance=0.0), "tolerance of adaptive sampling is above 0, not 0.0"),
+        (lambda: fb.Adaptive(certainty=1.0), "certainty of a decision lies between 0 and 1, not 1.0"),
+        (lambda: fb.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', not 'sure'"),
+        (lambda: fb.Adaptive(start=1), "at least 2 samples, not 1"),
+        (lambda: fb.Adaptive(growth=1.0), "above 1, not 1.0"),
+        (lambda: fb.Adaptive(lead=-1.0), "at least 0, not -1.0"),
+        (lambda: fb.Adaptive(tolerance="a"), "the tolerance of adaptive sampling is a number, not a str"),
+        (lambda: as_adaptive(True), "a tolerance such as 0.01, or an Adaptive"),
+        (lambda: as_adaptive("fast"), "not a str"),
+        (
+            lambda: fb.PointPosterior(nn.Linear(4, 3), fb.Categorical()).predict(
+                torch.ones(2, 4), adaptive=0.01, shared=False
+            ),
+            "adaptive sampling needs the same draws for all inputs",
+        ),
+    ],
+)
+def test_bad_input(make, line):
+    with pytest.raises(fb.FlowBNNError, match=line):
+        make()
+
+
+def test_a_strangers_posterior_takes_part():
+    class Coins(fb.inference.Posterior):
+        def outputs(self, inputs, samples, *, shared, seed, max_batch):
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randn(samples, len(inputs), 2, generator=generator) + inputs
+
+    coins = Coins(nn.Linear(1, 1), fb.Categorical())
+    x = torch.tensor([[4.0, 0.0], [0.0, 0.0]])
+    found = coins.predict(x, 64, seed=0, adaptive=0.02)
+    assert found.samples_spent[0] < found.samples_spent[1]
+    with pytest.raises(fb.FlowBNNError, match="Coins predicts in its own way"):
+        coins.predict(x, precision="bf16")
+    loader = DataLoader(TensorDataset(x, torch.tensor([0, 1])), batch_size=1)
+    assert len(coins.predict(loader, 8)) == 2
+
+
+def test_samples_that_agree_by_chance_do_not_end_the_sampling_of_probabilities():
+    """Two classes, 128 samples, 4,000 inputs with a spread at which about half of them stop early."""
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.05 + 0.3 * torch.rand(4000, generator=generator)
+    logits = (
+        2.0
+        * spread[None, :, None]
+        * torch.randn(128, 4000, 1, generator=generator)
+        * torch.tensor([1.0, -1.0])
+    )
+    rule = fb.Adaptive(0.03, until="probabilities")
+    outputs, spent = adaptive_outputs(drawing(logits), torch.arange(4000), 128, rule, CategoricalPredictive)
+    full = CategoricalPredictive(logits).probabilities
+    found = CategoricalPredictive(outputs[: int(spent.max())], spent).probabilities
+    early = spent < 128
+    gap = (found - full).abs().amax(-1)[early]
+    assert 0.2 < early.float().mean() < 0.98
+    assert (gap > 0.03).float().mean() < 0.1
+    assert (gap > 0.06).float().mean() < 0.002
+    assert int(spent.min()) >= 16

@@ -1,0 +1,179 @@
+"""Memory that runs out: the pass is halved and the work goes on."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn.posterior.collect import Store, expected_rows, in_groups
+from flowbnn.posterior.forward import out_of_memory
+from flowbnn.posterior.noise_sampler import sample_outputs
+
+KINDS = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes"
+    ),
+    "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8589934592 bytes"),
+    "numpy": MemoryError(),
+}
+
+
+class Small(nn.Module):
+    """A network on a device that holds so many rows."""
+
+    def __init__(self, room: int, error: BaseException) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.room, self.error, self.sizes = room, error, []
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        self.sizes.append(len(x))
+        if len(x) > self.room:
+            raise self.error
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", ["absorb", "fold"])
+def test_passes_are_halved_until_they_fit(plan, kind):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Small(10**6, KINDS[kind]), {"*": fb.NormalAffine()})
+    x = torch.randn(50, 4)
+    expected = sample_outputs(model, x, 6, seed=0, plan=plan)
+    model.room = 11
+    with pytest.warns(
+        fb.FlowBNNWarning, match="memory ran out with .* rows in one pass; going on with"
+    ) as told:
+        found = sample_outputs(model, x, 6, seed=0, plan=plan, max_batch=100)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(told) == 1
+    fitting = [size for size in model.sizes if size <= 11]
+    assert max(fitting) > 11 // 2, "no smaller than need be"
+
+
+def test_the_smaller_pass_is_kept_for_what_follows():
+    model = fb.to_stochastic(Small(10, KINDS["cuda"]), {"*": fb.NormalAffine()})
+    posterior = fb.NoisePosterior(model, fb.Categorical())
+    with pytest.warns(fb.FlowBNNWarning):
+        prediction = posterior.predict(list(torch.randn(90, 4).split(30)), 4, seed=0)
+    assert len(prediction) == 90
+    assert sum(size > 10 for size in model.sizes) <= 6
+
+
+def test_a_point_posterior_halves_too():
+    network = Small(10, KINDS["cpu"])
+    with pytest.warns(fb.FlowBNNWarning, match="memory ran out"):
+        prediction = fb.PointPosterior(network, fb.Categorical()).predict(torch.randn(30, 4))
+    assert len(prediction) == 30
+
+
+@pytest.mark.parametrize("plan", ["absorb", "fold"])
+@pytest.mark.filterwarnings("ignore:memory ran out")
+def test_one_row_that_does_not_fit_is_told_in_one_line(plan):
+    model = fb.to_stochastic(Small(10**6, KINDS["cuda"]), {"*": fb.NormalAffine()})
+    sample_outputs(model, torch.randn(4, 4), 2)  # finds the plan while there is memory
+    model.room = 0
+    with pytest.raises(fb.FlowBNNError, match="memory ran out with a single row") as caught:
+        sample_outputs(model, torch.randn(4, 4), 4, plan=plan, max_batch=64)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x3)"))
+    assert not out_of_memory(ValueError("out of memory"))
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sample_outputs(model, torch.randn(2, 5), 3)
+
+
+class Sizes(nn.Linear):
+    def forward(self, x):
+        self.sizes.append(len(x))
+        return super().forward(x)
+
+
+def test_small_batches_go_through_together_in_order():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), Sizes(64, 3))
+    network[2].sizes = []
+    model = fb.to_stochastic(network, {"0": fb.NormalAffine()})
+    posterior = fb.NoisePosterior(model, fb.Categorical())
+    x, y = torch.randn(300, 4), torch.arange(300) % 3
+    together = posterior.predict(x, 4, seed=0).samples
+    network = model[2]
+    network.sizes.clear()
+    loader = DataLoader(TensorDataset(x, y), batch_size=7)
+    prediction, targets = posterior.predict_with_targets(loader, 4, seed=0)
+    torch.testing.assert_close(prediction.samples, together, rtol=1e-5, atol=1e-6)
+    assert torch.equal(targets, y)
+    assert max(network.sizes) == 300 * 4, "one pass for the whole loader"
+    network.sizes.clear()
+    limited = posterior.predict(loader, 4, seed=0, max_batch=100)
+    torch.testing.assert_close(limited.samples, together, rtol=1e-5, atol=1e-6)
+    assert 50 < max(network.sizes) <= 100
+
+
+def test_batches_of_other_shapes_are_kept_apart():
+    batches = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5), (torch.zeros(2, 5), torch.ones(2))]
+    found = [(tuple(some.shape), len(truth)) for some, truth in in_groups(batches, lambda some: 100)]
+    assert found == [((4, 3), 0), ((4, 5), 1)]
+    pairs = [((torch.zeros(2, 3), {"mask": torch.ones(2, 1)}), torch.ones(2))] * 3
+    ((both, truth),) = in_groups(pairs, lambda some: 100)
+    assert both[0].shape == (6, 3)
+    assert both[1]["mask"].shape == (6, 1)
+    assert len(truth) == 3
+
+
+def test_the_store_takes_more_or_less_than_was_expected():
+    parts = [torch.randn(3, count, 2) for count in (4, 1, 5, 2)]
+    for expected in (0, 4, 12, 40):
+        store = Store(expected)
+        for part in parts:
+            place = store.room(part.shape[1])
+            if place is not None:
+                place.copy_(part)
+            store.add(part if place is None else place, place)
+        assert torch.equal(store.outputs, torch.cat(parts, 1))
+    store = Store(12)
+    store.add(parts[0])
+    base = store.tensor
+    for part in parts[1:]:
+        store.add(part)
+    assert store.tensor is base, "allocated once"
+    assert expected_rows(DataLoader(TensorDataset(torch.zeros(9, 2)), batch_size=2)) == 9
+    assert expected_rows(iter([])) == 0
+    with pytest.raises(fb.FlowBNNError, match="the loader is empty"):
+        _ = Store().outputs
+
+
+def test_many_equal_samples_of_a_point():
+    posterior = fb.PointPosterior(nn.Linear(4, 3), fb.Categorical())
+    x = torch.randn(9, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prediction = posterior.predict(list(x.split(2)), 3, max_batch=4)
+    one = posterior.predict(x).samples
+    torch.testing.assert_close(prediction.samples, one.expand(3, 9, 3))
+
+
+@pytest.mark.parametrize("max_batch", [None, 1])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_where_two_rows_do_not_fit_one_goes_through_at_a_time(max_batch, noisy):
+    model = Small(1, KINDS["cpu"])
+    stochastic = fb.to_stochastic(model, {"*": fb.NormalAffine()})
+    posterior = (
+        fb.NoisePosterior(stochastic, fb.Categorical())
+        if noisy
+        else fb.PointPosterior(model, fb.Categorical())
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = posterior.predict(torch.randn(5, 4), 6 if noisy else 1, seed=0, max_batch=max_batch)
+    assert found.probabilities.shape[0] == 5
+    assert all("memory ran out with 2 rows in one pass; going on with 1" in str(one.message) for one in told)

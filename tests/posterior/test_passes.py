@@ -1,0 +1,69 @@
+"""A network in a pass: evaluated, and afterwards as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn.posterior.forward import evaluating, parts_of
+
+
+class Frozen(nn.Sequential):
+    """Keeps its first layer in evaluation mode, as many do with batch normalization, and counts who asks."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.asked = 0
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.asked = getattr(self, "asked", 0) + 1
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_every_modules_own_flag_comes_back(mode):
+    network = nn.Sequential(Frozen(nn.BatchNorm1d(2), nn.Dropout()), nn.Dropout(), nn.Linear(2, 2)).train(
+        mode
+    )
+    network[1].training = not mode
+    before = [part.training for part in network.modules()]
+    with evaluating(network):
+        assert not any(part.training for part in network.modules())
+        assert not torch.is_grad_enabled()
+    assert [part.training for part in network.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+def test_flags_come_back_after_an_error_and_whoever_changed_them():
+    network = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).eval()
+
+    def changed() -> None:
+        with evaluating(network):
+            network.train()
+            raise RuntimeError("in the pass")
+
+    with pytest.raises(RuntimeError, match="in the pass"):
+        changed()
+    assert not any(part.training for part in network.modules())
+
+
+def test_a_network_that_is_evaluated_already_is_left_alone():
+    network = Frozen(nn.BatchNorm1d(2), nn.Dropout()).eval()
+    asked = network.asked
+    with evaluating(network):
+        pass
+    assert network.asked == asked
+    network.train()
+    with evaluating(network):
+        assert not network[1].training
+    assert network.asked == asked + 3, "train, eval, and train again"
+    assert network[1].training
+    assert not network[0].training
+
+
+def test_parts_are_those_of_modules_in_their_order():
+    shared = nn.Linear(2, 2)
+    network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": nn.Tanh()}))
+    network.register_module("none", None)
+    assert parts_of(network) == list(network.modules())

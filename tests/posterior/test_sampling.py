@@ -1,0 +1,256 @@
+"""Many samples in few passes: the fold, the chunks, the seeds."""
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from conversion_networks import Residual
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.node_noise import align_batch_axes
+from flowbnn.noise import noise_layers
+from flowbnn.posterior.noise_sampler import max_rows, observe, plan_for, sample_outputs
+
+
+class Counting(nn.Module):
+    """Counts the rows that pass through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def forward(self, x):
+        self.rows += len(x)
+        return x
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), Counting(), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("rules", [{"*": fb.NormalPlanar(1)}, {"3": fb.NormalAffine()}], ids=["all", "last"])
+def test_samples_are_networks(rules, site):
+    """Each sample is one network, the same for every input, however the work is cut."""
+    model = fb.to_stochastic(network(), rules).eval()
+    x = torch.randn(5, 4)
+    outputs = sample_outputs(model, x, 6, seed=3)
+    assert outputs.shape == (6, 5, 3)
+    for max_batch in (1, 2, 7, 12, 1000):
+        torch.testing.assert_close(
+            sample_outputs(model, x, 6, seed=3, max_batch=max_batch), outputs, rtol=1e-5, atol=1e-6
+        )
+    torch.testing.assert_close(
+        sample_outputs(model, x[2:3], 6, seed=3), outputs[:, 2:3], rtol=1e-5, atol=1e-6
+    )
+    assert not torch.allclose(sample_outputs(model, x, 6, seed=4), outputs)
+    posterior = fb.NoisePosterior(model, fb.Categorical())
+    single = posterior.sample(seed=9)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            single(x), torch.cat([single(row[None]) for row in x]), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_what_comes_before_the_noise_is_computed_once():
+    model = fb.to_stochastic(network(), {"3": fb.NormalAffine()})
+    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)  # finds the plan, which is remembered
+    model[1].rows = 0
+    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)
+    assert model[1].rows == 5
+
+
+def test_a_skip_around_the_first_noise_folds_at_the_input():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
+    x = torch.randn(4, 3, 8, 8)
+    assert plan_for(model, x).fold == "input"
+    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "late"
+    outputs = sample_outputs(model, x, 5, seed=1)
+    with torch.no_grad(), fb.noise_mode(model, "shared", samples=5, seed=1):
+        torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
+
+
+class Positions(nn.Module):
+    """As in a language model: the embedding of positions sees no examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(10, 8), nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head((self.tokens(x) + self.places(torch.arange(x.shape[1]))).mean(1))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm, self.head = nn.Embedding(10, 8), nn.LSTM(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.tokens(x.t()))[0])[-1]
+
+
+@pytest.mark.parametrize("network", [Positions, TimeFirst])
+@pytest.mark.parametrize("length", [7, 12])
+@pytest.mark.filterwarnings("ignore:the input of layer 'places'")
+def test_noise_where_the_first_axis_is_not_the_batch(network, length):
+    """Samples equal those taken one at a time, before and after the axes are found."""
+    torch.manual_seed(0)
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()}).eval()
+    tokens = torch.randint(10, (4, length))
+    for aligned in (False, True):
+        if aligned:
+            align_batch_axes(model, tokens)
+        outputs = sample_outputs(model, tokens, 6, seed=1)
+        with torch.no_grad(), fb.noise_mode(model, "shared", samples=6, seed=1):
+            for index in range(6):
+                for layer in noise_layers(model).values():
+                    layer.part = (index, index + 1)
+                torch.testing.assert_close(model(tokens), outputs[index], rtol=1e-4, atol=1e-5)
+    axes = {name: layer.layout.batch_axis for name, layer in noise_layers(model).items()}
+    if network is Positions:
+        assert axes == {"tokens": 0, "places": None, "head": 0}
+        assert plan_for(model, tokens).fold == "single"
+    else:
+        assert axes == {"tokens": 1, "lstm": 1, "head": 1}
+        assert plan_for(model, tokens).fold == "input"
+        same = model(tokens[:1].expand(4, -1))
+        assert (same[0] - same[1]).abs().max() > 1e-4, "different draws for different examples"
+
+
+def test_position_draws_keep_only_what_the_chunk_needs():
+    model = fb.to_stochastic(nn.Conv2d(3, 2, 1), {"*": fb.NormalAffine(site="position")})
+    x = torch.randn(2, 3, 16, 16)
+    whole = sample_outputs(model, x, 8, seed=0)
+    sizes = []
+    (layer,) = noise_layers(model).values()
+    model.register_forward_hook(lambda *_: sizes.append(sum(v.numel() for v in layer._held.values())))
+    torch.testing.assert_close(sample_outputs(model, x, 8, seed=0, max_batch=4), whole, rtol=1e-5, atol=1e-6)
+    assert max(sizes) <= 4 * 3 * 16 * 16
+
+
+def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
+    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    x = torch.randn(1, 4).expand(3, 4)
+    shared = sample_outputs(model, x, 4, seed=0)
+    torch.testing.assert_close(shared[:, 0], shared[:, 1])
+    own = sample_outputs(model, x, 4, seed=0, shared=False)
+    assert (own[:, 0] - own[:, 1]).abs().max() > 1e-3
+    assert torch.equal(own, sample_outputs(model, x, 4, seed=0, shared=False))
+
+
+def test_both_kinds_of_draws_have_the_same_distribution():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.NormalAffine()})
+    x = torch.randn(1, 3)
+    weight = model.weight.detach()[0]
+    mean = float(model(x.new_zeros(1, 3)).detach()) + float((weight * x).sum())
+    deviation = float((0.25 * (weight * x) ** 2).sum().sqrt())
+    for shared in (True, False):
+        outputs = sample_outputs(model, x, 20_000, seed=0, shared=shared)
+        assert abs(float(outputs.mean()) - mean) < 4 * deviation / 20_000**0.5
+        assert abs(float(outputs.std()) / deviation - 1) < 4 / (2 * 20_000) ** 0.5
+
+
+def test_state_is_left_as_it_was():
+    model = fb.to_stochastic(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), {"*": fb.NormalAffine()}
+    )
+    model.train()
+    model[1].eval()
+    sample_outputs(model, torch.randn(3, 4), 4)
+    assert (model.training, model[1].training) == (True, False)
+    for layer in noise_layers(model).values():
+        assert (layer.mode, layer.repeat, layer.generator) == ("sample", 1, None)
+
+
+def test_call_order_is_the_order_of_the_forward_pass():
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late, self.early, self.never = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.late(self.early(x))
+
+    seen = observe(fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()}), torch.ones(3, 2))
+    assert list(seen.items()) == [("early", (3, 2)), ("late", (3, 2))]
+
+
+def test_the_chunk_follows_the_width_of_the_network():
+    narrow = fb.to_stochastic(nn.Linear(8, 8), {"*": fb.NormalAffine()})
+    wide = fb.to_stochastic(
+        nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.NormalAffine()}
+    )
+    assert 16 <= max_rows(wide, torch.ones(3, 8)) < max_rows(narrow, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples is a whole number of at least 1, not 0"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "whole number of at least 1, not 2.5"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "max_batch is at least 1"),
+        (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
+        (lambda m: sample_outputs(m, "images", 1), "tensors"),
+        (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off'"),
+        (lambda m: fb.hold_noise(m, "shared", samples=0), "samples is at least 1"),
+        (lambda m: fb.freeze(m, "bias"), "'weights' or 'noise'"),
+        (lambda m: fb.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
+    ],
+)
+def test_bad_input(act, line):
+    with pytest.raises(FlowBNNError, match=line):
+        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
+
+
+class Repeating(nn.Module):
+    """Calls one layer ten times."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        for _ in range(10):
+            x = x + 0.3 * torch.tanh(self.cell(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [fb.Dropout(0.3), fb.NormalAffine(site="position"), fb.NormalAffine()],
+    ids=["dropout", "position", "channel"],
+)
+@pytest.mark.filterwarnings("ignore:the network does not compile in one graph:flowbnn.errors.FlowBNNWarning")
+def test_a_layer_called_several_times_has_the_same_noise_in_training_and_prediction(recipe):
+    torch.manual_seed(0)
+    model, x = fb.to_stochastic(Repeating(), {"cell": recipe}), torch.randn(1, 8)
+    posterior = fb.NoisePosterior(model, fb.Gaussian())
+    with torch.no_grad():
+        spread = model.train()(x.repeat(4000, 1)).std().item()
+    for options in ({}, {"shared": False}, {"max_batch": 100}, {"compile": True}):
+        samples = 300 if "compile" in options else 4000
+        found = posterior.predict(x, samples, seed=0, **options)
+        assert found.samples.std().item() == pytest.approx(spread, rel=0.08 if samples == 4000 else 0.25), (
+            options
+        )
+    folded, alone = posterior.predict(x, 12, seed=3), posterior.predict(x, 12, seed=3, max_batch=1)
+    torch.testing.assert_close(folded.samples, alone.samples, rtol=1e-4, atol=1e-5)
+
+
+def test_two_calls_at_positions_do_not_cancel():
+    class Difference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3, padding=1)
+
+        def forward(self, x):
+            return (self.conv(x) - self.conv(x)).mean((2, 3))
+
+    model = fb.to_stochastic(Difference(), {"*": fb.NormalAffine(site="position")})
+    found = fb.NoisePosterior(model, fb.Gaussian(dim=3)).predict(torch.ones(2, 2, 5, 5), 64, seed=0)
+    assert found.samples.std(0).min() > 0.01
+    one = fb.NoisePosterior(model, fb.Gaussian(dim=3)).sample(0)
+    assert torch.equal(one(torch.ones(1, 2, 5, 5)), one(torch.ones(1, 2, 5, 5)))

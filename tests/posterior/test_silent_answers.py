@@ -1,0 +1,139 @@
+"""What used to go wrong without a word, in the order in which a user met it."""
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+
+NOISE = {"*": fb.NormalAffine()}
+
+
+def mlp(inputs: int = 6, outputs: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def data(rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 6)
+    return x, (x[:, 0] > 0).long()
+
+
+def quietly(*args, **options):
+    return fb.fit(*args, epochs=1, progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    "method", [fb.MAP(epochs=3, lr=0.05), fb.BayesByBackprop(epochs=2), fb.MCDropout(epochs=2)]
+)
+def test_a_posterior_is_read_into_a_copy_of_the_network(method, tmp_path):
+    (x, y), network = data(), mlp()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    for name, labels in (("a", y), ("b", 1 - y)):
+        method.fit(network, [(x, labels)], progress=False, seed=0).save(tmp_path / name)
+    first = fb.load_posterior(tmp_path / "a", network)
+    told = first.predict(x, 4, seed=0).probabilities
+    fb.load_posterior(tmp_path / "b", network)
+    assert torch.equal(first.predict(x, 4, seed=0).probabilities, told)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_a_first_batch_of_one_class_is_no_regression(first):
+    x, _ = data(8)
+    with pytest.raises(fb.FlowBNNError, match="first batch are all 0 or 1; say likelihood='bernoulli'"):
+        quietly(mlp_noise(1), [(x, torch.full((8,), first)), (x, 1 - torch.full((8,), first))])
+    with pytest.raises(fb.FlowBNNError, match="likelihood='categorical' if these are labels"):
+        quietly(mlp_noise(2), [(x, torch.full((8,), first))])
+
+
+def mlp_noise(outputs: int = 2) -> nn.Module:
+    return fb.to_stochastic(mlp(outputs=outputs), NOISE)
+
+
+@pytest.mark.filterwarnings("ignore:.*prior.*:flowbnn.FlowBNNWarning")
+def test_trained_means_are_not_left_out_without_a_word():
+    x, y = data()
+    model = mlp_noise()
+    fb.to_deterministic(model)  # nothing was trained: nothing to say
+    posterior = fb.fit(model, [(x, y)], epochs=30, noise_lr=0.05, progress=False)
+    with pytest.warns(fb.FlowBNNWarning, match="absorb=True"):
+        fb.to_deterministic(posterior.model)
+    plain = fb.to_deterministic(posterior.model, absorb=True)
+    with fb.noise_mode(posterior.model, "mean"):
+        torch.testing.assert_close(plain(x), posterior.model(x))
+
+
+@pytest.mark.parametrize(
+    ("last", "outputs", "likelihood"), [(nn.Softmax(1), 2, "categorical"), (nn.Sigmoid(), 1, "bernoulli")]
+)
+def test_probabilities_where_logits_belong_are_noticed(last, outputs, likelihood):
+    (x, y), network = data(), nn.Sequential(*mlp(outputs=outputs), last)
+    with pytest.warns(fb.FlowBNNWarning, match="where logits are expected"):
+        fb.fit_point(network, [(x, y)], epochs=1, likelihood=likelihood, progress=False)
+
+
+def test_labels_with_fractions_are_refused_by_the_judge():
+    x, y = data()
+    posterior = fb.PointPosterior(mlp(), fb.Categorical())
+    with pytest.raises(fb.FlowBNNError, match="class labels are whole numbers"):
+        fb.evaluate(posterior, (x, y * 0.9), progress=False)
+    assert fb.evaluate(posterior, (x, y.double()), progress=False) == fb.evaluate(
+        posterior, (x, y), progress=False
+    )
+
+
+def test_transposed_targets_are_refused():
+    with pytest.raises(fb.FlowBNNError, match=r"targets of shape \(2, 32\) do not fit 32 rows"):
+        quietly(mlp_noise(2), [(torch.randn(32, 6), torch.randn(2, 32))])
+
+
+@pytest.mark.parametrize(
+    ("threshold", "by", "line"),
+    [
+        (2, "entropy", "from 0 to 1, not 2"),
+        (-1, "entropy", "from 0 to 1, not -1"),
+        (-0.1, "epistemic", "at least 0, not -0.1"),
+        ("a", "entropy", "a number, not a str"),
+    ],
+)
+def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
+    prediction = fb.PointPosterior(mlp(), fb.Categorical()).predict(data()[0])
+    with pytest.raises(fb.FlowBNNError, match=line):
+        prediction.decide(threshold, by=by)
+    assert (prediction.decide(float("inf")) >= 0).all()
+    usual = prediction.uncertainty("entropy").quantile(0.5)
+    assert int((prediction.decide(usual) == -1).sum()) == 20, "a threshold may be a tensor"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "line"),
+    [
+        (torch.randn(3, 5), r"inputs of shape \(3, 5\): "),
+        (torch.zeros(3, 6, dtype=torch.uint8), "float\\(\\) / 255"),
+        ((torch.randn(3, 6), torch.zeros(3)), r"inputs of shape \(3, 6\), \(3,\): "),
+    ],
+)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_inputs_the_network_cannot_take_are_told_in_one_line(inputs, line, noisy):
+    posterior = (
+        fb.NoisePosterior(mlp_noise(), fb.Categorical())
+        if noisy
+        else fb.PointPosterior(mlp(), fb.Categorical())
+    )
+    with pytest.raises(fb.FlowBNNError, match=line) as caught:
+        posterior.predict(inputs, 4)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "line"),
+    [
+        (2, torch.zeros(8, 1).long(), "give labels.squeeze"),
+        (2, torch.eye(2).repeat(4, 1).long(), "labels.argmax"),
+        (1, torch.arange(8), "say likelihood='gaussian'"),
+    ],
+)
+def test_targets_of_another_form_are_told_what_to_do(outputs, targets, line):
+    with pytest.raises(fb.FlowBNNError, match=line):
+        quietly(mlp_noise(outputs), [(torch.randn(8, 6), targets)])

@@ -1,0 +1,146 @@
+"""What users bring by mistake, found before time is lost on it, and told with what to do."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from small_problem import QUIET, blobs, loader, network
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+
+INPUTS, LABELS = blobs(40).tensors
+
+
+def stochastic():
+    return fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+
+
+class Counted(nn.Module):
+    passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        return x
+
+
+def one_line(call, *words):
+    with pytest.raises(FlowBNNError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        (
+            [(INPUTS * torch.nan, LABELS)],
+            "validation inputs hold NaN or infinity in 40 of 40 rows (the first is row 0)",
+        ),
+        ([(INPUTS, LABELS + 9)], "the validation data do not fit: labels run from 9"),
+        ([(INPUTS[:, :3], LABELS)], "first batch of the validation data"),
+        ([INPUTS], "validation needs batches of (inputs, targets)"),
+        ([], "the loader is empty: there is nothing for validation"),
+        (iter([(INPUTS, LABELS)]), "only once"),
+        (INPUTS, "validation takes a loader of batches, not a Tensor"),
+    ],
+)
+@pytest.mark.parametrize("fit", [fb.fit, fb.fit_point])
+def test_validation_data_are_tried_before_the_first_step(fit, validation, words):
+    counted = Counted()
+    model = nn.Sequential(counted, *network())
+    model = fb.to_stochastic(model, {"*": fb.NormalAffine()}) if fit is fb.fit else model
+    one_line(lambda: fit(model, loader(), epochs=1, validation=validation, **QUIET), words)
+    assert counted.passes == 0
+
+
+@pytest.mark.filterwarnings("ignore:the noise of layers:flowbnn.errors.FlowBNNWarning")
+def test_a_pair_of_tensors_is_validation_data_and_the_look_at_it_changes_nothing():
+    histories = []
+    for validation in ((INPUTS, LABELS), [(INPUTS, LABELS)], None):
+        posterior = fb.fit(stochastic(), loader(), epochs=2, seed=1, validation=validation, **QUIET)
+        histories.append(posterior.history)
+    assert histories[0].records == histories[1].records
+    assert "validation_nll" in histories[0]
+    assert histories[0]["loss"] == histories[2]["loss"]
+    assert histories[0][-1] == histories[0].records[1]
+    one_line(lambda: histories[0][2], "2 epochs")
+    one_line(lambda: histories[0][1.5], "by a name or by the place")
+
+
+def test_a_pair_of_tensors_to_train_on_is_told_how_to_become_a_loader():
+    one_line(
+        lambda: fb.fit(stochastic(), (INPUTS, LABELS), **QUIET),
+        "TensorLoader(inputs, targets, batch_size=128",
+    )
+    one_line(
+        lambda: fb.fit_point(network(), (INPUTS, LABELS), **QUIET),
+        "TensorLoader(inputs, targets, batch_size=128",
+    )
+
+
+def test_unknown_options_point_to_the_right_ones():
+    model = stochastic()
+    one_line(lambda: fb.fit(model, loader(), lr=1e-3, **QUIET), "no option 'lr'; say weight_lr and noise_lr")
+    one_line(lambda: fb.fit(model, loader(), device="cuda", **QUIET), "say accelerator")
+    one_line(
+        lambda: fb.fit(model, loader(), nose_lr=1e-3, **QUIET),
+        "did you mean 'noise_lr'",
+        "this takes epochs, likelihood",
+    )
+    one_line(lambda: fb.fit_point(network(), loader(), weight_lr=1.0, **QUIET), "this takes epochs", "lr,")
+    one_line(lambda: fb.Laplace(damping=-1.0), "damping is a number of at least 0")
+
+
+def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
+    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    for use in (
+        fb.describe,
+        fb.to_deterministic,
+        lambda p: fb.freeze(p, "weights"),
+        lambda p: fb.noise_mode(p, "off").__enter__(),
+    ):
+        one_line(lambda use=use: use(posterior), "not a NoisePosterior; its network is its .model")
+    one_line(lambda: fb.describe(3), "not a int")
+
+
+def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
+    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    one_line(lambda: posterior.predict(INPUTS[0], 2), "a single one is given as inputs[None]")
+    one_line(lambda: posterior.predict(INPUTS.long(), 2), "inputs.float()")
+    one_line(lambda: posterior.predict(np.zeros((2, 4)), 2), "torch.from_numpy(inputs)")
+    one_line(lambda: posterior.predict(INPUTS, "128"), "not '128'")
+    one_line(lambda: fb.load_posterior(tmp_path, network()), "is a folder")
+
+
+def test_targets_far_from_the_network_are_told_to_be_standardised():
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    kelvin = 293.0 + 5.0 * inputs[:, :1]
+    model = nn.Linear(4, 1)
+    with pytest.warns(
+        FlowBNNWarning,
+        match=r"away from the targets, which spread by .* around 29.*: train the network",
+    ):
+        fb.fit_point(model, [(inputs, kelvin)], epochs=1, **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fb.fit_point(nn.Linear(4, 1), [(inputs, (kelvin - 293.0) / 5.0)], epochs=1, **QUIET)
+        fb.fit_point(nn.Linear(4, 1), [(inputs[:4], kelvin[:4])], epochs=1, **QUIET)  # too few to tell
+
+
+def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
+    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    path = posterior.save(tmp_path / "a.safetensors")
+    other = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    with pytest.warns(
+        FlowBNNWarning, match=r"of other layers: '1' is a Tanh and was a ReLU; its predictions"
+    ):
+        fb.load_posterior(path, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fb.load_posterior(path, network())

@@ -1,0 +1,96 @@
+"""Test-time augmentation: every network answers by the mean over the views."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowbnn as fb
+from flowbnn_studies.data import mirrored
+
+
+def noisy(outputs: int = 3, likelihood: fb.likelihoods.Likelihood | None = None) -> fb.NoisePosterior:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, outputs))
+    return fb.NoisePosterior(
+        fb.to_stochastic(network, {"*": fb.NormalAffine()}), likelihood or fb.Categorical()
+    )
+
+
+def images(number: int = 6) -> torch.Tensor:
+    return torch.randn(number, 1, 3, 4)
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_each_network_answers_by_the_mean_over_the_views(as_loader):
+    posterior, x = noisy(), images()
+    given = DataLoader(TensorDataset(x, torch.zeros(6).long()), batch_size=4) if as_loader else x
+    found = posterior.predict(given, 16, seed=0, views=[mirrored, lambda x: -x], progress=False)
+    parts = [posterior.predict(view, 16, seed=0).samples for view in (x, x.flip(-1), -x)]
+    torch.testing.assert_close(found.samples, torch.stack(parts).mean(0), atol=1e-6, rtol=1e-5)
+    assert found.num_samples == 16
+
+
+def test_two_classes_from_one_logit():
+    posterior, x = noisy(1, fb.likelihoods.Bernoulli()), images()
+    found = posterior.predict(x, 8, seed=0, views=[mirrored])
+    parts = [posterior.predict(view, 8, seed=0).samples for view in (x, x.flip(-1))]
+    torch.testing.assert_close(found.samples, torch.stack(parts).mean(0), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.3, "predicted"])
+def test_numbers_have_the_moments_of_the_mixture(noise):
+    posterior, x = noisy(2, fb.Gaussian(noise)), images()
+    found = posterior.predict(x, 8, seed=0, views=[mirrored])
+    one, two = (posterior.outputs(v, 8, shared=True, seed=0, max_batch=None) for v in (x, x.flip(-1)))
+    (mean, variance), (other, variance_there) = (
+        posterior.likelihood.moments(one),
+        posterior.likelihood.moments(two),
+    )
+    between = ((mean - other) / 2).square() if noise == "predicted" else 0.0
+    torch.testing.assert_close(found.mean, ((mean + other) / 2).mean(0))
+    expected = ((variance + variance_there) / 2 + between).mean(0)
+    torch.testing.assert_close(found.aleatoric, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_single_network_an_ensemble_and_the_judge():
+    x, labels = images(30), torch.arange(30) % 3
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    point = fb.PointPosterior(network, fb.Categorical())
+    expected = (network(x).softmax(-1) + network(x.flip(-1)).softmax(-1)).detach() / 2
+    torch.testing.assert_close(point.predict(x, views=(mirrored,)).probabilities, expected)
+    ensemble = fb.DeepEnsemble(2, epochs=1).fit(network, [(x, labels)], progress=False, seed=0)
+    assert ensemble.predict(x, views=[mirrored]).num_samples == 2
+    report = fb.evaluate(point, (x, labels), views=[mirrored], progress=False)
+    assert report["nll"] == pytest.approx(float(-expected.log()[torch.arange(30), labels].mean()), abs=1e-5)
+
+
+def test_adaptive_samples_are_a_beginning_of_all():
+    posterior, x = noisy(), images(40)
+    full = posterior.predict(x, 64, seed=0, views=[mirrored])
+    quick = posterior.predict(x, 64, seed=0, views=[mirrored], adaptive=0.02)
+    assert quick.samples_spent.min() < 64
+    for row in range(40):
+        spent = int(quick.samples_spent[row])
+        torch.testing.assert_close(
+            quick.samples[:spent, row], full.samples[:spent, row], atol=1e-6, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"views": mirrored}, "a sequence of functions"),
+        ({"views": 3}, "a sequence of functions"),
+        ({"max_batch": "a"}, "max_batch is at least 1, and a whole number, not 'a'"),
+        ({"max_batch": 1.5}, "and a whole number, not 1.5"),
+        ({"views": ["mirrored"]}, "a view is a function of a batch of inputs, not a str"),
+        ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
+        ({"views": [lambda x: None]}, "not a NoneType"),
+        ({"views": [mirrored], "shared": False}, "leave shared=True"),
+        ({"views": [lambda x: x @ x[0, :1]]}, "the view <lambda> fails on inputs of shape"),
+    ],
+)
+def test_bad_views_are_told_in_one_line(options, line):
+    with pytest.raises(fb.FlowBNNError, match=line) as caught:
+        noisy().predict(images(), 4, **options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,340 @@
+"""Published image sets, in every format they come in, and every way a file can be wrong."""
+
+import gzip
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowbnn.errors import FlowBNNError
+from flowbnn_studies.data import data_folder, load_images
+from flowbnn_studies.data.inert_pickle import ALLOWED
+from flowbnn_studies.data.load import load_source
+from flowbnn_studies.data.sources import SOURCES
+from image_files import (
+    binary,
+    colour_source,
+    grey_source,
+    idx,
+    pickled,
+    write_colour,
+    write_grey,
+)
+
+
+def refusal(source, root, split="train"):
+    with pytest.raises(FlowBNNError) as caught:
+        load_source(source, split, root, download=False)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_idx_files_come_back_as_they_were_written(tmp_path, packed, split):
+    source, content = grey_source()
+    write_grey(source, content, tmp_path, packed)
+    found = load_source(source, split, tmp_path, download=False)
+    assert found.images.dtype == torch.uint8
+    assert found.labels.dtype == torch.int64
+    np.testing.assert_array_equal(found.images.numpy(), content[split][0])
+    assert found.labels.tolist() == content[split][1].tolist()
+    assert (found.name, found.part, found.classes) == ("grey", split, ("a", "b", "c"))
+
+
+@pytest.mark.parametrize("protocol", [None, -1, 0, 1, 2, 3, 4, 5])
+def test_cifar_files_come_back_in_every_format(tmp_path, protocol):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol)
+    found = load_source(source, "train", tmp_path, download=False)
+    np.testing.assert_array_equal(
+        found.images.numpy(), np.concatenate([content[n][0] for n in ("one", "two")])
+    )
+    assert found.labels.tolist() == [*content["one"][1], *content["two"][1]]
+    assert len(load_source(source, "test", tmp_path, download=False)) == 6
+
+
+def test_the_complete_one_of_two_formats_is_read(tmp_path):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol=4)
+    write_colour(content, tmp_path)
+    (tmp_path / "colour-bin" / "two.bin").unlink()
+    assert len(load_source(source, "train", tmp_path, download=False)) == 12
+    (tmp_path / "colour-py" / "one").unlink()
+    assert "two.bin" in refusal(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("train-images-idx3-ubyte", lambda raw: raw[:-1], ["255 bytes long", "expected 256", "truncated"]),
+        ("train-images-idx3-ubyte", lambda raw: raw[:9], ["9 bytes long", "truncated"]),
+        ("train-images-idx3-ubyte", lambda raw: b"", ["0 bytes long", "truncated"]),
+        ("train-images-idx3-ubyte", lambda raw: raw + b"x", ["longer", "expected 256"]),
+        ("train-images-idx3-ubyte", lambda raw: b"\x1f\x8b" + raw[2:], ["not an IDX file", "2051"]),
+        ("train-images-idx3-ubyte", lambda raw: raw[:99] + bytes((raw[99] ^ 1,)) + raw[100:], ["corrupted", "SHA-256"]),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:-1], ["19 bytes long", "expected 20", "truncated"]),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x09", ["label 9", "expected 0 to 2"]),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:8] + raw[:7:-1], ["other labels", "corrupted"]),
+    ],
+)  # fmt: skip
+def test_a_damaged_idx_file_is_named_with_what_was_expected(tmp_path, file, damage, words):
+    source, content = grey_source()
+    write_grey(source, content, tmp_path)
+    path = tmp_path / source.folder / file
+    path.write_bytes(damage(path.read_bytes()))
+    message = refusal(source, tmp_path)
+    assert message.startswith(f"{path} ")
+    assert all(word in message for word in [*words, "delete it and load again"]), message
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-9], "truncated"),
+        (lambda raw: b"not gzip at all", "not a whole gzip file"),
+        (lambda raw: raw[:30] + bytes(8) + raw[38:], "gzip"),
+        (
+            lambda raw: gzip.compress(idx(np.zeros((12, 5, 4), np.uint8)) + bytes(10**6)),
+            "longer when unpacked",
+        ),
+    ],
+)
+def test_a_damaged_gzip_file_is_named(tmp_path, damage, words):
+    source, content = grey_source()
+    write_grey(source, content, tmp_path, packed=True)
+    path = tmp_path / source.folder / "train-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    message = refusal(source, tmp_path)
+    assert message.startswith(f"{path} ")
+    assert words in message
+
+
+def swap(first: Path, second: Path) -> None:
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+
+def test_swapped_idx_files_are_told(tmp_path):
+    source, content = grey_source()
+    write_grey(source, content, tmp_path)
+    folder = tmp_path / source.folder
+    swap(folder / "train-images-idx3-ubyte", folder / "t10k-images-idx3-ubyte")
+    assert "says it holds 7 x 5 x 4, expected 12 x 5 x 4" in refusal(source, tmp_path)
+    swap(folder / "train-images-idx3-ubyte", folder / "t10k-images-idx3-ubyte")
+    swap(folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
+    assert "holds labels (magic number 2049), expected images (2051)" in refusal(source, tmp_path)
+
+
+def test_files_of_another_set_are_called_by_its_name(tmp_path, monkeypatch):
+    source, content = grey_source()
+    other, strange = grey_source(seed=10)
+    monkeypatch.setitem(SOURCES, "other", other)
+    write_grey(source, {"train": (content["train"][0], strange["train"][1])}, tmp_path)
+    message = refusal(source, tmp_path)
+    assert "train-labels-idx1-ubyte holds the labels of Grey (train), expected" in message
+    colour, parts, _ = colour_source()
+    write_colour(parts, tmp_path)
+    swap(tmp_path / "colour-bin" / "two.bin", tmp_path / "colour-bin" / "three.bin")
+    assert "two.bin holds the images of Colour (test), expected the images of Colour (train, two)" in refusal(
+        colour, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-1], "is 293 bytes long, expected 294 bytes: it is truncated"),
+        (lambda raw: raw + raw, "is longer, expected 294 bytes"),
+        (lambda raw: raw[:100] + bytes((raw[100] ^ 1,)) + raw[101:], "corrupted"),
+        (lambda raw: b"\x07" + raw[1:], "has a label 7, expected 0 to 2"),
+    ],
+)
+def test_a_damaged_binary_file_is_named(tmp_path, damage, words):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path)
+    path = tmp_path / "colour-bin" / "two.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    message = refusal(source, tmp_path)
+    assert message.startswith(f"{path} ")
+    assert words in message
+
+
+PIXELS, LABELS = np.zeros((6, 48), np.uint8), [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (pickled((PIXELS, np.zeros(6, np.uint8)), 4)[:-20], "not a whole pickle"),
+        (b"", "not a whole pickle"),
+        (b"garbage", "not a whole pickle"),
+        (pickle.dumps([1, 2]), "holds a list"),
+        (pickle.dumps({"labels": LABELS}), "no array of pixels"),
+        (pickle.dumps({"data": PIXELS}), "no list of whole numbers"),
+        (pickle.dumps({"data": PIXELS, "labels": [0.5] * 6}), "no list of whole numbers"),
+        (pickle.dumps({"data": PIXELS, "labels": [0] * 5}), "holds 5 labels, expected 6"),
+        (pickle.dumps({"data": PIXELS, "labels": [-1] * 6}), "labels from -1 to -1"),
+        (pickle.dumps({"data": PIXELS[:, :5], "labels": LABELS}), "shape (6, 5), expected (6, 48)"),
+        (pickle.dumps({"data": PIXELS.astype(float), "labels": LABELS}), "type 'f8'"),
+        (pickle.dumps({"data": PIXELS, "labels": LABELS}), "corrupted"),
+        (bytes(10**6), "longer than any pickle"),
+    ],
+)
+def test_a_damaged_pickle_is_named(tmp_path, raw, words):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol=4)
+    path = tmp_path / "colour-py" / "two"
+    path.write_bytes(raw)
+    message = refusal(source, tmp_path)
+    assert message.startswith(f"{path} ")
+    assert words in message
+
+
+class Call:
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("how", ["system", "eval", "numpy", "getattr"])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, monkeypatch, protocol, how):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol=4)
+    witness = tmp_path / "witness"
+    attack = {
+        "system": Call(os.system, f"touch {witness}"),
+        "eval": Call(eval, f"__import__('pathlib').Path({str(witness)!r}).touch()"),
+        "numpy": Call(np.save, str(witness), [1]),
+        "getattr": Call(getattr, Call(__import__, "os"), "sep"),
+    }[how]
+    raw = pickle.dumps({"labels": content["one"][1].tolist(), "data": attack}, protocol=protocol)
+    (tmp_path / "colour-py" / "one").write_bytes(raw)
+    message = refusal(source, tmp_path)
+    assert str(tmp_path / "colour-py" / "one") in message
+    assert "asks to call" in message
+    assert "do not trust" in message
+    assert not list(tmp_path.glob("witness*"))
+    pickle.loads(raw)  # the attack is real: an ordinary unpickler falls for it
+    assert how == "getattr" or list(tmp_path.glob("witness*"))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x02cnumpy\nndarray\n}U\x05stateK\x07sb.",  # set an attribute of what stands for an array
+        b"\x80\x02c_codecs\nencode\nN}U\x0c__defaults__NsU\x01xK\x01s\x86b.",
+        b"\x80\x02cnumpy\ndtype\n}U\x08__init__K\x07sb.",
+        b"\x80\x02cnumpy\nndarray.__init__.__globals__\n.",
+        b"\x80\x04\x8c\x05numpy\x8c\x22ndarray.__init__.__globals__.clear\x93)R.",
+        b"\x80\x02}r\xff\xff\xff\x3f.",  # a table of a thousand million entries
+        b"\x80\x02U\x01xQ.",  # a persistent reference
+        b"\x80\x02\x82\x01.",  # a registered extension
+    ],
+)
+def test_a_pickle_changes_nothing_in_its_reader(tmp_path, raw):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol=2)
+    (tmp_path / "colour-py" / "one").write_bytes(raw)
+    before = {name: dict(vars(stand_in)) for name, stand_in in ALLOWED.items()}
+    refusal(source, tmp_path)
+    assert {name: dict(vars(stand_in)) for name, stand_in in ALLOWED.items()} == before
+    write_colour(content, tmp_path, protocol=2)
+    assert len(load_source(source, "train", tmp_path, download=False)) == 12
+
+
+def test_a_fortran_ordered_pickle_is_read(tmp_path):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path, protocol=4)
+    pixels, labels = content["one"]
+    raw = pickle.dumps(
+        {"labels": labels.tolist(), "data": np.asfortranarray(pixels.reshape(6, 48))}, protocol=3
+    )
+    (tmp_path / "colour-py" / "one").write_bytes(raw)
+    assert len(load_source(source, "train", tmp_path, download=False)) == 12
+
+
+def test_what_is_not_there_is_told_with_where_to_put_it(tmp_path):
+    source, content = grey_source()
+    write_grey(source, content, tmp_path)
+    (tmp_path / source.folder / "train-labels-idx1-ubyte").unlink()
+    message = refusal(source, tmp_path)
+    assert f"put train-labels-idx1-ubyte (or with .gz) into {tmp_path / source.folder}" in message
+    assert "FLOWBNN_DATA" in message
+    colour, _, _ = colour_source()
+    message = refusal(colour, tmp_path)
+    assert (
+        f"put one.bin, two.bin (or colour.tar.gz into {tmp_path}) into {tmp_path / 'colour-bin'}" in message
+    )
+
+
+def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    source, content, _ = colour_source()
+    write_colour(content, tmp_path)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "one.bin cannot be read: Permission denied" in refusal(source, tmp_path)
+
+
+def test_names_and_splits_are_hinted_at():
+    for call, words in (
+        (lambda: load_images("fashion_mnist"), "did you mean 'fashion-mnist'"),
+        (lambda: load_images("CIFAR10"), "did you mean 'cifar10'"),
+        (lambda: load_images("imagenet"), "there is no image set called 'imagenet'"),
+        (lambda: load_images("mnist", "tset"), "did you mean 'test'"),
+        (lambda: load_images("mnist", "validation"), "there is 'train', 'test'"),
+    ):
+        with pytest.raises(FlowBNNError, match=words):
+            call()
+
+
+def test_the_folder_comes_from_the_argument_then_the_environment_then_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOWBNN_DATA", str(tmp_path / "environment"))
+    assert data_folder(tmp_path / "argument") == tmp_path / "argument"
+    assert data_folder() == tmp_path / "environment"
+    monkeypatch.setenv("FLOWBNN_DATA", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data_folder() == tmp_path / "flowbnn"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_folder() == tmp_path / ".cache" / "flowbnn"
+    (tmp_path / "file").touch()
+    with pytest.raises(FlowBNNError, match="is a file; name a folder"):
+        data_folder(tmp_path / "file")
+
+
+def test_the_published_sets_are_described_whole():
+    pieces = [piece for source in SOURCES.values() for split in source.splits.values() for piece in split]
+    digests = [digest for piece in pieces for digest in (piece.pixels, piece.labels)]
+    assert len(set(digests)) == len(digests) == 20
+    assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
+    assert {
+        name: [sum(p.count for p in s) for s in source.splits.values()] for name, source in SOURCES.items()
+    } == {
+        "mnist": [60_000, 10_000],
+        "fashion-mnist": [60_000, 10_000],
+        "cifar10": [50_000, 10_000],
+    }
+    for source in SOURCES.values():
+        assert len(source.classes) == 10
+        assert len(source.mean) == len(source.deviation) == source.shape[0]
+        assert all(len(wanted.md5) == 32 and len(wanted.mirrors) > 1 for wanted in source.downloads)
+        if source.layout == "idx":
+            names = {name for split in source.splits.values() for piece in split for name in piece.files}
+            assert {wanted.file.removesuffix(".gz") for wanted in source.downloads} == names
+
+
+def test_the_binary_format_is_label_then_channels():
+    raw = binary((np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2), np.array([9, 8], np.uint8)))
+    assert list(raw) == [9, 0, 1, 2, 3, 8, 4, 5, 6, 7]

@@ -1,0 +1,52 @@
+"""The page on data says what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowbnn.data
+from flowbnn_studies.data import CORRUPTIONS, ImageSet
+from flowbnn_studies.data.sources import SOURCES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+
+
+def generated(name: str, split: str = "train") -> ImageSet:
+    source = SOURCES[name]
+    number = 6000 if split == "train" else 50
+    images = torch.randint(0, 256, (number, *source.shape), dtype=torch.uint8)
+    return ImageSet(
+        images, torch.arange(number) % 10, source.classes, name, split, source.mean, source.deviation
+    )
+
+
+def test_its_ten_lines_run(monkeypatch):
+    monkeypatch.setattr(flowbnn.data, "load_images", generated)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert (len(names["train"]), len(names["validation"])) == (1000, 5000)
+    for loader, rows in (("train_loader", 128), ("test_loader", 50), ("novel_loader", 50)):
+        images, labels = next(iter(names[loader]))
+        assert (images.shape, labels.shape) == ((rows, 3, 32, 32), (rows,))
+    assert names["noisy"].shape == (50, 3, 32, 32)
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_its_table_of_corruptions_is_the_codes(kind):
+    (row,) = re.findall(rf"^\| `{kind}` \|[^|]*\|(.*)\|$", PAGE, re.MULTILINE)
+    assert tuple(float(cell) for cell in row.split("|")) == CORRUPTIONS[kind]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_its_table_of_sets_is_the_codes(name):
+    source = SOURCES[name]
+    (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", PAGE, re.MULTILINE)
+    shape, counts, constants = row.split("|")
+    assert "x".join(map(str, source.shape)) in shape
+    train, test = (sum(piece.count for piece in source.splits[split]) for split in ("train", "test"))
+    assert counts.strip() == f"{train:,} / {test:,}"
+    written = [float(number) for number in re.findall(r"\.\d+", constants)]
+    assert written == pytest.approx([*source.mean, *source.deviation], abs=5e-5)

@@ -1,0 +1,274 @@
+"""The page: whole, self-contained, escaped, and it holds every number."""
+
+import ast
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flowbnn_studies.report
+from flowbnn.errors import FlowBNNError
+from flowbnn_studies.report import save_figures, write_report
+from flowbnn_studies.report.tables import make_table
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+LOADS = {"src", "srcset", "data", "poster", "action", "background"}
+
+
+class Reader(HTMLParser):
+    """Checks that tags match and gathers what the page says and asks for."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.headings: list[int] = []
+        self.identifiers: list[str] = []
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.labels: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if re.fullmatch(r"h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "title"):
+            self.text.append(data)
+
+    def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        given = dict(attrs)
+        self.identifiers += [given["id"] or ""] if "id" in given else []
+        self.loads += [given[name] or "" for name in LOADS & set(given)]
+        if "href" in given:
+            (self.links if tag == "a" else self.loads).append(given["href"] or "")
+        if tag == "svg" and given.get("role") == "img":
+            self.labels.append(given["aria-label"] or "")
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def page_of(results: list[Any], folder: Path) -> str:
+    return write_report(results, folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_whole_page(page: str, two_clusters: dict[str, Any], digits: dict[str, Any]) -> None:
+    reader = Reader(page)
+    words = reader.words
+    assert len(page.encode()) < 3_000_000
+    for study in (two_clusters, digits):
+        for field in ("title", "question", "answer", "source", "command", "device"):
+            assert study[field] in words
+        for metric in study["metrics"]:
+            assert metric["definition"] in words
+        for note in study["notes"]:
+            assert note in words
+        for figure in study["figures"]:
+            assert figure["title"] in words
+            assert figure["caption"] in words
+        for version in study["versions"].values():
+            assert version in words
+    for expected in ("0.953 ± 0.002", "published 0.953", "0.024 ± 0.005", "published 0.009", "1,290"):
+        assert expected in words
+    for expected in (
+        "ECE ↓",
+        "Accuracy ↑",
+        "lower is better",
+        "5 seeds",
+        "train.epochs",
+        "41.3 s",
+        "2 modes",
+    ):
+        assert expected in words
+    # From a per-seed value: 0.0943 + 1.1 * 0.0051.
+    assert "0.100" in words
+    # No number that is none; the word stands only inside other words.
+    assert not re.search(r"\b(nan|inf|None|null)\b", words, re.IGNORECASE)
+
+
+def test_nothing_is_loaded(page: str) -> None:
+    reader = Reader(page)
+    assert all(load.startswith(("data:", "#")) for load in reader.loads)
+    assert all(link.startswith("#") for link in reader.links)
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+    assert not {"script", "iframe", "object", "embed", "form"} & set(reader.tags)
+
+
+def test_structure(page: str) -> None:
+    reader = Reader(page)
+    assert reader.headings[0] == 1
+    assert reader.headings.count(1) == 1
+    assert all(
+        later - earlier <= 1 for earlier, later in zip(reader.headings, reader.headings[1:], strict=False)
+    )
+    assert len(reader.identifiers) == len(set(reader.identifiers))
+    targets = [link[1:] for link in reader.links]
+    assert targets.count("sources") == 3
+    assert len(targets) == 6
+    assert set(targets) <= set(reader.identifiers)
+    assert len(reader.labels) == 35
+    assert all(len(label) > 20 for label in reader.labels)
+    assert "Mean over 5 seeds, the band is one standard deviation to either side" in reader.labels[-1]
+
+
+def test_one_study_needs_no_contents(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["figures"] = two_clusters["figures"][1:2]
+    reader = Reader(page_of([two_clusters], tmp_path))
+    assert reader.links == ["#sources"]
+    assert "This page shows one study" in reader.words
+
+
+def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    bad = "<script>alert('x')</script> & \"<img src=http://evil.test/x onerror=y>"
+    for field in ("study", "title", "question", "answer", "source", "command", "created", "device"):
+        two_clusters[field] = bad
+    two_clusters["notes"] = [bad]
+    two_clusters["settings"] = {bad: {bad: [bad, None, float("nan"), True]}}
+    two_clusters["versions"] = {bad: bad}
+    two_clusters["seeds"] = [bad, 1]
+    for item in (*two_clusters["rows"], *two_clusters["metrics"]):
+        item["label"] = bad
+        item["definition"] = bad
+    for figure in two_clusters["figures"]:
+        figure["title"] = figure["caption"] = bad
+        for part in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
+            part["title"] = part["label"] = bad
+    page = page_of([two_clusters], tmp_path)
+    reader = Reader(page)
+    assert not {"script", "img"} & set(reader.tags)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert bad in reader.words
+    assert bad in unescape(page)
+
+
+def test_one_seed_has_no_spread(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["seeds"] = [7]
+    two_clusters["figures"] = []
+    for row in two_clusters["rows"]:
+        for value in row["values"].values():
+            value["std"], value["per_seed"] = 0.0, [value["mean"]]
+    words = Reader(page_of([two_clusters], tmp_path)).words
+    assert "±" not in words
+    assert "One seed, so no spread is shown" in words
+    assert "Every seed" not in words
+
+
+def test_values_that_are_not_there(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    values = two_clusters["rows"][0]["values"]
+    values["accuracy"] = None
+    values["nll"] = {"mean": float("nan"), "std": float("nan"), "per_seed": [None, float("nan")]}
+    values["ece"] = {"mean": float("inf"), "std": None, "published": None}
+    del values["parameters"]
+    two_clusters["figures"] = []
+    cells = make_table(two_clusters, {}).rows[0].cells
+    assert [cell.mean for cell in cells] == ["–", "–", "∞", "–"]
+    assert [cell.std for cell in cells] == [""] * 4
+    assert not any(cell.best for row in make_table(two_clusters, {}).rows for cell in row.cells)
+    words = Reader(page_of([two_clusters], tmp_path)).words
+    assert not re.search(r"\b(nan|inf|None)\b", words)
+
+
+def test_best_of_each_column(digits: dict[str, Any]) -> None:
+    rows = make_table(digits, {}).rows
+    assert [[cell.best for cell in row.cells] for row in rows] == [
+        [False] * 4,
+        [False] * 4,
+        [False] * 4,
+        [True, True, True, False],
+    ]
+    # What reads the same is equally good.
+    digits["rows"][0]["values"]["ece"]["mean"] = digits["rows"][3]["values"]["ece"]["mean"] + 1e-6
+    rows = make_table(digits, {}).rows
+    assert [row.cells[2].best for row in rows] == [True, False, False, True]
+
+
+def test_written_whole_or_not_at_all(
+    two_clusters: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "made" / "here" / "report.html"
+    two_clusters["figures"] = []
+    assert write_report([two_clusters], out) == out
+    before = out.read_text()
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(FlowBNNError, match=r"cannot write .*report\.html: No space left on device"):
+        write_report([two_clusters], out)
+    assert out.read_text() == before
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
+
+
+def test_folder_gets_report_html(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["figures"] = []
+    assert write_report([two_clusters], tmp_path) == tmp_path / "report.html"
+
+
+def test_unwritable(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["figures"] = two_clusters["figures"][1:2]
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(FlowBNNError, match="cannot write"):
+        write_report([two_clusters], tmp_path / "file" / "report.html")
+    with pytest.raises(FlowBNNError, match="cannot write"):
+        save_figures([two_clusters], tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_no_results(tmp_path: Path) -> None:
+    with pytest.raises(FlowBNNError, match="no results to report; run a study first"):
+        write_report([], tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_study_name_cannot_leave_the_folder(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    two_clusters["study"] = "../../etc/passwd"
+    two_clusters["figures"] = two_clusters["figures"][1:2]
+    assert save_figures([two_clusters], tmp_path) == [tmp_path / "etc-passwd-1-reliability.png"]
+
+
+def test_report_stands_on_results_alone() -> None:
+    """No torch, and of flowbnn only its errors: a report never needs a model."""
+    folder = Path(flowbnn_studies.report.__file__).parent
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                found.add(node.module or "")
+    assert "flowbnn.errors" in found
+    ours = {
+        name
+        for name in found
+        if name.split(".")[0] == "flowbnn" and not name.startswith("flowbnn_studies.report")
+    }
+    assert ours == {"flowbnn.errors"}
+    assert not {name for name in found if name.split(".")[0] in ("torch", "lightning", "torchmetrics")}
+    assert "matplotlib.pyplot" not in found

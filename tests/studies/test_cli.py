@@ -1,0 +1,147 @@
+"""The command line: its words, its errors in one line, and its exit codes."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+from flowbnn_studies.cli import _setting, app
+
+SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_version_and_list():
+    assert call("--version").output.strip() == version("flowbnn")
+    listed = call("list")
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == [
+        "two-clusters",
+        "flow-length",
+        "digits",
+        "regression-1d",
+        "clusters-2d",
+        "elephant",
+        "compare",
+        "lenet-fashion",
+        "lenet-cifar10",
+        "vgg16-cifar10",
+    ]
+
+
+def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_path):
+    done = call("run", "two-clusters", "--out", tmp_path, *SMALL, "--set", "grid=7", "--set", "noise_lr=1")
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "two-clusters" / "results.json").read_text())
+    assert results["command"] == (
+        "flowbnn run two-clusters --seeds 1 --epochs 1 --set grid=7 --set noise_lr=1 --quick"
+    )
+    assert results["settings"]["noise_lr"] == 1.0
+    assert len(results["figures"][0]["data"]["models"][0]["grid"]) == 49
+    assert results["settings"]["epochs"] == 1
+    assert "Flow noise" in done.output
+    assert "published" not in done.output  # beside numbers that mean nothing
+    assert "a trial of the program: the numbers mean nothing" in done.output
+    assert results["answer"] in done.output
+    page = call("report", tmp_path, "--out", tmp_path / "page.html")
+    assert page.exit_code == 0, page.output
+    assert results["title"] in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "two-cluster"], "did you mean 'two-clusters'"),
+        (["run", "digits", "--seeds", "0"], "--seeds is at least 1"),
+        (["run", "digits", "--epochs", "0"], "--epochs is at least 1"),
+        (["run", "digits", "--jobs", "0"], "--jobs is at least 1"),
+        (["run", "digits", "--set", "novel"], "--set takes name=value"),
+        (["run", "digits", "--set", "novl=3"], "did you mean 'novel'"),
+        (["run", "digits", "--set", "width=1.5"], "is like 12, not 1.5"),
+        (["report", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(words, message):
+    result = call(*words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("word", ["true", "True", "false", "FALSE"])
+def test_a_setting_that_is_true_or_false_may_be_written_as_usual(word):
+    assert _setting(f"flip={word}") == ("flip", word.lower() == "true")
+
+
+@pytest.mark.parametrize("command", [["run", "two-clusters"], ["demo"]])
+def test_an_unwritable_folder_is_told_before_any_work(tmp_path, command):
+    (tmp_path / "file").write_text("")
+    result = call(*command, "--quick", "--jobs", "1", "--out", tmp_path / "file")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "cannot write" in result.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    from flowbnn_studies.two_clusters import TwoClusters
+
+    def interrupted(self, job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TwoClusters, "train", interrupted)
+    folder = tmp_path / "two words"
+    result = call("run", "two-clusters", "--out", folder, "--acceleration", "off", *SMALL)
+    assert result.exit_code == 130
+    line = result.stderr.strip().splitlines()[-1]
+    words = shlex.split(line.partition("go on with: ")[2])
+    assert words[:3] == ["flowbnn", "run", "two-clusters"]
+    assert words[words.index("--out") + 1] == str(folder)
+    assert words[words.index("--acceleration") + 1] == "off"
+    assert words[words.index("--jobs") + 1] == "1"
+    assert words[-1] == "--resume"
+
+
+def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowbnn_studies.two_clusters.TwoClusters.seeds", 1)
+    monkeypatch.setattr("flowbnn_studies.digits.DigitsStudy.seeds", 1)
+    done = call("demo", "--out", tmp_path, "--quick", "--jobs", "1", "--no-progress")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "report.html").exists()
+    assert str(tmp_path / "report.html") in done.output
+    assert "two-clusters:" in done.output
+    assert "digits:" in done.output
+
+
+def test_the_installed_module_speaks_through_a_process():
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", "flowbnn", "run", "digit"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "flowbnn: there is no study 'digit'; did you mean 'digits'?\n"
+
+
+@pytest.mark.parametrize("device", ["tpu", "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device, tmp_path):
+    finished = tmp_path / "digits" / "parts" / "plain-seed0.json"
+    finished.parent.mkdir(parents=True)
+    finished.write_text("{}")
+    done = call("run", "digits", "--quick", "--device", device, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert finished.exists()
+    assert f"--device {device}" in done.output
+    assert "accelerator=" not in done.output
