@@ -13,7 +13,7 @@ import torch
 
 sys.path[:0] = [
     str(Path(__file__).parent / folder)
-    for folder in ("", "posterior", "methods", "studies", "studies/report")
+    for folder in ("", "kernels", "transforms", "posterior", "methods", "studies", "studies/report")
 ]
 
 

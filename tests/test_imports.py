@@ -79,10 +79,11 @@ def test_the_public_surface_exists_and_is_sorted():
     for room in (
         "transforms",
         "distributions",
-        "layers",
+        "noise",
         "metrics",
         "training",
-        "inference",
+        "methods",
+        "posterior",
         "predictive",
         "diagnostics",
     ):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,20 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.plan import flat_order, kept_numbers, read, write
 from flowbnn.kernels.planar_lu_numpy import Plan
-from flowbnn.transforms.planar_lu import PlanarLU, _forward
 
 __all__ = ["Group", "available", "push_groups", "push_many", "push_packed", "thirds"]
 
-# -------------------- fused_ops.py
+
+class Chain(Protocol):
+    """A chain of planar and LU maps as the kernels see it; :class:`~flowbnn.transforms.PlanarLU` is one."""
+
+    dim: int
+    plan: Plan
+
+    def _weights(self) -> tuple[Tensor, ...]: ...
+
+    def plain(self, z: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
+        """The chain on rows ``[rows, dim]`` by torch's own operations."""
 
 
 def thirds(found: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -269,7 +278,7 @@ def available(z: Tensor) -> bool:
 
 
 def push_many(
-    flows: Sequence[PlanarLU], starts: Sequence[Tensor], log_det: bool, coarse: bool = False
+    flows: Sequence[Chain], starts: Sequence[Tensor], log_det: bool, coarse: bool = False
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Every flow applied to its own rows: ``flow.push(start, log_det)`` for each pair, all at once where that is possible.
 
@@ -283,6 +292,7 @@ def push_many(
     Returns:
         ``[rows, dim]`` for each flow, columns of one wide tensor where the flows went together; and the log-dets ``[rows]`` or None.
 
+    >>> from flowbnn.transforms import PlanarLU
     >>> flow = PlanarLU(3, [("planar", 2)], generator=torch.Generator().manual_seed(0))
     >>> (x,), (log_det,) = push_many([flow], [torch.zeros(5, 3)], log_det=True)
     >>> x.shape, log_det.shape
@@ -304,14 +314,13 @@ def push_many(
         _together(flows, starts, (log_det, coarse), together, ends, totals)
     for i, (flow, start) in enumerate(zip(flows, starts, strict=True)):
         if ends[i] is None:
-            weights = flow._weights()
-            ends[i], totals[i] = _forward(flow.plan, log_det, start, weights) if weights else (start, None)
+            ends[i], totals[i] = flow.plain(start, log_det)
             if log_det and totals[i] is None:
                 totals[i] = start.new_zeros(start.shape[0])
     return ends, totals if log_det else None
 
 
-def _served(flow: PlanarLU, start: Tensor, first: Tensor) -> bool:
+def _served(flow: Chain, start: Tensor, first: Tensor) -> bool:
     if not available(start) or start.device != first.device or not start.shape[0] or flow.dim > WIDEST:
         return False
     weights = flow._weights()
@@ -319,7 +328,7 @@ def _served(flow: PlanarLU, start: Tensor, first: Tensor) -> bool:
 
 
 def _together(
-    flows: Sequence[PlanarLU],
+    flows: Sequence[Chain],
     starts: Sequence[Tensor],
     options: tuple[bool, bool],
     some: list[int],
@@ -334,12 +343,13 @@ def _together(
             totals[i] = line
 
 
-def push_packed(flows: Sequence[PlanarLU], wide: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
+def push_packed(flows: Sequence[Chain], wide: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
     """:func:`push_many` on vectors laid end to end in ``[rows, numbers]``, which spares cutting and joining them.
 
     Returns:
         ``[rows, numbers]``, and the log-dets ``[flows, rows]`` or None.
 
+    >>> from flowbnn.transforms import PlanarLU
     >>> flows = [PlanarLU(dim, [("planar", 2)]) for dim in (3, 4)]
     >>> x, log_dets = push_packed(flows, torch.zeros(5, 7), log_det=True)
     >>> x.shape, log_dets.shape
@@ -366,7 +376,7 @@ class Group(NamedTuple):
         coarse: as in :func:`push_many`.
     """
 
-    flows: Sequence[PlanarLU]
+    flows: Sequence[Chain]
     wide: Tensor
     log_det: bool
     coarse: bool = False
@@ -378,6 +388,7 @@ def push_groups(groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
     Returns:
         For each group ``[rows, numbers]``, and the log-dets ``[flows, rows]`` or None.
 
+    >>> from flowbnn.transforms import PlanarLU
     >>> flows = [PlanarLU(dim, [("planar", 2)]) for dim in (3, 4)]
     >>> few, many = push_groups([Group(flows[:1], torch.zeros(2, 3), True), Group(flows[1:], torch.zeros(9, 4), False)])
     >>> few[0].shape, few[1].shape, many[0].shape, many[1]
@@ -396,7 +407,7 @@ def _alone(group: Group) -> tuple[Tensor, Tensor | None]:
 
 
 def _launch(
-    groups: Sequence[tuple[Sequence[PlanarLU], Sequence[Tensor], bool, bool]],
+    groups: Sequence[tuple[Sequence[Chain], Sequence[Tensor], bool, bool]],
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Groups of flows, their starts (one for each flow, or one for all of them), ``log_det`` and ``coarse``."""
     all_flows, all_starts, log_dets, coarse = zip(*groups, strict=True)

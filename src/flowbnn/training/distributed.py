@@ -22,9 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods.variational.gaussian_weights import DrawnWeights
-from flowbnn.methods.variational.mnf_layers import MultiplicativeWeights
-from flowbnn.noise import Noise, Share
+from flowbnn.noise import Share
 from flowbnn.training.device import FabricEngine
 from flowbnn.training.finite import batch_size
 from flowbnn.training.options import TrainingOptions
@@ -266,8 +264,6 @@ def synchronised_statistics(model: nn.Module, device: torch.device) -> Iterator[
 
 LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer|timed out", re.IGNORECASE)
 
-DRAWING = (Noise, DrawnWeights, MultiplicativeWeights)  # what draws for every row of a batch
-
 
 class WorkerLost(FlowBNNError):
     """Another process has died."""
@@ -311,7 +307,9 @@ class CrewEngine(FabricEngine):
 
     @contextmanager
     def sharing(self, model: nn.Module) -> Iterator[None]:
-        self.noise = [module for module in model.modules() if isinstance(module, DRAWING)]
+        self.noise = [
+            module for module in model.modules() if "share" in vars(module)
+        ]  # they draw for every row of a batch
         self.running = [
             (module, buffer)
             for module in model.modules()

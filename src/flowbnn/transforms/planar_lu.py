@@ -99,6 +99,11 @@ class PlanarLU(Transform):
             x, total = _forward(self.plan, log_det, rows, weights)
         return x.view(z.shape), None if total is None else total.view(z.shape[:-1])
 
+    def plain(self, z: Tensor, log_det: bool = True) -> tuple[Tensor, Tensor | None]:
+        """:meth:`push` on rows ``[rows, dim]``, by torch's own operations on any device."""
+        weights = self._weights()
+        return _forward(self.plan, log_det, z, weights) if weights else (z, None)
+
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(x, self.dim, self)
         weights = self._weights()
