@@ -4,15 +4,12 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, check_whole
-from flowbnn_studies.data.augment import CropAndFlip
-from flowbnn_studies.data.images import ImageSet
-from flowbnn_studies.data.normalize import Normalize, usable_device
 
 __all__ = [
     "CENTRES",
@@ -26,7 +23,6 @@ __all__ = [
     "best_possible",
     "clusters",
     "curve_points",
-    "device_loader",
     "load_digits",
     "ring",
     "true_curve",
@@ -49,13 +45,13 @@ class TensorLoader:
         batch_size: examples in a batch; the last batch may be smaller.
         shuffle: a new order at every pass.
         generator: source of the orders and of the augmentation, kept in checkpoints; None takes torch's global one.
-        augment: ``(images, generator) -> images`` on the first tensor of a batch, :class:`CropAndFlip` for instance.
-        prepare: ``images -> images`` after that, such as :meth:`ImageSet.normalizer`.
+        augment: ``(images, generator) -> images`` on the first tensor of a batch, a random crop for instance.
+        prepare: ``images -> images`` after that, such as a normalization.
         drop_last: leave out a last batch that is smaller; ``num_data`` counts what one pass gives.
         together: batches that are gathered, augmented and prepared in one go, which spares a GPU some thirty launches a batch. With
             a ``generator`` of the loader's own and whole passes the batches are the same as one by one. None is as many as make
             16 MiB on a GPU and one elsewhere; one also where ``augment`` or ``prepare`` is of your own making (anything but
-            :class:`CropAndFlip` and :class:`Normalize` themselves), since it may look at its whole batch.
+            classes with the attribute ``row_wise``), since it may look at its whole batch.
 
     >>> loader = TensorLoader(torch.arange(5.0), torch.arange(5), batch_size=2)
     >>> len(loader), loader.num_data, [targets.tolist() for _, targets in loader]
@@ -119,10 +115,8 @@ class TensorLoader:
     @property
     def _separable(self) -> bool:
         """Whether an example comes out the same whatever else is in its batch."""
-        return type(self.augment) in (type(None), CropAndFlip) and type(self.prepare) in (
-            type(None),
-            Normalize,
-        )
+        # asked of the class itself: a subclass may do anything
+        return all(step is None or "row_wise" in vars(type(step)) for step in (self.augment, self.prepare))
 
     def _in_blocks(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
         """Several batches at once, cut apart; what is random is drawn batch by batch, so that their number does not matter."""
@@ -139,12 +133,13 @@ class TensorLoader:
                 places = torch.cat(own).to(device)
                 places = places if order is None else order[places]
             block = self._taken(places)
-            if isinstance(self.augment, CropAndFlip):
+            augment: Any = self.augment
+            if augment is not None:
                 draws = [
-                    self.augment.draw(number, device, self.generator)[..., rows]
+                    augment.draw(number, device, self.generator)[..., rows]
                     for number, rows in zip(numbers, shares, strict=True)
                 ]
-                block[0] = self.augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
+                block[0] = augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
             if self.prepare is not None:
                 block[0] = self.prepare(block[0])
             lengths = [rows.stop - rows.start for rows in shares]
@@ -207,50 +202,6 @@ class TensorLoader:
         shared = copy.copy(self)
         shared.rank, shared.world = rank, world
         return shared
-
-
-def device_loader(
-    data: ImageSet,
-    batch_size: int,
-    device: torch.device | str | None = None,
-    *,
-    shuffle: bool = False,
-    augment: Augment | None = None,
-    generator: torch.Generator | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    drop_last: bool = False,
-    channels_last: bool = False,
-) -> TensorLoader:
-    """A whole image set on a device, in bytes, and batches of it that are augmented and normalized there.
-
-    Args:
-        data: the set; CIFAR-10's training images take 154 MB on the device.
-        batch_size: images in a batch.
-        device: None leaves the set where it is.
-        shuffle, augment, generator, drop_last: as in :class:`TensorLoader`.
-        prepare: bytes to what the network takes; None is the set's own :meth:`~ImageSet.normalizer`. Images of a
-            set that the network was not trained on go through the normalizer of the one it was.
-        channels_last: keep images and batches in the channels-last memory format.
-
-    >>> images = torch.full((4, 1, 8, 8), 255, dtype=torch.uint8)
-    >>> data = ImageSet(images, torch.arange(4), tuple("abcd"), "white", "train", (0.5,), (0.25,))
-    >>> [(len(labels), round(batch.mean().item(), 4)) for batch, labels in device_loader(data, 3, "cpu")]
-    [(3, 2.0), (1, 2.0)]
-    """
-    place = data.images.device if device is None else usable_device(device)
-    images = data.images.to(place)
-    if channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    return TensorLoader(
-        images,
-        data.labels.to(place),
-        batch_size=batch_size,
-        shuffle=shuffle,
-        generator=generator,
-        augment=augment,
-        prepare=data.normalizer() if prepare is None else prepare,
-        drop_last=drop_last,
-    )
 
 
 # -------------------- clusters.py

@@ -1,4 +1,4 @@
-"""``python -m flowbnn`` is the command line."""
+"""``python -m flowbnn_studies`` is the command line."""
 
 from flowbnn_studies.cli import main
 

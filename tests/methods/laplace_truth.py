@@ -39,7 +39,7 @@ def explicit_ggn(
     return torch.einsum("ncp,nck,nkq->pq", jacobian, hessian, jacobian)
 
 
-def covariance(posterior: fb.inference.LaplacePosterior) -> Tensor:
+def covariance(posterior: fb.methods.LaplacePosterior) -> Tensor:
     """``[P, P]`` of all its weights, in the order of its names."""
     shapes = {name: posterior.centre[name].shape for name in posterior.names}
     size = sum(shape.numel() for shape in shapes.values())

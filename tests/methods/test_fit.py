@@ -53,13 +53,13 @@ def test_fitting_raises_the_elbo_and_learns():
 
 def test_the_weights_can_be_left_alone():
     model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
-    before = [p.clone() for p in fb.layers.weight_parameters(model)]
-    noise_before = [p.clone() for p in fb.layers.noise_parameters(model)]
+    before = [p.clone() for p in fb.noise.weight_parameters(model)]
+    noise_before = [p.clone() for p in fb.noise.noise_parameters(model)]
     fb.freeze(model, "weights")
     fb.fit(model, loader(), epochs=2, **QUIET)
-    assert all(torch.equal(a, b) for a, b in zip(before, fb.layers.weight_parameters(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, fb.noise.weight_parameters(model), strict=True))
     assert not any(
-        torch.equal(a, b) for a, b in zip(noise_before, fb.layers.noise_parameters(model), strict=True)
+        torch.equal(a, b) for a, b in zip(noise_before, fb.noise.noise_parameters(model), strict=True)
     )
     fb.freeze(model, "noise")
     with pytest.raises(FlowBNNError, match="nothing is left to train"):
@@ -325,8 +325,8 @@ def test_noise_that_was_held_is_trained_and_held_again():
     model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
     fb.hold_noise(model, "off")
     fb.fit(model, loader(), epochs=1, noise_lr=0.01, **QUIET)
-    assert all((p != 0).any() for p in fb.layers.noise_parameters(model))
-    assert {layer.mode for layer in fb.layers.noise_layers(model).values()} == {"off"}
+    assert all((p != 0).any() for p in fb.noise.noise_parameters(model))
+    assert {layer.mode for layer in fb.noise.noise_layers(model).values()} == {"off"}
 
 
 @pytest.mark.parametrize(

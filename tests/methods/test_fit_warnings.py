@@ -28,7 +28,7 @@ def test_warnings_name_the_layer():
         )
     model = fb.to_stochastic(network(), {"2": fb.NormalAffine()})
     with torch.no_grad():
-        fb.layers.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
+        fb.noise.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
     with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point"):
         fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)
 

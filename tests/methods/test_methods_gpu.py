@@ -56,7 +56,7 @@ def test_a_network_on_the_gpu_is_trained_and_predicts_there(name):
     found = posterior.predict(inputs, samples=4, seed=1)
     assert found.probabilities.device.type == "cuda"
     assert found.evaluate(labels)["accuracy"] > 0.85
-    if type(posterior).sample is not fb.inference.Posterior.sample:
+    if type(posterior).sample is not fb.methods.Posterior.sample:
         assert posterior.sample(0)(inputs).device.type == "cuda"
         drawn = posterior.draws(3, seed=0)
         assert {value.device.type for value in drawn.values()} <= {"cuda"}

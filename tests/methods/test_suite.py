@@ -131,7 +131,7 @@ def test_batch_norm_survives(name):
     assert equal(kept, network.state_dict())
     assert all(module.training for module in network.modules())
     assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.85
-    if type(posterior).sample is fb.inference.Posterior.sample:
+    if type(posterior).sample is fb.methods.Posterior.sample:
         return
     gaps, ratios = [], []
     for seed in range(48):  # with noise before it, BatchNorm keeps the statistics of all draws together
@@ -145,7 +145,7 @@ def test_batch_norm_survives(name):
         gaps.append((norm.running_mean - seen[0].mean(0)) / seen[0].std(0))
         ratios.append((norm.running_var.sqrt() / seen[0].std(0)).log())
     if isinstance(
-        posterior, fb.inference.ChainPosterior
+        posterior, fb.methods.ChainPosterior
     ):  # what it samples is the network with its statistics held
         assert "1.running_mean" not in posterior.names
         return

@@ -23,7 +23,7 @@ def stochastic(rules=None):
         },
     ).double()
     with torch.no_grad():
-        for parameter in fb.layers.noise_parameters(model):
+        for parameter in fb.noise.noise_parameters(model):
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 

@@ -48,7 +48,7 @@ def test_packed_draws_have_each_layers_own_distribution():
         network, {"0": fb.NormalAffine(), "1": fb.NormalAffine(base_loc=0.5, base_scale=0.8)}
     )
     with torch.no_grad():
-        for parameter in fb.layers.noise_parameters(model):
+        for parameter in fb.noise.noise_parameters(model):
             parameter.add_(0.3 * torch.randn_like(parameter))
     rows = 50_000
     seen = {}

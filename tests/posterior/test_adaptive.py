@@ -226,7 +226,7 @@ def test_bad_input(make, line):
 
 
 def test_a_strangers_posterior_takes_part():
-    class Coins(fb.inference.Posterior):
+    class Coins(fb.methods.Posterior):
         def outputs(self, inputs, samples, *, shared, seed, max_batch):
             generator = torch.Generator().manual_seed(seed)
             return torch.randn(samples, len(inputs), 2, generator=generator) + inputs

@@ -124,7 +124,7 @@ def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkey
 def test_the_installed_module_speaks_through_a_process():
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-m", "flowbnn", "run", "digit"],
+        [sys.executable, "-m", "flowbnn_studies", "run", "digit"],
         capture_output=True,
         text=True,
         env=environment,

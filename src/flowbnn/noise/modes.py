@@ -177,7 +177,7 @@ def parameter_groups(
             "lr": weight_lr,
             "weight_decay": weight_decay,
         },
-        {"name": "noise_mode", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
+        {"name": "noise", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
     ]
     for group in groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from flowbnn_studies.data.augment import CropAndFlip, mirrored, moved
 from flowbnn_studies.data.corruptions import CORRUPTIONS, corrupt, novel_noise
-from flowbnn_studies.data.images import ImageSet
+from flowbnn_studies.data.images import ImageSet, device_loader
 from flowbnn_studies.data.load import data_folder, load_images
 from flowbnn_studies.data.normalize import Normalize
 
@@ -13,6 +13,7 @@ __all__ = [
     "Normalize",
     "corrupt",
     "data_folder",
+    "device_loader",
     "load_images",
     "mirrored",
     "moved",

@@ -38,6 +38,8 @@ class CropAndFlip:
     torch.Size([8, 3, 32, 32])
     """
 
+    row_wise = True  # an example comes out the same whatever else is in its batch
+
     def __init__(
         self,
         padding: int = 4,

@@ -1,15 +1,16 @@
 """A set of labelled images in memory, in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flowbnn.data import Augment, TensorLoader
 from flowbnn.errors import FlowBNNError, check_whole
 from flowbnn_studies.data.normalize import Normalize, usable_device
 
-__all__ = ["ImageSet"]
+__all__ = ["ImageSet", "device_loader"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,3 +158,47 @@ def _shares(counts: list[int], total: int) -> list[int]:
     for place in by_remainder[: total - sum(shares)]:
         shares[place] += 1
     return shares
+
+
+def device_loader(
+    data: ImageSet,
+    batch_size: int,
+    device: torch.device | str | None = None,
+    *,
+    shuffle: bool = False,
+    augment: Augment | None = None,
+    generator: torch.Generator | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    drop_last: bool = False,
+    channels_last: bool = False,
+) -> TensorLoader:
+    """A whole image set on a device, in bytes, and batches of it that are augmented and normalized there.
+
+    Args:
+        data: the set; CIFAR-10's training images take 154 MB on the device.
+        batch_size: images in a batch.
+        device: None leaves the set where it is.
+        shuffle, augment, generator, drop_last: as in :class:`TensorLoader`.
+        prepare: bytes to what the network takes; None is the set's own :meth:`~ImageSet.normalizer`. Images of a
+            set that the network was not trained on go through the normalizer of the one it was.
+        channels_last: keep images and batches in the channels-last memory format.
+
+    >>> images = torch.full((4, 1, 8, 8), 255, dtype=torch.uint8)
+    >>> data = ImageSet(images, torch.arange(4), tuple("abcd"), "white", "train", (0.5,), (0.25,))
+    >>> [(len(labels), round(batch.mean().item(), 4)) for batch, labels in device_loader(data, 3, "cpu")]
+    [(3, 2.0), (1, 2.0)]
+    """
+    place = data.images.device if device is None else usable_device(device)
+    images = data.images.to(place)
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return TensorLoader(
+        images,
+        data.labels.to(place),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        generator=generator,
+        augment=augment,
+        prepare=data.normalizer() if prepare is None else prepare,
+        drop_last=drop_last,
+    )

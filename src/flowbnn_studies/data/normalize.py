@@ -24,6 +24,8 @@ class Normalize:
     tensor([-2., 2.])
     """
 
+    row_wise = True  # an example comes out the same whatever else is in its batch
+
     def __init__(
         self, mean: Sequence[float], deviation: Sequence[float], dtype: torch.dtype = torch.float32
     ) -> None:

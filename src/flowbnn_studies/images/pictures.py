@@ -7,9 +7,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flowbnn.data import TensorLoader, device_loader
+from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn_studies.data import CORRUPTIONS, CropAndFlip, ImageSet, corrupt, load_images, novel_noise
+from flowbnn_studies.data import (
+    CORRUPTIONS,
+    CropAndFlip,
+    ImageSet,
+    corrupt,
+    device_loader,
+    load_images,
+    novel_noise,
+)
 from flowbnn_studies.images.settings import ImageSettings, Training
 
 __all__ = ["KINDS", "STRENGTHS", "Pictures", "generated_images", "load_pictures"]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from flowbnn.data import device_loader
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.data import ImageSet, Normalize
+from flowbnn_studies.data import ImageSet, Normalize, device_loader
 
 
 def make(number=40, channels=3, height=6, width=5, classes=3):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import flowbnn.data
+import flowbnn_studies.data
 from flowbnn_studies.data import CORRUPTIONS, ImageSet
 from flowbnn_studies.data.sources import SOURCES
 
@@ -23,7 +23,7 @@ def generated(name: str, split: str = "train") -> ImageSet:
 
 
 def test_its_ten_lines_run(monkeypatch):
-    monkeypatch.setattr(flowbnn.data, "load_images", generated)
+    monkeypatch.setattr(flowbnn_studies.data, "load_images", generated)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict = {}
     exec(code, names)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowbnn.data import TensorLoader, device_loader
+from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.posterior.batches import count_data
 from flowbnn.training.randomness import loader_generators
-from flowbnn_studies.data import CropAndFlip, ImageSet, Normalize
+from flowbnn_studies.data import CropAndFlip, ImageSet, Normalize, device_loader
 
 
 def seeded(seed: int = 0) -> torch.Generator:
