@@ -7,19 +7,15 @@ outputs, and the prior precision :math:`\delta`, by default the one at which the
 The network is differentiated in evaluation mode, with the running statistics of its BatchNorm layers.
 """
 
-import logging
-import os
-import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import (
     LikelihoodName,
@@ -30,119 +26,18 @@ from flowbnn.methods.base import (
     register_method,
 )
 from flowbnn.methods.fitting import check_optimizer, check_rate, check_schedule, prepare, run_options
-from flowbnn.methods.laplace.curvature import Curvature, gradient, is_direct, measure
-from flowbnn.methods.laplace.jacobian import ROW_BYTES
-from flowbnn.methods.laplace.layers import CoveredLayer, Survey, chosen_layers, survey, without_nested
+from flowbnn.methods.laplace.curvature import Curvature, is_direct, measure
+from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
+from flowbnn.methods.laplace.memory import bytes_needed, check_memory
+from flowbnn.methods.laplace.newton import newton_step
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import PREDICTIVES, LaplacePosterior
-from flowbnn.methods.laplace.prior import names_of, newton_step, with_prior
+from flowbnn.methods.laplace.prior import with_prior
 from flowbnn.posterior.forward import device_of
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
-from flowbnn.training.progress import get_console
 
-__all__ = ["Laplace", "available_bytes", "bytes_needed", "check_memory", "readable"]
-
-# -------------------- laplace_memory.py
-
-REFUSED, WARNED = 1 / 2, 1 / 8  # of what is free
-
-
-def bytes_needed(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
-    """Bytes at the peak of a fit: sums in float64, their eigenvectors, and the Jacobians that are held at once."""
-    own = dict(model.named_parameters())
-    sizes = [[own[name] for name in layer.names] for layer in layers]
-    weights = sum(parameter.numel() for layer in sizes for parameter in layer)
-    each = max((parameter.element_size() for layer in sizes for parameter in layer), default=4)
-    row, jacobians = 3 * weights * each, 0
-    if [layer.name for layer in layers] != [seen.direct]:
-        jacobians = max(row, min(ROW_BYTES, row * seen.outputs * seen.batch))
-    if structure == "diag":
-        return 8 * 3 * weights + jacobians
-    factors = [weights]
-    if structure == "kron":
-        jacobians = 0
-        factors = [sum(p[0].numel() if p.ndim > 1 else 1 for p in layer) for layer in sizes]
-        factors += [layer[0].shape[0] for layer in sizes]
-    # the sums and their eigenvectors, and what finding the largest ones takes
-    return 8 * (2 * sum(size**2 for size in factors) + 4 * max(factors) ** 2) + jacobians
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that could be had now, or None where that cannot be told."""
-    if device.type == "cuda":
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0] + spare)
-    found = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except (OSError, ValueError, IndexError):
-        pass
-    if not found:
-        try:
-            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        except (ValueError, OSError, AttributeError):
-            return None
-    try:  # a container may hold less than the machine
-        group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found))
-
-
-def readable(count: float) -> str:
-    """Bytes for people.
-
-    >>> readable(1536), readable(7e12)
-    ('1.5 kB', '6.37 TB')
-    """
-    unit = 0
-    while count >= 1024 and unit < 5:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[unit]}"
-
-
-def check_memory(
-    structure: str,
-    model: nn.Module,
-    layers: list[CoveredLayer],
-    seen: Survey,
-    device: torch.device,
-    shown: bool = False,
-) -> int:
-    """Say what is needed: in the log always, as a warning where it is much, and with a refusal where it is too much.
-
-    Args:
-        shown: say it on the terminal too, where there is one.
-    """
-    needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device)
-    own = dict(model.named_parameters())
-    weights = sum(own[name].numel() for layer in layers for name in layer.names)
-    told = f"a '{structure}' Laplace approximation of {weights:,} weights needs {readable(needed)} of memory"
-    logging.getLogger("flowbnn").info(told)
-    console = get_console()
-    if shown and console.is_terminal:
-        console.print(told, highlight=False)
-    if free is None or needed <= WARNED * free:
-        return needed
-    told += f", and {readable(free)} are free"
-    if needed <= REFUSED * free:
-        warnings.warn(told, FlowBNNWarning)
-        return needed
-    cheaper = []
-    for other in ("kron", "diag"):
-        try:
-            less = bytes_needed(other, model, layers, seen)
-        except (IndexError, ValueError):
-            continue
-        if other != structure and less < needed:
-            cheaper.append(f"'{other}' ({readable(less)})")
-    cheaper.append("fewer layers (layers='last' or a glob)")
-    raise FlowBNNError(f"{told}: take {' or '.join(cheaper)}")
-
+__all__ = ["Laplace"]
 
 STRUCTURES = ("kron", "diag", "full")
 CURVATURES = ("ggn", "fisher", "sampled")
@@ -222,8 +117,8 @@ class Laplace(Method):
             network: the network.
             inputs: a few rows; with them the last layer is the one that is called last, else the one that the network has last.
         """
-        seen = Survey.unseen(network) if inputs is None else survey(network, inputs)
-        layers = chosen_layers(network, seen, self.layers, self.structure)
+        seen = survey(network, inputs)
+        layers = choose_layers(network, seen, self.layers, self.structure)
         return bytes_needed(self.structure, network, layers, seen)
 
     def fit(
@@ -242,13 +137,11 @@ class Laplace(Method):
         model, given = without_nested(self.copied(network)), _noise(likelihood)
         chosen, inputs, check = prepare(model, loader, likelihood)
         untrained = not given and isinstance(chosen, Gaussian) and chosen.noise == "learned"
-        check_likelihood(chosen)
+        check_likelihood(chosen, self.predictive)
         seen = survey(model, inputs)
-        layers = chosen_layers(model, seen, self.layers, self.structure)
+        layers = choose_layers(model, seen, self.layers, self.structure)
         shown = settings.progress and is_main_process()
         memory = check_memory(self.structure, model, layers, seen, device_of(model), shown)
-        if self.predictive == "probit" and isinstance(chosen, Gaussian):
-            raise FlowBNNError("predictive='probit' is for classes; regression takes 'linearized'")
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, chosen)
         if self.epochs:
@@ -273,10 +166,9 @@ class Laplace(Method):
             return True
 
         def curved() -> Curvature:
-            generator = torch.Generator().manual_seed(drawn)
             data = batches("curvature")
             return measure(
-                model, layers, self.structure, seen, chosen, data, self.curvature, check, generator, num_data
+                model, layers, self.structure, seen, chosen, data, self.curvature, check, drawn, num_data
             )
 
         with torch.random.fork_rng(devices) if seed is not None else nullcontext():
@@ -289,8 +181,8 @@ class Laplace(Method):
             )
             for _ in range(self.newton):
                 weight = 1.0 if num_data is None else num_data / found.seen
-                slope = gradient(model, names_of(layers), chosen, batches("gradient"), weight)
-                moved = newton_step(model, layers, blocks, precisions, slope, found, curved)
+                data = batches("gradient")
+                moved = newton_step(model, layers, chosen, data, weight, blocks, precisions, found, curved)
                 if moved is None:
                     break
                 found = curved() if noise() else moved

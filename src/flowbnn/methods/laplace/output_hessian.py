@@ -1,7 +1,7 @@
-r"""The curvature of a likelihood in the network's outputs, :math:`\Lambda = -\nabla^2_f \log p(y \mid f)`, and what stands for it.
+r"""The Hessian of the loss in the network's outputs, :math:`\Lambda = -\nabla^2_f \log p(y \mid f)`, or an estimate of it.
 
-It is never written out for all classes at once: what is asked of it are its sum over examples, its diagonal, one row of it, or some
-columns of a square root.
+It is never written out for all classes at once: callers need its sum over examples, its diagonal, one row, or some columns of a square
+root.
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
-__all__ = ["FewColumns", "Independent", "OutputCurvature", "Softmax", "check_likelihood", "output_curvature"]
+__all__ = ["Independent", "OuterProducts", "OutputHessian", "Softmax", "check_likelihood", "output_hessian"]
 
 
-class OutputCurvature:
+class OutputHessian:
     """Matrices ``[C, C]``, one for each of ``b`` examples; ``count`` columns of a square root make each up."""
 
     count: int
@@ -35,7 +35,7 @@ class OutputCurvature:
         raise NotImplementedError
 
 
-class Softmax(OutputCurvature):
+class Softmax(OutputHessian):
     r""":math:`\mathrm{diag}(p) - p p^T`; the columns of a root are :math:`\sqrt{p_k} (e_k - p)`.
 
     >>> p = torch.tensor([[0.2, 0.3, 0.5]])
@@ -54,20 +54,20 @@ class Softmax(OutputCurvature):
         return self.p * (1.0 - self.p)
 
     def row(self, index: int) -> Tensor:
-        found = -self.p[:, index, None] * self.p
-        found[:, index] += self.p[:, index]
-        return found
+        row = -self.p[:, index, None] * self.p
+        row[:, index] += self.p[:, index]
+        return row
 
     def columns(self, low: int, high: int) -> Tensor:
-        some = self.p[:, low:high]
-        found = (-some.sqrt()).unsqueeze(2) * self.p.unsqueeze(1)
+        roots = self.p[:, low:high].sqrt()
+        columns = (-roots).unsqueeze(2) * self.p.unsqueeze(1)
         index = torch.arange(high - low, device=self.p.device)
-        found[:, index, low + index] += some.sqrt()
-        return found
+        columns[:, index, low + index] += roots
+        return columns
 
 
-class Independent(OutputCurvature):
-    """Outputs that speak of targets of their own, with curvatures ``[b, C]``."""
+class Independent(OutputHessian):
+    """A diagonal Hessian ``[b, C]``: every output has a target of its own."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.count = values, values.shape[1]
@@ -79,18 +79,18 @@ class Independent(OutputCurvature):
         return self.values
 
     def row(self, index: int) -> Tensor:
-        found = torch.zeros_like(self.values)
-        found[:, index] = self.values[:, index]
-        return found
+        row = torch.zeros_like(self.values)
+        row[:, index] = self.values[:, index]
+        return row
 
     def columns(self, low: int, high: int) -> Tensor:
-        found = self.values.new_zeros(len(self.values), high - low, self.values.shape[1])
+        columns = self.values.new_zeros(len(self.values), high - low, self.values.shape[1])
         index = torch.arange(high - low, device=self.values.device)
-        found[:, index, low + index] = self.values[:, low:high].sqrt()
-        return found
+        columns[:, index, low + index] = self.values[:, low:high].sqrt()
+        return columns
 
 
-class FewColumns(OutputCurvature):
+class OuterProducts(OutputHessian):
     """Sums of outer products of gradients ``[b, M, C]``."""
 
     def __init__(self, gradients: Tensor) -> None:
@@ -110,22 +110,25 @@ class FewColumns(OutputCurvature):
         return self.gradients[:, low:high]
 
 
-def check_likelihood(likelihood: Likelihood) -> None:
-    """Refuse a likelihood whose curvature is not known."""
-    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian):
+def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
+    """Refuse a likelihood whose Hessian in the outputs is not known, or that has no probit approximation."""
+    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian) or (
+        isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
+    ):
         raise FlowBNNError(
-            f"Laplace knows the curvature of Categorical, Bernoulli and Gaussian, not of {type(likelihood).__name__}"
+            f"Laplace takes a Categorical, a Bernoulli or a Gaussian likelihood with known or learned noise, not {likelihood!r}; "
+            "DeepEnsemble and SWAG take noise='predicted'",
+            kind="likelihood",
         )
-    if isinstance(likelihood, Gaussian) and likelihood.noise == "predicted":
+    if predictive == "probit" and isinstance(likelihood, Gaussian):
         raise FlowBNNError(
-            "Laplace takes a Gaussian likelihood with learned or known noise, not noise='predicted'; "
-            "DeepEnsemble and SWAG take that"
+            "predictive='probit' is for classes; regression takes 'linearized'", kind="likelihood"
         )
 
 
-def output_curvature(
+def output_hessian(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, kind: str, generator: torch.Generator
-) -> OutputCurvature:
+) -> OutputHessian:
     """For outputs ``[b, C]``: exact (``"ggn"``), of the observed targets (``"fisher"``), or of drawn ones (``"sampled"``)."""
     if isinstance(likelihood, Categorical):
         p = outputs.softmax(1)
@@ -136,7 +139,7 @@ def output_curvature(
             targets = (p.double().cumsum(1) < drawn).sum(1).clamp_max(p.shape[1] - 1)
         gradient = p.clone()
         gradient[torch.arange(len(p), device=p.device), targets.to(p.device).long()] -= 1.0
-        return FewColumns(gradient.unsqueeze(1))
+        return OuterProducts(gradient.unsqueeze(1))
     if isinstance(likelihood, Bernoulli):
         p = outputs.sigmoid()
         if kind == "ggn":
@@ -144,12 +147,12 @@ def output_curvature(
         truth = targets.reshape(p.shape).to(p)
         if kind == "sampled":
             truth = (torch.rand(p.shape, generator=generator).to(p) < p).to(p)
-        return FewColumns((p - truth).unsqueeze(1))
+        return OuterProducts((p - truth).unsqueeze(1))
     assert isinstance(likelihood, Gaussian)
     mean, variance = likelihood.moments(outputs)
     if kind == "ggn":
         return Independent(1.0 / variance)
     if kind == "sampled":
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
-        return FewColumns((noise * variance.rsqrt()).unsqueeze(1))
-    return FewColumns(((mean - targets.to(mean).reshape(mean.shape)) / variance).unsqueeze(1))
+        return OuterProducts((noise * variance.rsqrt()).unsqueeze(1))
+    return OuterProducts(((mean - targets.to(mean).reshape(mean.shape)) / variance).unsqueeze(1))

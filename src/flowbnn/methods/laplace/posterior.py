@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
-from flowbnn.methods.laplace.blocks import BLOCKS, Block, Full
+from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Full, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
 from flowbnn.methods.laplace.layers import without_nested
 from flowbnn.posterior.base import Posterior
@@ -285,6 +285,7 @@ class LaplacePosterior(WeightPosterior):
         columns = [
             kept[0] if own[name].ndim > 1 else kept[0].new_ones(len(kept[0]), 1) for name in block.shapes
         ]
+        assert isinstance(block, Diagonal | Kronecker)
         return block.linear_variance(columns)
 
     def drawing(
@@ -342,7 +343,10 @@ class LaplacePosterior(WeightPosterior):
                 name.partition(".")[2]: value for name, value in state.items() if name.startswith(f"{index}.")
             }
             shapes = {name: tuple(own[name].shape) for name in each["names"]}
-            blocks.append(BLOCKS[each["kind"]](shapes, tensors, float(each["prior"])))
+            block = BLOCKS[each["kind"]](shapes, tensors, float(each["prior"]))
+            if block.eigenvalues.numel() != block.size:
+                raise ValueError(f"the curvature of '{each['names'][0]}' does not fit its weights")
+            blocks.append(block)
         told = settings["told"]
         if not blocks or not {"log_evidence", "precisions", "memory", "direct"} <= set(told):
             raise ValueError("it lacks what a Laplace posterior keeps")
