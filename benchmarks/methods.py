@@ -16,7 +16,8 @@ from common import MODELS, arguments, interleave, positive, report, shape_of, wr
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
-from flowbnn.posterior.forward import casting, half_of
+from flowbnn.posterior.base import HALF
+from flowbnn.posterior.forward import casting
 
 METHODS = {
     "Bayes by Backprop": fb.BayesByBackprop(),
@@ -109,7 +110,7 @@ def predict(found: Any, methods: dict[str, Any], batch: Any) -> Any:
     images = torch.randn(found.images, *shape_of(found.model), device=device)
 
     def plainly() -> None:
-        with torch.inference_mode(), casting(torch.device(device), half_of(precision)):
+        with torch.inference_mode(), casting(torch.device(device), HALF.get(precision or "")):
             for _ in range(found.samples):
                 plain(images)
 

@@ -21,8 +21,9 @@ from common import MODELS, arguments, interleave, positive, report, rules, shape
 
 import flowbnn as fb
 from flowbnn.posterior import noise_sampler as sampling
+from flowbnn.posterior.base import HALF
 from flowbnn.posterior.compiled import HalfWeights
-from flowbnn.posterior.forward import casting, compiled, half_of
+from flowbnn.posterior.forward import Kept, casting, compiled
 from flowbnn.posterior.noise_sampler import plan_for
 
 EXTRA = {
@@ -53,14 +54,14 @@ def main() -> None:
         plain = plain.to(memory_format=torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}
-    forward = compiled(plain, graphs=device == "cuda") if found.compile else lambda network, x: network(x)
+    forward = compiled(Kept(), graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
     if samples % found.together:
         raise SystemExit(f"--together {found.together} does not divide the {samples} samples")
     rows_of_plain = images.repeat(found.together, *(1,) * len(shape))
     if device == "cuda" and images.ndim == 4:
         rows_of_plain = rows_of_plain.contiguous(memory_format=torch.channels_last)
-    half = half_of(found.precision)
+    half = HALF.get(found.precision or "")
     lying = torch.channels_last if device == "cuda" else torch.preserve_format
 
     @torch.no_grad()

@@ -1,9 +1,14 @@
 """Every kind of noise in one network, other compilers, and the outputs of compiled passes."""
 
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
 import torch
 
 import flowbnn as fb
 from flowbnn.posterior import forward as passes
+from flowbnn.posterior.base import Prediction, PredictOptions
+from flowbnn.posterior.forward import Kept
 from flowbnn.posterior.noise_sampler import Sampler
 
 MIXED = {
@@ -32,6 +37,23 @@ def compile_by(backend, monkeypatch):
     monkeypatch.setattr(passes.torch, "compile", compile_)
 
 
+KEPT = WeakKeyDictionary()  # of each network, as a posterior would keep it
+
+
+@contextmanager
+def drawing(model, samples, plan="auto", **options):
+    """Draws from a network during one prediction: ``draw(inputs, low, high)``."""
+    kept = KEPT.setdefault(model, Kept())
+    with Prediction(model, PredictOptions(samples, **options), samples, kept) as prediction:
+        sampler = Sampler(prediction, plan)
+
+        def draw(inputs, low=0, high=samples):
+            return sampler(inputs, low, high)
+
+        draw.sampler = sampler
+        yield draw
+
+
 def compiled_outputs(model, inputs, samples, seed=1, **options):
-    with Sampler(model, samples, seed=seed, compile=True, **options) as draw:
+    with drawing(model, samples, seed=seed, compile=True, **options) as draw:
         return draw(inputs)

@@ -1,12 +1,8 @@
 """A compiler that only traces, for tests of what is compiled."""
 
-import weakref
-
 import pytest
 import torch
-from compiling import compile_by
-
-from flowbnn.posterior import forward as passes
+from compiling import KEPT, compile_by
 
 
 @pytest.fixture
@@ -19,6 +15,6 @@ def traced(monkeypatch):
         return graph.forward
 
     compile_by(backend, monkeypatch)
-    monkeypatch.setattr(passes, "_COMPILED", weakref.WeakKeyDictionary())
+    KEPT.clear()
     yield counts
     torch._dynamo.reset()

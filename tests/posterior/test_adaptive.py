@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.posterior.adaptive import adaptive_outputs, as_adaptive
+from flowbnn.posterior import Posterior, PredictOptions
+from flowbnn.posterior.adaptive import adaptive_outputs
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 
@@ -203,20 +204,23 @@ def test_a_point_and_a_regression():
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: fb.Adaptive(tolerance=0.0), "tolerance of adaptive sampling is above 0, not 0.0"),
-        (lambda: fb.Adaptive(certainty=1.0), "certainty of a decision lies between 0 and 1, not 1.0"),
-        (lambda: fb.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', not 'sure'"),
-        (lambda: fb.Adaptive(start=1), "at least 2 samples, not 1"),
-        (lambda: fb.Adaptive(growth=1.0), "above 1, not 1.0"),
-        (lambda: fb.Adaptive(lead=-1.0), "at least 0, not -1.0"),
-        (lambda: fb.Adaptive(tolerance="a"), "the tolerance of adaptive sampling is a number, not a str"),
-        (lambda: as_adaptive(True), "a tolerance such as 0.01, or an Adaptive"),
-        (lambda: as_adaptive("fast"), "not a str"),
+        (lambda: fb.Adaptive(tolerance=0.0), "tolerance=...\\) must be a number above 0, got 0.0"),
+        (
+            lambda: fb.Adaptive(certainty=1.0),
+            "certainty=...\\) must be a number above 0 and below 1, got 1.0",
+        ),
+        (lambda: fb.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', got 'sure'"),
+        (lambda: fb.Adaptive(start=1), "start=...\\) must be an integer of at least 2, got 1"),
+        (lambda: fb.Adaptive(growth=1.0), "above 1, got 1.0"),
+        (lambda: fb.Adaptive(lead=-1.0), "at least 0, got -1.0"),
+        (lambda: fb.Adaptive(tolerance="a"), "tolerance=...\\) must be a number above 0, got"),
+        (lambda: PredictOptions(adaptive=True), "adaptive=.* must be an Adaptive, a number above 0 or None"),
+        (lambda: PredictOptions(adaptive="fast"), "adaptive"),
         (
             lambda: fb.PointPosterior(nn.Linear(4, 3), fb.Categorical()).predict(
                 torch.ones(2, 4), adaptive=0.01, shared=False
             ),
-            "adaptive sampling needs the same draws for all inputs",
+            "adaptive needs the same draws for all inputs",
         ),
     ],
 )
@@ -226,17 +230,18 @@ def test_bad_input(make, line):
 
 
 def test_a_strangers_posterior_takes_part():
-    class Coins(fb.methods.Posterior):
-        def outputs(self, inputs, samples, *, shared, seed, max_batch):
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randn(samples, len(inputs), 2, generator=generator) + inputs
+    class Coins(Posterior):
+        def outputs(self, inputs, samples, prediction):
+            generator = torch.Generator().manual_seed(prediction.seed)
+            every = torch.randn(prediction.samples, len(inputs), 2, generator=generator) + inputs
+            return every[samples.start : samples.stop]
 
     coins = Coins(nn.Linear(1, 1), fb.Categorical())
     x = torch.tensor([[4.0, 0.0], [0.0, 0.0]])
     found = coins.predict(x, 64, seed=0, adaptive=0.02)
     assert found.samples_spent[0] < found.samples_spent[1]
-    with pytest.raises(fb.FlowBNNError, match="Coins predicts in its own way"):
-        coins.predict(x, precision="bf16")
+    with pytest.raises(fb.FlowBNNError, match="Coins does not compile"):
+        coins.predict(x, compile=True)
     loader = DataLoader(TensorDataset(x, torch.tensor([0, 1])), batch_size=1)
     assert len(coins.predict(loader, 8)) == 2
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiling import MAPPED, MIXED, compiled_outputs
+from compiling import MAPPED, MIXED, compiled_outputs, drawing
 from torch import nn
 
 import flowbnn as fb
@@ -12,7 +12,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.posterior import compiled as given
 from flowbnn.posterior import noise_sampler as sampling
 from flowbnn.posterior.compiled import MAPS, GivenDraws, pass_given
-from flowbnn.posterior.noise_sampler import Sampler, sample_outputs
+from flowbnn.posterior.noise_sampler import sample_outputs
 
 
 @pytest.mark.parametrize("rules", [MIXED, MAPPED, {"fc1": fb.NormalPlanar(2), "fc3": fb.NormalAffine()}])
@@ -102,7 +102,7 @@ def test_a_part_of_the_samples_goes_through_one_by_one(monkeypatch):
         "compiled",
         lambda *args, **options: lambda *given: passed.append(len(given[2])) or pass_given(*given),
     )
-    with Sampler(model, 8, seed=1, compile=True) as draw:
+    with drawing(model, 8, seed=1, compile=True) as draw:
         draw(torch.randn(4, 3, 32, 32), 0, 3)
         draw(torch.randn(4, 3, 32, 32))
     assert passed == [1, 1, 1, 8]
@@ -119,7 +119,7 @@ def test_on_a_gpu_few_images_go_through_with_several_samples(rules, precision, m
     images = torch.randn(32, 3, 32, 32, device="cuda")
     work = 32 * sampling.plan_for(model, images).work
     allowed = {"rtol": 1e-3, "atol": 1e-3} if precision is None else {"rtol": 0.05, "atol": 0.03}
-    with Sampler(model, 16, seed=1, precision=precision) as draw:
+    with drawing(model, 16, seed=1, precision=precision) as draw:
         expected = draw(images)
     apart = (expected - expected.roll(1, 0)).abs().amax((1, 2)).min()  # of any sample and the one before it
     for several in (1, 4, 16):

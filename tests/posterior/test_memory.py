@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.posterior.collect import Store, expected_rows, in_groups
+from flowbnn.posterior.collect import Collected, expected_rows, grouped
 from flowbnn.posterior.forward import out_of_memory
 from flowbnn.posterior.noise_sampler import sample_outputs
 
@@ -121,26 +121,30 @@ def test_small_batches_go_through_together_in_order():
 
 def test_batches_of_other_shapes_are_kept_apart():
     batches = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5), (torch.zeros(2, 5), torch.ones(2))]
-    found = [(tuple(some.shape), len(truth)) for some, truth in in_groups(batches, lambda some: 100)]
+    found = [(tuple(some.shape), len(truth)) for _, (some, truth) in grouped(batches, lambda some: 100)]
     assert found == [((4, 3), 0), ((4, 5), 1)]
     pairs = [((torch.zeros(2, 3), {"mask": torch.ones(2, 1)}), torch.ones(2))] * 3
-    ((both, truth),) = in_groups(pairs, lambda some: 100)
+    ((_, (both, truth)),) = grouped(pairs, lambda some: 100)
     assert both[0].shape == (6, 3)
     assert both[1]["mask"].shape == (6, 1)
     assert len(truth) == 3
 
 
+class Counted:
+    """A loader that says how many rows it has."""
+
+    def __init__(self, number):
+        self.num_data = number
+
+
 def test_the_store_takes_more_or_less_than_was_expected():
     parts = [torch.randn(3, count, 2) for count in (4, 1, 5, 2)]
     for expected in (0, 4, 12, 40):
-        store = Store(expected)
+        store = Collected(Counted(expected))
         for part in parts:
-            place = store.room(part.shape[1])
-            if place is not None:
-                place.copy_(part)
-            store.add(part if place is None else place, place)
-        assert torch.equal(store.outputs, torch.cat(parts, 1))
-    store = Store(12)
+            store.add(part)
+        assert torch.equal(store.gathered()[0], torch.cat(parts, 1))
+    store = Collected(Counted(12))
     store.add(parts[0])
     base = store.tensor
     for part in parts[1:]:
@@ -149,7 +153,7 @@ def test_the_store_takes_more_or_less_than_was_expected():
     assert expected_rows(DataLoader(TensorDataset(torch.zeros(9, 2)), batch_size=2)) == 9
     assert expected_rows(iter([])) == 0
     with pytest.raises(fb.FlowBNNError, match="the loader is empty"):
-        _ = Store().outputs
+        Collected([]).gathered()
 
 
 def test_many_equal_samples_of_a_point():

@@ -7,6 +7,8 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
+from flowbnn.noise import InputNoise
+from flowbnn.posterior import PredictOptions
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def test_draws_are_those_of_a_prediction(posterior):
     draws = posterior.draws(3, seed=5)
     assert {name: tuple(value.shape) for name, value in draws.items()} == {"0": (3, 4), "2": (3, 16)}
     inputs = blobs().tensors[0][:6]
-    outputs = posterior.outputs(inputs, 3, shared=True, seed=5, max_batch=None)
+    outputs = posterior.collect(inputs, PredictOptions(3, seed=5))[0]
     first, last = posterior.model[0], posterior.model[2]
     by_hand = torch.stack(
         [
@@ -41,7 +43,7 @@ def test_the_density_is_that_of_the_layers(posterior):
     base = torch.distributions.Normal(1.0, 0.5)  # a fresh NormalAffine is its base
     gaussian = base.log_prob(draws["2"]).sum(-1)
     planar = posterior.log_prob(draws) - gaussian
-    noise = next(part for part in posterior.model[0].modules() if isinstance(part, fb.noise.InputNoise))
+    noise = next(part for part in posterior.model[0].modules() if isinstance(part, InputNoise))
     assert torch.allclose(planar, noise.posterior().log_prob(draws["0"]).detach(), atol=1e-4)
     assert layer.in_features == draws["2"].shape[-1]
 

@@ -9,7 +9,8 @@ from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.node_noise import align_batch_axes
 from flowbnn.noise import noise_layers
-from flowbnn.posterior.noise_sampler import max_rows, observe, plan_for, sample_outputs
+from flowbnn.posterior.forward import Forward, Kept
+from flowbnn.posterior.noise_sampler import observe, plan_for, sample_outputs
 
 
 class Counting(nn.Module):
@@ -183,15 +184,19 @@ def test_the_chunk_follows_the_width_of_the_network():
     wide = fb.to_stochastic(
         nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.NormalAffine()}
     )
-    assert 16 <= max_rows(wide, torch.ones(3, 8)) < max_rows(narrow, torch.ones(3, 8))
+    few, many = (Forward(model, Kept()).full_pass(torch.ones(3, 8)) for model in (wide, narrow))
+    assert 16 <= few < many
 
 
 @pytest.mark.parametrize(
     ("act", "line"),
     [
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples is a whole number of at least 1, not 0"),
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "whole number of at least 1, not 2.5"),
-        (lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0), "max_batch is at least 1"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 0), "samples=...\\) must be an integer of at least 1"),
+        (lambda m: sample_outputs(m, torch.ones(2, 4), 2.5), "integer of at least 1 or None, got 2.5"),
+        (
+            lambda m: sample_outputs(m, torch.ones(2, 4), 1, max_batch=0),
+            "max_batch=...\\) must be an integer of at least 1",
+        ),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
         (lambda m: sample_outputs(m, "images", 1), "tensors"),
         (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off'"),

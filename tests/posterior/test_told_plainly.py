@@ -114,7 +114,7 @@ def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
     one_line(lambda: posterior.predict(INPUTS[0], 2), "a single one is given as inputs[None]")
     one_line(lambda: posterior.predict(INPUTS.long(), 2), "inputs.float()")
     one_line(lambda: posterior.predict(np.zeros((2, 4)), 2), "torch.from_numpy(inputs)")
-    one_line(lambda: posterior.predict(INPUTS, "128"), "not '128'")
+    one_line(lambda: posterior.predict(INPUTS, "128"), "got '128'")
     one_line(lambda: fb.load_posterior(tmp_path, network()), "is a folder")
 
 

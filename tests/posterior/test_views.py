@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
+from flowbnn.posterior import PredictOptions
 from flowbnn_studies.data import mirrored
 
 
@@ -41,7 +42,7 @@ def test_two_classes_from_one_logit():
 def test_numbers_have_the_moments_of_the_mixture(noise):
     posterior, x = noisy(2, fb.Gaussian(noise)), images()
     found = posterior.predict(x, 8, seed=0, views=[mirrored])
-    one, two = (posterior.outputs(v, 8, shared=True, seed=0, max_batch=None) for v in (x, x.flip(-1)))
+    one, two = (posterior.collect(v, PredictOptions(8, seed=0))[0] for v in (x, x.flip(-1)))
     (mean, variance), (other, variance_there) = (
         posterior.likelihood.moments(one),
         posterior.likelihood.moments(two),
@@ -79,11 +80,11 @@ def test_adaptive_samples_are_a_beginning_of_all():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"views": mirrored}, "a sequence of functions"),
-        ({"views": 3}, "a sequence of functions"),
-        ({"max_batch": "a"}, "max_batch is at least 1, and a whole number, not 'a'"),
-        ({"max_batch": 1.5}, "and a whole number, not 1.5"),
-        ({"views": ["mirrored"]}, "a view is a function of a batch of inputs, not a str"),
+        ({"views": mirrored}, "views=.* must be a list"),
+        ({"views": 3}, "views=.* must be a list"),
+        ({"max_batch": "a"}, "max_batch=.* must be an integer of at least 1 or None, got 'a'"),
+        ({"max_batch": 1.5}, "max_batch=.* must be an integer"),
+        ({"views": ["mirrored"]}, "views must be functions of a batch of inputs"),
         ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
         ({"views": [lambda x: None]}, "not a NoneType"),
         ({"views": [mirrored], "shared": False}, "leave shared=True"),

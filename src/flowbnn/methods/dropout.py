@@ -11,7 +11,7 @@ is :math:`2\lambda`, its penalty being half of the squared norm times it. The lo
 differ.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,9 +25,7 @@ from flowbnn.methods.base import LikelihoodName, Method, register_method
 from flowbnn.methods.fitting import fit_point
 from flowbnn.methods.node_noise import NoisePosterior, fit
 from flowbnn.noise import Dropout, wrappable
-from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import rows
-from flowbnn.posterior.forward import Compile, Passes, Result
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import generator_of
 
 __all__ = ["DropoutPosterior", "MCDropout"]
@@ -127,58 +125,29 @@ class DropoutPosterior(Posterior):
             "whose draws are shared"
         )
 
-    def drawing(
-        self,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-    ) -> "DropoutPasses":
-        """As :meth:`Posterior.drawing`; torch's dropout draws for every example, whatever ``shared`` says."""
-        if compile is True:
-            raise FlowBNNError(
-                "dropout of the network's own does not compile for prediction; leave compile as it is"
-            )
-        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-        return DropoutPasses(self.model, samples, seed, max_batch, precision)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Passes with dropout on, each sample from a seed of its own; torch's own generators are left as they were.
 
-    @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``."""
-        return cls.restore(network, *cls.read(path), path)
-
-
-class DropoutPasses(Passes):
-    """Passes with dropout on, sample by sample, each from a seed of its own; torch's own generators are left as they were."""
-
-    def __init__(
-        self, model: nn.Module, samples: int, seed: int, max_batch: int | None, precision: str | None
-    ) -> None:
-        super().__init__(model, max_batch, precision, False)
-        self.samples, self.seed = samples, seed
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        result = Result(out, high - low, rows(inputs))
-        devices = [self.device] if self.device.type == "cuda" else []
+        torch's dropout draws for every example, whatever ``shared`` says.
+        """
+        devices = [prediction.device] if prediction.device.type == "cuda" else []
         parts = own_dropout(self.model)
         for part in parts:
             part.train()
         try:
             with torch.random.fork_rng(devices):
-                for index in range(low, high):
-                    torch.manual_seed(generator_of(self.seed, index).initial_seed())
-
-                    def write(outputs: Tensor, start: int, stop: int, at: int = index - low) -> None:
-                        result.write(outputs.unsqueeze(0), at, at + 1, start, stop)
-
-                    self.through(inputs, write)
+                return prediction.run(inputs, self._networks(samples, prediction), len(samples))
         finally:
             for part in parts:
                 part.eval()
-        return result.tensor
+
+    def _networks(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
+        seed = prediction.seed if prediction.shared else prediction.seed + prediction.batch
+        for index in samples:
+            torch.manual_seed(generator_of(seed, index).initial_seed())
+            yield prediction.network
+
+    @classmethod
+    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
+        """Read a saved posterior into ``network``."""
+        return cls.restore(network, *cls.read(path), path)

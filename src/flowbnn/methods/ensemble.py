@@ -19,11 +19,11 @@ from flowbnn.likelihoods import Gaussian, Likelihood, log_variance
 from flowbnn.methods.base import LikelihoodName, Method, check_whole, register_method
 from flowbnn.methods.ensemble_vmap import Aside, member_seed, own_order, train_together, why_apart
 from flowbnn.methods.fitting import first_batch, fit_point, prepare
-from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import move
 from flowbnn.posterior.forward import device_of, dtype_of
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, WeightPasses, check_members
+from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
 __all__ = ["DeepEnsemble", "EnsemblePosterior", "initialize_anew"]
@@ -83,22 +83,19 @@ class EnsemblePosterior(MemberPosterior):
             likelihood.log_scale.data = self.log_scales[index].clone()
         return likelihood
 
-    def drawing(self, samples: int, **options: Any) -> Any:
-        passes = super().drawing(samples, **options)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""
+        means = super().outputs(inputs, samples, prediction)
         if self.log_scales is None:
-            return passes
-        noisy = NoisyPasses(
-            self, samples, passes.seed, passes.max_batch, options.get("precision"), passes.compile
-        )
-        noisy.source = passes.source
-        taken = torch.tensor([self.chosen(index, samples) for index in range(samples)])
-        noisy.log_variances = log_variance(self.log_scales[taken.to(self.log_scales.device)])
-        return noisy
+            return means
+        taken = torch.tensor([self.chosen(index, prediction.samples) for index in samples])
+        noise = log_variance(self.log_scales[taken.to(self.log_scales.device)])
+        return torch.cat([means, noise.to(means).unsqueeze(1).expand_as(means)], -1)
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         if self.log_scales is None:
             return super()._predictive(outputs, spent)
-        known = Gaussian("predicted")  # NoisyPasses gives the noise with the outputs
+        known = Gaussian("predicted")  # the noise comes with the outputs
         if spent is None:
             return known.predictive(outputs)
         return known.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
@@ -120,21 +117,6 @@ class EnsemblePosterior(MemberPosterior):
         if log_scales is not None and log_scales.shape != (made.size, point.likelihood.dim):
             raise ValueError("the noise of its members does not fit their number")
         return made
-
-
-class NoisyPasses(WeightPasses):
-    """Outputs of one member after the other, each with the log-variance of that member's noise beside it."""
-
-    log_variances: Tensor
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        high = self.samples if high is None else high
-        means = super().__call__(inputs, low, high)
-        noise = self.log_variances[low:high].to(means).unsqueeze(1).expand_as(means)
-        outputs = torch.cat([means, noise], -1)
-        return outputs if out is None else out.copy_(outputs)
 
 
 def initialize_anew(network: nn.Module) -> list[str]:

@@ -34,7 +34,7 @@ from flowbnn.noise import (
     recipe_from_dict,
 )
 from flowbnn.objectives import ELBO, warm_up
-from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import count_data, repeat_each, rows, split_batch, take
 from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
 from flowbnn.training import Clock, capturable, is_main_process
@@ -94,8 +94,11 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     parts = ("likelihood", "history", "recipes")
 
-    def drawing(self, samples: int, **options: Any) -> Sampler:
-        return Sampler(self.model, samples, **options)
+    compiles = True
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        sampler = prediction.keep("sampler", lambda: Sampler(prediction))
+        return sampler(inputs, samples.start, samples.stop)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""

@@ -8,7 +8,6 @@ The calibration to try first, on top of any method: it changes no weight and, of
 import math
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +21,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import LikelihoodName, Method, register_method
 from flowbnn.methods.point import MAP
-from flowbnn.posterior.base import Posterior, Stored, load_posterior
+from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior
 from flowbnn.posterior.batches import call, rows, split_batch, take
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
@@ -52,19 +51,15 @@ class TemperedPosterior(Posterior):
             raise FlowBNNError(f"a temperature is a number above 0, not {temperature}")
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior, self.temperature = posterior, float(temperature)
-        self.default_samples = posterior.default_samples
+        self.default_samples, self.kept = posterior.default_samples, posterior.kept
+        self.compiles, self.only_shared = posterior.compiles, posterior.only_shared
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        """Raw outputs as those of the posterior within."""
-        return self.posterior.outputs(inputs, samples, shared=shared, seed=seed, max_batch=max_batch)
-
-    def drawing(self, samples: int, **options: Any) -> AbstractContextManager[Any]:
-        return self.posterior.drawing(samples, **options)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs of the posterior within."""
+        return self.posterior.outputs(inputs, samples, prediction)
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         return tempered(self.posterior._predictive(outputs, spent), self.temperature, spent)
@@ -159,31 +154,19 @@ def temper(
     return TemperedPosterior(posterior, temperature)
 
 
-class _Raw(Posterior):
-    """A posterior that predicts what its network gives, untouched."""
-
-    def __init__(self, posterior: Posterior) -> None:
-        super().__init__(posterior.model, posterior.likelihood)
-        self.drawing = posterior.drawing  # type: ignore[method-assign]
-
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        return outputs
-
-
 def _outputs(
     posterior: Posterior, loader: Iterable[Any], samples: int | None, seed: int, progress: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[S, B, ...]`` in float64, and targets."""
-    found, targets = _Raw(posterior).predict_with_targets(
-        loader, samples or posterior.default_samples, seed=seed, progress=progress
-    )
+    options = PredictOptions(samples, seed=seed, progress=progress)
+    found, _, targets = posterior.collect(loader, options)
     if targets is None:
         raise FlowBNNError(
             "temperature scaling needs batches of (inputs, targets), but the loader gives inputs alone"
         )
     if not bool(torch.isfinite(found).all()):
         raise FlowBNNError("the posterior gives NaN or infinity on the validation data")
-    return found.double(), targets.to(found.device)
+    return found.double(), posterior.likelihood.canonical(targets).to(found.device)
 
 
 def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> float:

@@ -1,7 +1,7 @@
 """What every fit returns: a posterior, which predicts, is sampled from, evaluated, saved and loaded."""
 
 from flowbnn.posterior.adaptive import Adaptive
-from flowbnn.posterior.base import Posterior, load_posterior
+from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior
 from flowbnn.posterior.evaluate import evaluate
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
@@ -11,6 +11,8 @@ __all__ = [
     "MemberPosterior",
     "PointPosterior",
     "Posterior",
+    "PredictOptions",
+    "Prediction",
     "WeightPosterior",
     "evaluate",
     "load_posterior",

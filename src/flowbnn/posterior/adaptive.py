@@ -7,18 +7,17 @@ input, so that an answer with ``n`` samples is made of the first ``n`` samples o
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import Ge, Gt, NonNegative, Positive, Probability, options
 from flowbnn.posterior.batches import pick, rows
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
-__all__ = ["Adaptive", "adaptive_outputs", "as_adaptive"]
+__all__ = ["Adaptive", "adaptive_outputs"]
 
 Draw = Callable[[Any, int, int], Tensor]
 
@@ -26,7 +25,7 @@ Draw = Callable[[Any, int, int], Tensor]
 ENOUGH = 16  # samples from which on a standard error is believed
 
 
-@dataclass(frozen=True)
+@options
 class Adaptive:
     r"""When an input has had enough samples.
 
@@ -65,34 +64,12 @@ class Adaptive:
     [8, 12, 18, 27, 40, 60, 91, 128]
     """
 
-    tolerance: float = 0.01
-    certainty: float = 0.95
+    tolerance: Positive = 0.01
+    certainty: Probability = 0.95
     until: Literal["probabilities", "decision", "either"] = "either"
-    start: int = 8
-    growth: float = 1.5
-    lead: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("tolerance", "certainty", "growth", "lead"):
-            if not isinstance(getattr(self, name), Real):
-                kind = type(getattr(self, name)).__name__
-                raise FlowBNNError(f"the {name} of adaptive sampling is a number, not a {kind}")
-        if not self.tolerance > 0:
-            raise FlowBNNError(f"the tolerance of adaptive sampling is above 0, not {self.tolerance}")
-        if not 0 < self.certainty < 1:
-            raise FlowBNNError(f"the certainty of a decision lies between 0 and 1, not {self.certainty}")
-        if self.until not in ("probabilities", "decision", "either"):
-            raise FlowBNNError(
-                f"adaptive sampling goes on until 'probabilities', 'decision' or 'either', not {self.until!r}"
-            )
-        if not isinstance(self.start, int) or self.start < 2:
-            raise FlowBNNError(
-                f"adaptive sampling starts with a whole number of at least 2 samples, not {self.start}"
-            )
-        if not self.growth > 1:
-            raise FlowBNNError(f"the growth from look to look is above 1, not {self.growth}")
-        if not self.lead >= 0:
-            raise FlowBNNError(f"the lead of a decision is a number of at least 0, not {self.lead}")
+    start: Annotated[int, Ge(2)] = 8
+    growth: Annotated[float, Gt(1)] = 1.5
+    lead: NonNegative = 2.0
 
     def looks(self, samples: int) -> list[int]:
         """The numbers of samples after which there is a look, and at last all of them."""
@@ -133,17 +110,6 @@ class Adaptive:
         count, error = predictive.num_samples, predictive.sampling_error
         widened = math.sqrt((count - 1) / float(chdtri(count - 1, self.certainty)))
         return (error == 0) | ((error * widened <= self.tolerance) & (count >= ENOUGH))
-
-
-def as_adaptive(rule: "Adaptive | float | None") -> Adaptive | None:
-    """A rule, or the tolerance of one."""
-    if rule is None or isinstance(rule, Adaptive):
-        return rule
-    if isinstance(rule, bool) or not isinstance(rule, Real):
-        raise FlowBNNError(
-            f"adaptive is a tolerance such as 0.01, or an Adaptive(...), not a {type(rule).__name__}"
-        )
-    return Adaptive(tolerance=float(rule))
 
 
 def adaptive_outputs(

@@ -1,15 +1,33 @@
-r"""The contract of a posterior: what every method's ``fit`` returns, and all that evaluation needs.
+r"""The contract of a posterior: what every method's ``fit`` returns, and how it predicts.
 
-A posterior gives samples of outputs, ``[S, B, ...]``; everything else (the predictive, the uncertainties, the metrics) is made
-of those samples by the same code for every method. To write one, subclass :class:`Posterior` and define ``outputs``.
+A posterior stands for many networks that agree with the data. It implements one method, :meth:`Posterior.outputs`: the outputs of
+some of these networks, its samples, for a batch of inputs. Everything else is done here, for every method alike. ``predict``
+
+1. checks its options (:class:`PredictOptions`) and opens a :class:`Prediction`, the one object that lives as long as the call: it
+   holds the number of samples, the seed, device and precision, and what the posterior draws once for the whole prediction;
+2. goes through the batches of a loader (a tensor of inputs is a loader of one batch), several small ones at a time;
+3. asks ``outputs`` for the samples of these inputs: all of them, or in rounds until the answer has settled
+   (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any (:mod:`flowbnn.posterior.views`);
+4. collects the outputs ``[samples, rows, ...]`` in the loader's order, gathered from all processes if there are several
+   (:mod:`flowbnn.posterior.collect`), and lets the likelihood make a predictive distribution of them.
+
+``outputs`` itself mostly calls ``prediction.run``, which runs a network over the rows in chunks that fit the device's memory
+(:mod:`flowbnn.posterior.forward`). A posterior of one network is three lines:
+
+>>> class One(Posterior):
+...     def outputs(self, inputs, samples, prediction):
+...         return prediction.run(inputs).expand(len(samples), -1, -1)
+>>> One(nn.Linear(2, 3), make_likelihood("categorical")).predict(torch.zeros(5, 2), 4).probabilities.shape
+torch.Size([5, 3])
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +35,12 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs, as_adaptive
-from flowbnn.posterior.batches import (
-    call,
-    check_finite,
-    checked_batch,
-    failure,
-    is_batch,
-    move,
-    rows,
-    split_batch,
-)
-from flowbnn.posterior.collect import Gathering, Sharded, Store, expected_rows, gathering, in_groups
-from flowbnn.posterior.forward import Compile, Passes, casting, device_of, dtype_of, evaluating, half_of
-from flowbnn.posterior.views import View, Viewed, check_views
+from flowbnn.options import Count, Positive, options, takes
+from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
+from flowbnn.posterior.batches import call, failure, is_batch, move, split_batch
+from flowbnn.posterior.collect import Collected, grouped, sharing
+from flowbnn.posterior.forward import Forward, Kept, casting, device_of, dtype_of, evaluating
+from flowbnn.posterior.views import View, averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
     History,
@@ -44,26 +54,118 @@ from flowbnn.training import (
 from flowbnn.training.checkpoint import kinds_of, warn_of_other_kinds
 from flowbnn.training.finite import first_nonfinite_tensor
 
-__all__ = ["Posterior", "Stored", "load_posterior"]
-
-# -------------------- stored.py
-
-
-class Stored:
-    """What one posterior saved, where it is a part of another's file."""
-
-    def __init__(self, path: Any, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-        self.path, self.contents = path, (tensors, document)
-
-    def __str__(self) -> str:
-        return str(self.path)
-
+__all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
+HALF = {
+    "bf16": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+    "fp16": torch.float16,
+    "16-mixed": torch.float16,
+}
+
+
+@options
+class PredictOptions:
+    """The options of a prediction.
+
+    Args:
+        samples: networks to average; the posterior's own number (``default_samples``) unless given.
+        shared: the same draws for all inputs, which are then functions: cheaper, and a prediction does not depend on what else is in
+            its batch. False draws anew for every example, as Xiong's report does.
+        seed: of the draws; the same seed gives the same numbers.
+        max_batch: rows in one pass; None estimates what the device holds.
+        adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
+            certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and ``samples_spent`` of
+            the result says what each had.
+        views: functions from a batch of inputs to as many others that mean the same, such as :func:`flowbnn.data.mirrored`: every
+            sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
+            price of as many more passes.
+        precision: ``"bf16"`` or ``"fp16"`` lets layers compute in half precision (autocast), while noise and flows stay in float32.
+        compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute once per
+            posterior, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
+        sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each predicts a
+            share of it and all get the whole, in the loader's order. False lets this process predict all of it.
+        progress: show a bar over a loader, on a terminal.
+    """
+
+    samples: Count | None = None
+    shared: bool = True
+    seed: int | None = None
+    max_batch: Count | None = None
+    adaptive: Adaptive | Positive | None = None
+    views: Sequence[View] = ()
+    precision: Literal["bf16", "bf16-mixed", "fp16", "16-mixed", "32", "32-true", "float32"] | None = None
+    compile: bool | Literal["auto"] = "auto"
+    sharded: bool | Literal["auto"] = "auto"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not all(map(callable, self.views)):
+            raise FlowBNNError(
+                "views must be functions of a batch of inputs, such as [mirrored]",
+                kind="value",
+                argument="views",
+            )
+        if not self.shared and (self.views or self.adaptive is not None):
+            argument = "views" if self.views else "adaptive"
+            raise FlowBNNError(
+                f"{argument} needs the same draws for all inputs; leave shared=True",
+                kind="value",
+                argument=argument,
+            )
+
+
+class Prediction(Forward):
+    """One call of ``predict``: its options made definite, and what the posterior draws once for all of it.
+
+    Used in a ``with`` block, which holds the posterior's lock and has the network in evaluation mode and at the asked precision.
+    ``run`` of :class:`~flowbnn.posterior.forward.Forward` runs a network over rows of inputs in chunks that fit.
+
+    Args:
+        model: the network.
+        options: of the prediction.
+        samples: how many there are, where the options leave it open.
+        kept: what the posterior keeps from one prediction to the next.
+
+    Attributes:
+        samples, seed, shared, half, device: as the options and the network have them.
+        total: rows of the whole loader, 0 where it does not say.
+        batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
+        stack: contexts of the posterior's own that last as long as the prediction.
+    """
+
+    def __init__(self, model: nn.Module, options: PredictOptions, samples: int, kept: Kept) -> None:
+        half = HALF.get(options.precision or "")
+        super().__init__(model, kept, options.max_batch, half, options.compile is True)
+        self.options, self.samples, self.shared = options, options.samples or samples, options.shared
+        self.seed = int(torch.randint(2**31 - 1, ())) if options.seed is None else int(options.seed)
+        self.total = self.batch = 0
+        self.drawn: dict[Any, Any] = {}
+        self.stack = ExitStack()
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What the posterior makes at its first batch and uses for all others of this prediction."""
+        if key not in self.drawn:
+            self.drawn[key] = make()
+        return self.drawn[key]
+
+    def __enter__(self) -> Self:
+        self.stack.enter_context(self.kept.lock)
+        self.stack.enter_context(evaluating(self.model))
+        self.stack.enter_context(casting(self.device, self.half))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stack.close()
 
 
 class Posterior:
-    """Networks that agree with the data, and how their outputs speak of targets.
+    """Networks that agree with the data, and the observation model of their outputs.
+
+    To write one, define :meth:`outputs`; for saving also ``document``, ``extra_tensors`` and ``load``.
 
     Args:
         model: the network.
@@ -72,157 +174,136 @@ class Posterior:
     """
 
     kind: ClassVar[str] = "posterior"
-    default_samples: int = 128
     parts: ClassVar[tuple[str, ...]] = ("likelihood", "history")
+    default_samples: int = 128
+    compiles: bool = False  # whether predictions may pass the network through torch.compile
+    only_shared: bool = False  # whether a draw always serves all inputs
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
+        self.kept = Kept()
 
     def __repr__(self) -> str:
         noisy = len(noise_layers(self.model))
         layers = f", {noisy} layers with noise" if noisy else ""
         return f"{type(self).__name__}({type(self.model).__name__}{layers}, {self.likelihood!r}, {self.history.epochs} epochs)"
 
-    def outputs(
-        self, inputs: Any, samples: int, *, shared: bool, seed: int | None, max_batch: int | None
-    ) -> Tensor:
-        """Raw outputs ``[samples, batch, ...]`` for one batch of inputs: a posterior defines this, or :meth:`drawing`."""
-        if type(self).drawing is Posterior.drawing:
-            raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, ...)")
-        with self.drawing(samples, shared=shared, seed=seed, max_batch=max_batch) as draw:
-            return draw(inputs)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs ``[len(samples), batch, ...]`` of these samples, for one batch of inputs: what a posterior defines.
 
-    def drawing(
-        self,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-    ) -> AbstractContextManager[Any]:
-        """What a prediction draws from: ``draw(inputs, low, high, out)`` gives outputs of the samples from ``low`` to ``high``.
-
-        A posterior that defines ``outputs`` alone has all its samples made at every call, batch by batch.
+        Sample ``s`` is the same network in every call of one prediction, and in every prediction with the same seed.
         """
-        if precision is not None or compile is True:
-            raise FlowBNNError(
-                f"a {type(self).__name__} predicts in its own way; leave precision and compile as they are"
-            )
+        raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, prediction)")
 
-        def draw(inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None) -> Tensor:
-            found = self.outputs(inputs, samples, shared=shared, seed=seed, max_batch=max_batch)
-            return found[low : samples if high is None else high]
-
-        return nullcontext(draw)
-
-    def predict(
-        self,
-        inputs: Any,
-        samples: int | None = None,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        adaptive: Adaptive | float | None = None,
-        views: Sequence[View] = (),
-        precision: str | None = None,
-        compile: Compile = "auto",
-        sharded: Sharded = "auto",
-        progress: bool = True,
-    ) -> Any:
+    @takes(PredictOptions)
+    def predict(self, inputs: Any, samples: int | None = None, **options: Any) -> Any:
         """The predictive distribution for a tensor of inputs, or for everything a loader gives.
 
         Args:
             inputs: a tensor (or tuple or mapping of tensors) with the examples first, or a loader of ``(inputs, targets)``
                 or of bare inputs.
             samples: networks to average.
-            shared: the same draws for all inputs, which are then functions: cheaper, and a prediction does not depend on what
-                else is in its batch. False draws anew for every example, as document 000 does.
-            seed: of the draws; the same seed gives the same numbers.
-            max_batch: rows in one pass; None measures what the device holds.
-            adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
-                certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and
-                ``samples_spent`` of the result tells what each had.
-            views: functions from a batch of inputs to as many others that mean the same, such as :func:`flowbnn.data.mirrored`: every
-                sampled network answers by the mean of its predictions for the input and for its views (test-time
-                augmentation), at the price of as many more passes.
-            precision: ``"bf16"`` lets layers compute in bfloat16 (autocast), while noise and flows stay in float32.
-            compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute
-                once per network, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
-            sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each
-                predicts a share of it and all get the whole, in the loader's order. False lets this process predict all of it.
-            progress: show a bar over a loader, on a terminal.
+            options: as in :class:`PredictOptions`.
 
         Returns:
             A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
         """
-        return self.predict_with_targets(
-            inputs,
-            samples,
-            shared=shared,
-            seed=seed,
-            max_batch=max_batch,
-            adaptive=adaptive,
-            views=views,
-            precision=precision,
-            compile=compile,
-            sharded=sharded,
-            progress=progress,
-        )[0]
+        return self.predict_with_targets(inputs, samples, **options)[0]
 
+    @takes(PredictOptions)
     def predict_with_targets(
-        self,
-        inputs: Any,
-        samples: int | None = None,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        adaptive: Adaptive | float | None = None,
-        views: Sequence[View] = (),
-        precision: str | None = None,
-        compile: Compile = "auto",
-        sharded: Sharded = "auto",
-        progress: bool = True,
+        self, inputs: Any, samples: int | None = None, **options: Any
     ) -> tuple[Any, Tensor | None]:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
-        if is_batch(inputs):
-            sharded = False  # one batch is this process's own affair
+        chosen = PredictOptions(samples, **options)
+        outputs, spent, targets = self.collect(inputs, chosen)
         try:
-            with gathering(inputs, sharded, shared) as together:
-                return self._predict(
-                    inputs,
-                    samples,
-                    together,
-                    shared,
-                    seed,
-                    max_batch,
-                    adaptive,
-                    check_views(views),
-                    precision,
-                    compile,
-                    progress,
-                )
+            predictive = self._predictive(outputs, spent)
         except NotFinite as error:
-            raise FlowBNNError(error.told + self._why_not_finite(inputs, precision)) from None
+            raise FlowBNNError(error.told + self._why_not_finite(inputs, chosen)) from None
+        return predictive, None if targets is None else self.likelihood.canonical(targets)
 
-    def _why_not_finite(self, inputs: Any, precision: str | None) -> str:
+    def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Outputs ``[samples, rows, ...]`` for all inputs, the samples that each had (if adaptive), and the targets (if any)."""
+        self._refuse(inputs, options)
+        single = is_batch(inputs)  # which is this process's own affair
+        with sharing(
+            [(inputs, None)] if single else inputs, options.sharded and not single, options.shared
+        ) as loader:
+            collected = Collected(loader)
+            with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
+                prediction.total = collected.expected
+                batches = track(loader, "predicting", options.progress and not single and is_main_process())
+                for number, (some, targets) in grouped(batches, self._at_once(prediction)):
+                    prediction.batch = collected.number(number)
+                    collected.add(*self._sampled(some, prediction), targets)
+            return collected.gathered()
+
+    def _refuse(self, inputs: Any, options: PredictOptions) -> None:
+        """Refuse what this posterior cannot do."""
+        if not is_batch(inputs) and not hasattr(inputs, "__iter__"):
+            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
+        if self.only_shared and not options.shared:
+            raise FlowBNNError(
+                f"a draw of a {type(self).__name__} serves all inputs; leave shared=True", argument="shared"
+            )
+        if options.compile is True and not self.compiles:
+            raise FlowBNNError(
+                f"a {type(self).__name__} does not compile; leave compile=", argument="compile"
+            )
+
+    def _at_once(self, prediction: Prediction) -> Callable[[Any], int]:
+        """How many rows like these to take from the loader at once: full passes, and several where settled inputs leave gaps."""
+        if not prediction.shared:
+            return lambda inputs: 0  # every batch by itself
+        least = 0 if prediction.options.adaptive is None else TOGETHER
+        return lambda inputs: max(prediction.full_pass(inputs), least)
+
+    def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+        """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
+        rule, views = prediction.options.adaptive, prediction.options.views
+
+        def draw(inputs: Any, low: int, high: int) -> Tensor:
+            if views:
+                return averaged(self, inputs, range(low, high), prediction)
+            return self.outputs(inputs, range(low, high), prediction)
+
+        try:
+            if rule is None:
+                return draw(inputs, 0, prediction.samples), None
+            rule = rule if isinstance(rule, Adaptive) else Adaptive(rule)
+            return adaptive_outputs(draw, inputs, prediction.samples, rule, self._predictive)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, FlowBNNError | torch.OutOfMemoryError):
+                raise
+            raise FlowBNNError(f"the network fails on inputs of {failure(inputs, error)}") from error
+
+    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        """The predictive distribution that the likelihood makes of outputs."""
+        home = next((parameter.device for parameter in self.likelihood.parameters()), outputs.device)
+        likelihood = (
+            self.likelihood if home == outputs.device else deepcopy(self.likelihood).to(outputs.device)
+        )
+        with evaluating(self.likelihood):
+            if spent is None:
+                return likelihood.predictive(outputs)
+            return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+
+    def _why_not_finite(self, inputs: Any, options: PredictOptions) -> str:
         """Which parameter or layer spoils the samples, and what to do about it."""
         broken = first_nonfinite_tensor(self.model.named_parameters())
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        half = half_of(precision)
+        half = HALF.get(options.precision or "")
         whole = self._first_overflow(inputs, None)
         if half is not None and whole is None:
             where = self._first_overflow(inputs, half) or "a layer"
-            return f"{where} overflows in {precision}: predict in float32 (precision=None)"
+            return f"{where} overflows in {options.precision}: predict in float32 (precision=None)"
         where = whole or "a layer"
         return f"{where} makes NaN or infinity of them: look for huge or zero weights there, and for inputs far from the training data"
 
     def _first_overflow(self, inputs: Any, half: torch.dtype | None) -> str | None:
-        """The layer that first makes numbers that are none, as far as the first batches tell."""
+        """The layer that first gives NaN or infinity, as far as the first batches show."""
         device = device_of(self.model)
         batches = [inputs] if is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
         for some in batches:
@@ -232,100 +313,6 @@ class Posterior:
             if name:
                 return f"layer '{name}'"
         return None
-
-    def _predict(
-        self,
-        inputs: Any,
-        samples: int | None,
-        together: Gathering | None,
-        shared: bool,
-        seed: int | None,
-        max_batch: int | None,
-        adaptive: Adaptive | float | None,
-        views: tuple[View, ...],
-        precision: str | None,
-        compile: Compile,
-        progress: bool,
-    ) -> tuple[Any, Tensor | None]:
-        samples = self.default_samples if samples is None else samples
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples!r}")
-        if seed is not None and not hasattr(seed, "__index__"):
-            raise FlowBNNError(f"seed is a whole number, or None for new draws, not {seed!r:.60}")
-        rule = as_adaptive(adaptive)
-        if rule is not None and not shared:
-            raise FlowBNNError("adaptive sampling needs the same draws for all inputs; leave shared=True")
-        if views and not shared:
-            raise FlowBNNError("views need the same draws for all inputs; leave shared=True")
-        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-
-        def drawing(index: int = 0) -> AbstractContextManager[Any]:
-            own = seed if shared else seed + index  # every batch its own draws
-            drawn = self.drawing(
-                samples, shared=shared, seed=own, max_batch=max_batch, precision=precision, compile=compile
-            )
-            return Viewed(drawn, views, self.likelihood) if views else drawn
-
-        if is_batch(inputs):
-            check_finite(inputs)
-            with drawing() as draw:
-                outputs, spent = self._draw_all(draw, inputs, samples, rule)
-            return self._predictive(outputs, spent), None
-        if not hasattr(inputs, "__iter__"):
-            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
-        inputs = inputs if together is None else together
-        batches = map(checked_batch, track(inputs, "predicting", progress and is_main_process()))
-        store = Store(expected_rows(inputs))
-        counts: list[Tensor] = []
-        targets: list[Tensor] = []
-
-        def add(draw: Any, some: Any, truth: list[Tensor]) -> None:
-            place = store.room(rows(some))
-            outputs, spent = self._draw_all(draw, some, samples, rule, place)
-            store.add(outputs, place)
-            targets.extend(part.cpu() for part in truth)
-            if spent is not None:
-                counts.append(spent)
-
-        if shared:
-            with drawing() as draw:
-                for some, truth in in_groups(batches, _enough(draw, store.expected, rule)):
-                    add(draw, some, truth)
-        else:
-            for index, (some, truth) in enumerate(in_groups(batches, rows)):
-                with drawing(index if together is None else together.numbers[index]) as draw:
-                    add(draw, some, truth)
-        spent = torch.cat(counts) if counts else None
-        truths = torch.cat(targets) if targets else None
-        if together is None:
-            outputs = store.outputs
-        else:
-            mine = None if store.tensor is None else store.outputs
-            outputs, truths, spent = together.gather(mine, truths, spent)
-        return self._predictive(outputs, spent), None if truths is None else self.likelihood.canonical(truths)
-
-    def _draw_all(
-        self, draw: Any, inputs: Any, samples: int, rule: Adaptive | None, place: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Outputs ``[samples, batch, ...]``, written to ``place`` where that is given, and what each input had of them."""
-        try:
-            if rule is None:
-                return draw(inputs, 0, samples, place), None
-            return adaptive_outputs(draw, inputs, samples, rule, self._predictive)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, FlowBNNError | torch.OutOfMemoryError):
-                raise
-            raise FlowBNNError(f"the network fails on inputs of {failure(inputs, error)}") from error
-
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        home = next((parameter.device for parameter in self.likelihood.parameters()), outputs.device)
-        likelihood = (
-            self.likelihood if home == outputs.device else deepcopy(self.likelihood).to(outputs.device)
-        )
-        with evaluating(self.likelihood):
-            if spent is None:
-                return likelihood.predictive(outputs)
-            return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior, to be used as any network is."""
@@ -363,7 +350,7 @@ class Posterior:
         return {}
 
     @classmethod
-    def read(cls, path: str | Path | Stored) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def read(cls, path: "str | Path | Stored") -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and document of a saved posterior of this kind."""
         tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
         kind = document.get("kind") if isinstance(document, dict) else None
@@ -398,19 +385,17 @@ class Posterior:
         return cls(model, likelihood, history)
 
 
-def _enough(draw: Any, total: int, rule: Adaptive | None) -> Callable[[Any], int]:
-    """How many rows to put through together: full passes, and several of them where the settled ones leave gaps."""
-    draw = draw.passes if isinstance(draw, Viewed) else draw
-    if not isinstance(draw, Passes):
-        return rows
-    draw.total = total
-    return lambda inputs: draw.full_pass(inputs) if rule is None else max(draw.full_pass(inputs), TOGETHER)
+class Stored:
+    """What one posterior saved, where it is a part of another's file."""
+
+    def __init__(self, path: Any, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+        self.path, self.contents = path, (tensors, document)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
 
-# -------------------- loading.py
-
-
-def load_posterior(path: str | Path | Stored, network: nn.Module) -> Posterior:
+def load_posterior(path: "str | Path | Stored", network: nn.Module) -> Posterior:
     """Read what ``posterior.save(path)`` wrote, of whatever method, into a copy of ``network``, the plain network it was made from.
 
     Raises:

@@ -15,6 +15,7 @@ __all__ = [
     "check_finite",
     "checked_batch",
     "count_data",
+    "divisible",
     "failure",
     "is_batch",
     "join",
@@ -76,6 +77,12 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 def take(inputs: Any, start: int, stop: int) -> Any:
     return apply(inputs, lambda tensor: tensor[start:stop])
+
+
+def divisible(inputs: Any) -> bool:
+    """Whether all tensors have the examples on their first axis, so that some can be taken; not so a graph with its edges, say."""
+    sizes = {tensor.shape[:1] for tensor in tensors_of(inputs)}
+    return len(sizes) == 1 and len(sizes.pop()) == 1
 
 
 def pick(inputs: Any, index: Tensor) -> Any:

@@ -1,33 +1,26 @@
-"""One judge for every posterior."""
+"""The metrics of a posterior on held-out data, the same for every method."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
-from flowbnn.posterior.adaptive import Adaptive
-from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.forward import Compile
-from flowbnn.posterior.views import View
+from flowbnn.options import takes
+from flowbnn.posterior.base import Posterior, PredictOptions
 
 __all__ = ["evaluate"]
 
 
+@takes(PredictOptions)
 def evaluate(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
     novel: Iterable[Any] | None = None,
-    samples: int | None = None,
-    shared: bool = True,
     seed: int = 0,
-    adaptive: Adaptive | float | None = None,
-    views: Sequence[View] = (),
-    precision: str | None = None,
-    compile: Compile = "auto",
-    progress: bool = True,
+    **options: Any,
 ) -> dict[str, float]:
     """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL and coverage.
 
@@ -36,32 +29,21 @@ def evaluate(
         novel: inputs of a kind the network has not seen, a loader or a pair likewise, or a tensor; adds ``novelty_auroc`` and
             ``novelty_aupr``, the chance that a novel input has a larger predictive entropy than a known one, and the average
             precision of finding it so.
-        samples, shared, seed, adaptive, views, precision, compile, progress: as in :meth:`Posterior.predict`; adaptive sampling adds
-            ``samples_spent``, the mean over the inputs of ``loader``.
+        seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``samples_spent``, the mean over the
+            inputs of ``loader``.
     """
     if not isinstance(posterior, Posterior):
         raise FlowBNNError(
             f"evaluate takes a posterior from fit or fit_point, not a {type(posterior).__name__}"
         )
-    options: dict[str, Any] = {
-        "samples": samples,
-        "shared": shared,
-        "seed": seed,
-        "adaptive": adaptive,
-        "views": views,
-        "precision": precision,
-        "compile": compile,
-        "progress": progress,
-    }
-    loader = _as_loader(loader)
-    predictive, targets = posterior.predict_with_targets(loader, **options)
+    predictive, targets = posterior.predict_with_targets(_as_loader(loader), seed=seed, **options)
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
-    if adaptive is not None:
+    if options.get("adaptive") is not None:
         report["samples_spent"] = float(predictive.samples_spent.double().mean())
     if novel is not None:
-        strange = posterior.predict(_as_loader(novel), **options)
+        strange = posterior.predict(_as_loader(novel), seed=seed, **options)
         known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
         if known_score is None or novel_score is None:
             known_score, novel_score = predictive.epistemic.sum(-1), strange.epistemic.sum(-1)

@@ -1,30 +1,30 @@
-"""A network run over rows of inputs, in passes that fit the device: what every kind of posterior does underneath."""
+"""A network run over rows of inputs, in chunks that fit the device's memory."""
 
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, TracebackType
-from typing import Any, Literal, Self, TypeVar
-from weakref import WeakKeyDictionary
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import noise_layers, noise_mode
-from flowbnn.posterior.batches import call, move, pad, rows, take, tensors_of
+from flowbnn.posterior.batches import call, divisible, move, pad, rows, take, tensors_of
 from flowbnn.training.device import keep_memory
 
 __all__ = [
-    "Compile",
+    "Forward",
+    "Kept",
     "Limit",
-    "Passes",
-    "Piece",
-    "PointPasses",
-    "Result",
+    "Recording",
     "casting",
     "checked",
     "compiled",
@@ -32,25 +32,40 @@ __all__ = [
     "dtype_of",
     "evaluating",
     "even",
-    "half_of",
-    "max_rows",
     "out_of_memory",
     "parts_of",
+    "record",
     "uncompilable",
     "unguarded",
 ]
 
-# -------------------- passes.py
+Result = TypeVar("Result")
 
-Compile = bool | Literal["auto"]
 
-_HALF = {
-    "bf16": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "fp16": torch.float16,
-    "16-mixed": torch.float16,
-}
-_FULL = (None, "32", "32-true", "float32")
+class Kept:
+    """What a posterior keeps from one prediction to the next: its lock, measurements, plans, compiled passes and their buffers.
+
+    It is not saved, and a copy of the posterior begins with nothing kept.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.values: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Callable[[], Result]) -> Result:
+        """The value of this key, made on first use."""
+        if key not in self.values:
+            self.values[key] = make()
+        return self.values[key]
+
+    def __deepcopy__(self, memo: Any) -> "Kept":
+        return Kept()
+
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+
+# -------------------- the network
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -76,18 +91,18 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting.extend(part for part in reversed(module._modules.values()) if part is not None)
+            waiting.extend([part for part in reversed(module._modules.values()) if part is not None])
     return list(found)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; every module's own training flag comes back afterwards.
+    """Evaluation mode and no gradients; every module's own training flag comes back afterwards.
 
-    Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), are told.
+    Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), have it called.
     """
     flags = [(module, module.training) for module in parts_of(model)]
-    if any(training for _, training in flags):
+    if [module for module, training in flags if training]:
         model.eval()
     try:
         with torch.no_grad():
@@ -101,81 +116,115 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
-def half_of(precision: str | None) -> torch.dtype | None:
-    """The half precision that a name asks for, or None for the network's own.
-
-    >>> half_of("bf16"), half_of(None)
-    (torch.bfloat16, None)
-    """
-    if precision in _FULL:
-        return None
-    if precision not in _HALF:
-        raise FlowBNNError(
-            f"there is no precision {precision!r} to predict in{nearest(str(precision), [*_HALF, '32'])}"
-        )
-    return _HALF[precision]
-
-
 def casting(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast to ``half``: layers compute in it, noise and flows stay in float32."""
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-def uncompilable() -> tuple[type[Exception], ...]:
-    """What torch raises where a network does not compile."""
-    from torch._dynamo import exc  # takes a second to load, which only those who compile should wait for
-
-    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
-    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+# -------------------- a recorded pass
 
 
-def unguarded() -> AbstractContextManager[Any]:
-    """Compiled functions that have been called as they will be called are not checked again: half of what a call costs a processor.
+@dataclass
+class Call:
+    """The first call of a module in a recorded pass: shapes, and floating-point operations of all layers up to it."""
 
-    torch has this setting for all threads, so it is left alone where another one might run compiled functions of its own.
-    """
-    threads = threading.enumerate()
-    alone = threading.current_thread() is threading.main_thread() and sum(not t.daemon for t in threads) == 1
-    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if alone else nullcontext()
-
-
-_COMPILED: WeakKeyDictionary[nn.Module, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    before: float
+    after: float
+    count: int = 1
 
 
-def _forward(model: nn.Module, inputs: Any) -> Tensor:
-    return call(model, inputs)
-
-
-def compiled(
-    model: nn.Module, graphs: bool, forward: Any = _forward, whole: bool = False
-) -> Callable[..., Tensor]:
-    """The network's forward pass through ``torch.compile``, kept with the network; give it inputs of few shapes.
+@dataclass
+class Recording:
+    """What one pass over a few rows shows of a network.
 
     Args:
-        graphs: replay the kernels from a CUDA graph, for passes so short that launching them is what takes the time.
-        forward: the function of a pass, ``forward(model, ..., inputs)``; it must not hold the network.
-        whole: in one graph or not at all.
+        rows: of the inputs.
+        widest: bytes of one row where a module reads and writes the most; 0 if unknown.
+        flops: floating-point operations of one row in matrix products and convolutions; None if unknown.
+        calls: the calls of the watched modules, by name, in the order of the pass.
+        error: what the network raised, if it failed.
     """
-    known = _COMPILED.setdefault(model, {})
-    mode = "reduce-overhead" if graphs else "default"
-    key = (forward, mode, whole)
-    if key not in known:
-        # torch keeps what it compiles with the code object, and gives up after eight: every network gets a copy of its own
-        own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
-        known[key] = torch.compile(own, dynamic=False, mode=mode, fullgraph=whole)
-    return known[key]
+
+    rows: int
+    widest: int = 0
+    flops: float | None = None
+    calls: dict[str, Call] = field(default_factory=dict)
+    error: Exception | None = None
 
 
-# -------------------- memory.py
+class _Flops(TorchDispatchMode):
+    """Counts the operations that torch's own counter knows; what it cannot count makes the total unknown, never an error."""
 
-Result_memory = TypeVar("Result_memory")
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.known = 0.0, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            try:
+                self.total += count(*args, **(kwargs or {}), out_val=out)
+            except Exception:
+                self.known = False
+        return out
+
+
+def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recording:
+    """One pass over these inputs without noise, and what it shows; a network that fails gives a recording with its error.
+
+    >>> shown = record(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.zeros(2, 4), watch=["1"])
+    >>> shown.widest, shown.flops, shown.calls["1"].inputs
+    (64, 64.0, (2, 8))
+    """
+    recording, flops, begun = Recording(max(1, rows(inputs))), _Flops(), []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        begun.append(flops.total)
+
+    def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, given = begun.pop(), next(iter((*args, *kwargs.values())), None)
+        recording.widest = max(recording.widest, _bytes((*args, output)) // recording.rows)
+        if name in recording.calls:
+            recording.calls[name].count += 1
+        elif name in watched:
+            recording.calls[name] = Call(_shape(given), _shape(output), before, flops.total)
+
+    watched, handles = set(watch), []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(begin))
+        handles.append(module.register_forward_hook(partial(end, name), with_kwargs=True))
+    try:
+        with evaluating(model), noise_mode(model, "off") if noise_layers(model) else nullcontext(), flops:
+            call(model, inputs)
+        recording.flops = flops.total / recording.rows if flops.known else None
+    except Exception as error:  # the real pass will say what is wrong
+        if out_of_memory(error):
+            raise
+        recording.error = error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recording
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    return sum([value.numel() * value.element_size() for value in values if isinstance(value, Tensor)])
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+# -------------------- memory
 
 # past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
 # 64 MB, see flowbnn.training.device.keep_memory
 CPU_BYTES = 3 * 2**24
 GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17
-MEASURED = 64  # rows of the passes that are measured
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -184,6 +233,20 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a pass may use: half of the free memory of a GPU, a quarter of that of a CPU, up to what makes it quick."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] // 2
+        if free < GPU_BYTES:  # torch's own counts take longer to read
+            free += (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+        return min(free, GPU_BYTES)
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (ValueError, OSError, AttributeError):
+        free = 2**30
+    return min(free, CPU_BYTES)
 
 
 class Limit:
@@ -195,9 +258,9 @@ class Limit:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.told = False
+        self.warned = False
 
-    def attempt(self, work: Callable[[], Result_memory], tried: int) -> Result_memory | None:
+    def attempt(self, work: Callable[[], Result], tried: int) -> Result | None:
         """Do ``work``, which takes ``tried`` rows; None when memory ran out, after which :attr:`rows` is smaller."""
         try:
             return work()
@@ -209,11 +272,12 @@ class Limit:
             torch.cuda.empty_cache()
         if tried <= 1:
             raise FlowBNNError(
-                "memory ran out with a single row in the pass; free memory on the device, or predict in a lower precision"
+                "memory ran out with a single row in the pass; free memory on the device, or predict in a lower precision",
+                kind="memory",
             )
         self.rows = max(1, tried // 2)
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(
                 f"memory ran out with {tried} rows in one pass; going on with {self.rows}, and fewer if need be "
                 f"(max_batch={self.rows} starts there)",
@@ -222,249 +286,163 @@ class Limit:
         return None
 
 
-_PER_ROW: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
+# -------------------- compiling
 
 
-def max_rows(model: nn.Module, inputs: Any) -> int:
-    """How many rows fit a pass: on a CUDA device by measuring small passes once, elsewhere by the network's widest place."""
-    device = device_of(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        free = torch.cuda.mem_get_info(device)[0] // 2
-        if free < GPU_BYTES:  # torch's own counts take longer to read
-            free += (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
-        free = min(free, GPU_BYTES)
-        known = _PER_ROW.setdefault(model, {})
-        key = (
-            min(MEASURED, rows(inputs)),
-            tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)),
-            dtype_of(model),
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        )
-        if key not in known:
-            known[key] = _measured(model, inputs, device)
-        per_row = known[key]
-    else:
-        free, per_row = _free_memory(), 0
-    # beside a layer's input and output live the noise and the product
-    per_row = per_row or 3 * _widest(model, take(inputs, 0, min(2, rows(inputs))))
-    return int(min(max(free // max(1, per_row), LEAST), MOST))
+def uncompilable() -> tuple[type[Exception], ...]:
+    """What torch raises where a network does not compile."""
+    from torch._dynamo import exc  # takes a second to load, which only those who compile should wait for
+
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
 
 
-def _free_memory() -> int:
-    try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    except (ValueError, OSError, AttributeError):
-        pages = 2**30
-    return min(pages, CPU_BYTES)
+def unguarded() -> AbstractContextManager[Any]:
+    """Compiled functions that have been called as they will be called are not checked again: half of what a call costs a CPU.
+
+    torch has this setting for all threads, so it is left alone where another one might run compiled functions of its own.
+    """
+    threads = threading.enumerate()
+    alone = threading.current_thread() is threading.main_thread() and sum(not t.daemon for t in threads) == 1
+    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if alone else nullcontext()
 
 
-def _plainly(model: nn.Module, inputs: Any) -> None:
-    with evaluating(model), noise_mode(model, "off") if noise_layers(model) else nullcontext():
-        call(model, inputs)
+def _forward(model: nn.Module, inputs: Any) -> Tensor:
+    return call(model, inputs)
 
 
-def _measured(model: nn.Module, inputs: Any, device: torch.device) -> int:
-    """Bytes that one more row adds to the peak, with half as much again for the noise; 0 if there are too few rows to tell."""
-    many = min(MEASURED, rows(inputs))
-    few = many // 2
-    if few < 1:
-        return 0
-    peaks = []
-    for count in (few, few, many):  # the first pass sets up libraries, whose memory is no row's
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        _plainly(model, take(inputs, 0, count))
-        torch.cuda.synchronize(device)
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    return 3 * max(0, peaks[2] - peaks[1]) // (2 * (many - few))
+def compiled(
+    kept: Kept, graphs: bool, forward: Callable[..., Tensor] = _forward, whole: bool = False
+) -> Callable[..., Tensor]:
+    """The network's forward pass through ``torch.compile``, kept with the posterior; give it inputs of few shapes.
+
+    Args:
+        graphs: replay the kernels from a CUDA graph, for passes so short that launching them is what takes the time.
+        forward: the function of a pass, ``forward(model, ..., inputs)``; it must not hold the network.
+        whole: in one graph or not at all.
+    """
+    mode = "reduce-overhead" if graphs else "default"
+
+    def make() -> Callable[..., Tensor]:
+        # torch keeps what it compiles with the code object, and gives up after eight: every network gets a copy of its own
+        own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
+        return torch.compile(own, dynamic=False, mode=mode, fullgraph=whole)
+
+    return kept.get(("compiled", forward, mode, whole), make)
 
 
-def _widest(model: nn.Module, few: Any) -> int:
-    """Bytes of one row at the place where a module reads and writes the most."""
-    widest = 0
-
-    def measure(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal widest
-        sizes = [t.numel() * t.element_size() for t in (*args, output) if isinstance(t, Tensor)]
-        widest = max(widest, sum(sizes))
-
-    handles = [module.register_forward_hook(measure) for module in model.modules()]
-    try:
-        _plainly(model, few)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return widest // rows(few)
+# -------------------- chunks
 
 
-WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
-GRAPHED = 7e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
-
-# first and last row, the inputs, and whether they have the shape of a compiled pass
-Piece = tuple[int, int, Any, bool]
-
-
-class Passes:
-    """A plain network run over rows of inputs, in passes that fit: what every kind of posterior does underneath.
-
-    Used in a ``with`` block, in which the network is in evaluation mode and at the asked precision.
+class Forward:
+    """Runs a network over rows of inputs, in chunks that fit the device.
 
     Args:
         model: the network.
-        max_batch: rows in one pass; None measures what the device holds.
-        precision: ``"bf16"`` or ``"fp16"`` for autocast; None computes in the network's own.
-        compile: pass the network through ``torch.compile``; ``"auto"`` does so on CUDA devices when a job is worth it.
+        kept: what earlier predictions measured and compiled.
+        max_batch: rows in one pass; None estimates what the device holds.
+        half: the precision of autocast, or None.
+        compile: pass the network through ``torch.compile``.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        kept: Kept,
         max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
+        half: torch.dtype | None = None,
+        compile: bool = False,
     ) -> None:
-        if max_batch is not None and (not isinstance(max_batch, int) or max_batch < 1):
-            raise FlowBNNError(f"max_batch is at least 1, and a whole number, not {max_batch!r}")
-        if compile not in (True, False, "auto"):
-            raise FlowBNNError(f"compile is True, False or 'auto', not {compile!r}")
-        self.model, self.max_batch, self.half, self.compile = model, max_batch, half_of(precision), compile
+        self.model, self.kept, self.max_batch, self.half = model, kept, max_batch, half
         self.device, self.dtype = device_of(model), dtype_of(model)
+        self.compiles, self.fixed = compile, 0  # rows of a compiled pass
+        self.limit: Limit | None = None
         if self.device.type == "cpu":
             keep_memory()
-        self.limit: Limit | None = None
-        self.fixed = 0  # rows of a compiled pass
-        self.total = 0  # rows of the whole job, where they are known
-        self.stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        self.stack.enter_context(evaluating(self.model))
-        self.stack.enter_context(casting(self.device, self.half))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stack.close()
 
     def ready(self, inputs: Any) -> Any:
-        """The inputs on the network's device and in its precision; the first ones are measured."""
-        inputs = move(inputs, self.device, self.dtype)
+        """The inputs on the network's device and in its precision; the first ones set the limit of a pass."""
         if rows(inputs) == 0:
-            raise FlowBNNError("there is nothing to predict: the batch holds no rows")
-        if self.limit is None:
-            few = min(2, rows(inputs))  # of the trial that measures
-            tried = Limit(few)
-            self.limit = Limit(
-                self.max_batch or tried.attempt(partial(max_rows, self.model, inputs), few) or 1
-            )
-            self.limit.told = tried.told
-        return inputs
+            raise FlowBNNError("there is nothing to predict: the batch holds no rows", kind="empty")
+        self.full_pass(inputs)
+        return move(inputs, self.device, self.dtype)
 
     def full_pass(self, inputs: Any) -> int:
         """How many rows like these fill a pass."""
-        self.ready(inputs)
-        assert self.limit is not None
+        if self.limit is None:
+            few = Limit(2)
+            self.limit = Limit(self.max_batch or few.attempt(partial(self._fitting, inputs), 2) or 1)
+            self.limit.warned = few.warned
         return self.limit.rows
 
-    def through(
+    def _fitting(self, inputs: Any) -> int:
+        """How many rows fit a pass: beside the input and output of the widest layer live its noise and their product."""
+        per_row = 3 * self.recorded(inputs).widest
+        return int(min(max(free_bytes(self.device) // max(1, per_row), LEAST), MOST))
+
+    def recorded(self, inputs: Any) -> Recording:
+        """One pass over two rows of the inputs, made once for every shape of a row and kept with the posterior."""
+        key = ("recorded", self.half, tuple([(part.shape[1:], part.dtype) for part in tensors_of(inputs)]))
+        if key not in self.kept.values:
+            few = move(take(inputs, 0, 2) if divisible(inputs) else inputs, self.device, self.dtype)
+            self.kept.values[key] = record(self.model, few, noise_layers(self.model))
+        return self.kept.values[key]
+
+    def network(self, inputs: Any) -> Tensor:
+        """One pass of the network as it stands, compiled where that is asked for."""
+        count = rows(inputs)
+        if not self.compiles or 2 * count < self.fixed:
+            return call(self.model, inputs)
+        graphs = self.device.type == "cuda" and self.fixed <= 1024
+        one_pass = compiled(self.kept, graphs)
+        return one_pass(self.model, inputs if count == self.fixed else pad(inputs, self.fixed))[:count]
+
+    def run(
         self,
         inputs: Any,
-        write: Callable[[Tensor, int, int], None],
-        fast: Callable[[nn.Module, Any], Tensor] | None = None,
-    ) -> None:
-        """Run all rows, and hand the outputs of each pass to ``write(outputs, start, stop)``.
+        networks: Iterable[Callable[[Any], Tensor]] | None = None,
+        count: int = 1,
+    ) -> Tensor:
+        """Outputs ``[count, rows, ...]`` of one network after the other, each run over all rows in chunks.
 
         Args:
-            fast: a compiled forward pass, which is given the same number of rows every time.
+            networks: gives ``count`` functions from inputs to outputs, one after the other; the network as it stands unless given.
         """
+        inputs, result = self.ready(inputs), None
+        for index, network in enumerate((self.network,) if networks is None else networks):
+            for outputs, start, stop, total in self.chunks(inputs, network):
+                if result is None:
+                    if count == 1 and stop - start == total and not self.compiles:
+                        return at_least_float32(outputs).unsqueeze(0)
+                    dtype = torch.promote_types(outputs.dtype, torch.float32)
+                    result = outputs.new_empty((count, total, *outputs.shape[1:]), dtype=dtype)
+                result[index, start:stop] = outputs
+        assert result is not None
+        return result
+
+    def chunks(self, inputs: Any, network: Callable[[Any], Tensor]) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Outputs of chunk after chunk, with its first and last row and the number of all."""
         assert self.limit is not None
-        count, start = rows(inputs), 0
-        while start < count:
-            size = even(count, self.limit.rows)
-            if fast is not None:
+        if not divisible(inputs):
+            outputs = network(inputs)
+            yield outputs, 0, len(outputs), len(outputs)
+            return
+        total, start = rows(inputs), 0
+        while start < total:
+            size = even(total, self.limit.rows)
+            if self.compiles:
                 self.fixed = size = min(self.fixed or size, self.limit.rows)
-            stop = min(start + size, count)
-            some = take(inputs, start, stop)
-            found = self.limit.attempt(partial(self._run, some, size, fast), stop - start)
+            stop = min(start + size, total)
+            found = self.limit.attempt(partial(network, take(inputs, start, stop)), stop - start)
             if found is None:
                 self.fixed = 0
                 continue
-            write(checked(found, stop - start), start, stop)
+            yield checked(found, stop - start), start, stop, total
             start = stop
 
-    def _run(self, some: Any, size: int, fast: Any) -> Tensor:
-        count = rows(some)
-        if fast is None or 2 * count < size:
-            return call(self.model, some)
-        return fast(self.model, some if count == size else pad(some, size))[:count]
 
-    def pieces(self, inputs: Any) -> list[Piece]:
-        """The inputs cut for compiled passes of constant shape: a last piece that is nearly full is padded."""
-        assert self.limit is not None
-        count, found = rows(inputs), []
-        self.fixed = size = min(self.fixed or even(count, self.limit.rows), self.limit.rows)
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            some, fits = take(inputs, start, stop), 2 * (stop - start) >= size
-            found.append((start, stop, pad(some, size) if fits and stop - start < size else some, fits))
-        return found
-
-    def worth_compiling(self, work: float) -> bool:
-        """Whether to compile for a job of so many floating-point operations."""
-        if self.compile == "auto":
-            return self.device.type == "cuda" and work >= WORTH_COMPILING
-        return self.compile
-
-    def graphs(self, work: float) -> bool:
-        """Whether to replay passes of so many floating-point operations from a CUDA graph."""
-        return self.device.type == "cuda" and work < GRAPHED
-
-
-class PointPasses(Passes):
-    """Outputs of one network, as so many equal samples."""
-
-    def __init__(
-        self, model: nn.Module, samples: int, max_batch: int | None, precision: str | None, compile: Compile
-    ) -> None:
-        super().__init__(model, max_batch, precision, compile)
-        self.samples = samples
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs = self.ready(inputs)
-        result = Result(None if out is None else out[:1], 1, rows(inputs))
-
-        def write(outputs: Tensor, start: int, stop: int) -> None:
-            result.write(outputs.unsqueeze(0), 0, 1, start, stop)
-
-        fast = compiled(self.model, graphs=False) if self.compile is True else None
-        self.through(inputs, write, fast)
-        one, count = result.tensor, (self.samples if high is None else high) - low
-        if out is not None:
-            out[1:] = one
-            return out
-        return one if count == 1 else one.expand(count, *(-1,) * (one.ndim - 1))
-
-
-class Result:
-    """Outputs ``[samples, batch, ...]``, allocated when the shape of a row is known, in float32 or better."""
-
-    def __init__(self, out: Tensor | None, samples: int, batch: int) -> None:
-        self.out, self.samples, self.batch = out, samples, batch
-
-    def write(self, outputs: Tensor, low: int, high: int, start: int, stop: int) -> None:
-        if self.out is None:
-            dtype = torch.promote_types(outputs.dtype, torch.float32)
-            self.out = outputs.new_empty((self.samples, self.batch, *outputs.shape[2:]), dtype=dtype)
-        self.out[low:high, start:stop] = outputs
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self.out is not None
-        return self.out
+def at_least_float32(outputs: Tensor) -> Tensor:
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def even(count: int, limit: int) -> int:
@@ -474,9 +452,11 @@ def even(count: int, limit: int) -> int:
 
 
 def checked(outputs: Tensor, count: int) -> Tensor:
+    """The outputs, if there is one row for each row of the inputs."""
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
             f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {count} rows of inputs; "
-            "prediction needs one row each, with the examples on the first axis"
+            "prediction needs one row each, with the examples on the first axis",
+            kind="shape",
         )
     return outputs

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.noise import Noise, absorbs, noise_layers, noise_mode, weight_scale
-from flowbnn.posterior.batches import apply, call, join, mirrored, repeat, rows, take, tensors_of
+from flowbnn.posterior.base import Prediction, PredictOptions
+from flowbnn.posterior.batches import apply, call, join, mirrored, pad, repeat, rows, take, tensors_of
 from flowbnn.posterior.compiled import Form, GivenDraws, Unasked, form_for, pass_given, reason
 from flowbnn.posterior.forward import (
-    Compile,
-    Passes,
-    Piece,
-    Result,
+    Kept,
+    Limit,
     casting,
     checked,
     compiled,
@@ -36,7 +35,6 @@ from flowbnn.posterior.forward import (
     dtype_of,
     evaluating,
     even,
-    max_rows,
     parts_of,
     uncompilable,
     unguarded,
@@ -51,7 +49,6 @@ __all__ = [
     "device_of",
     "dtype_of",
     "evaluating",
-    "max_rows",
     "observe",
     "plan_for",
     "sample_outputs",
@@ -374,68 +371,75 @@ WASTED = 0.25  # of the samples: at most so many are computed for nothing in a l
 MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
 
 
-class Sampler(Passes):
+Piece = tuple[
+    int, int, Any, bool
+]  # first and last row, the inputs, and whether they have the shape of a compiled pass
+WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
+GRAPHED = 7e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
+
+
+class Outputs:
+    """Outputs ``[samples, batch, ...]``, allocated when the shape of a row is known, in float32 or better."""
+
+    def __init__(self, samples: int, batch: int) -> None:
+        self.out: Tensor | None = None
+        self.samples, self.batch = samples, batch
+
+    def write(self, outputs: Tensor, low: int, high: int, start: int, stop: int) -> None:
+        if self.out is None:
+            dtype = torch.promote_types(outputs.dtype, torch.float32)
+            self.out = outputs.new_empty((self.samples, self.batch, *outputs.shape[2:]), dtype=dtype)
+        self.out[low:high, start:stop] = outputs
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self.out is not None
+        return self.out
+
+
+class Sampler:
     """Samples of a stochastic network's outputs. The draws are made once, whatever the number of calls.
 
     Args:
-        samples: how many there are in all.
-        shared: the same draws for all inputs ("the same networks"), or a draw of its own for every example.
-        seed: of the draws; None takes one from torch's global generator.
+        prediction: the prediction they are for.
         plan: ``"auto"`` chooses, ``"absorb"`` and ``"fold"`` insist (where the network allows it).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-        plan: str = "auto",
-    ) -> None:
-        super().__init__(model, max_batch, precision, compile)
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
-        self.samples, self.shared, self.wanted = samples, shared, plan
-        self.seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
+    def __init__(self, prediction: Prediction, plan: str = "auto") -> None:
+        self.prediction, self.wanted = prediction, plan
+        self.model, self.device, self.half = prediction.model, prediction.device, prediction.half
+        self.samples, self.shared, self.seed = prediction.samples, prediction.shared, prediction.seed
         self.scaled: ScaledWeights | None = None
         self.given: dict[int, GivenDraws] = {}
         self.told = False
-
-    def __enter__(self) -> "Sampler":
-        super().__enter__()
-        generator = None if self.shared else torch.Generator(self.device).manual_seed(self.seed)
+        self.generator = None if self.shared else torch.Generator(self.device)
         mode, samples = ("shared", self.samples) if self.shared else ("sample", 1)
-        try:
-            self.stack.enter_context(noise_mode(self.model, mode, samples, self.seed, generator))  # type: ignore[arg-type]
-        except BaseException:
-            self.stack.close()
-            raise
+        prediction.stack.enter_context(noise_mode(self.model, mode, samples, self.seed, self.generator))  # type: ignore[arg-type]
         self.layers = noise_layers(self.model)
-        return self
 
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Outputs ``[high - low, batch, ...]`` of the samples from ``low`` up to ``high``, written to ``out`` where it is given."""
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        assert self.limit is not None
+    @property
+    def limit(self) -> Limit:
+        assert self.prediction.limit is not None
+        return self.prediction.limit
+
+    def __call__(self, inputs: Any, low: int, high: int) -> Tensor:
+        """Outputs ``[high - low, batch, ...]`` of the samples from ``low`` up to ``high``."""
+        inputs = self.prediction.ready(inputs)
+        if self.generator is not None:  # every batch its own draws
+            self.generator.manual_seed(self.seed + self.prediction.batch)
         # trials have two rows where there are two; where these do not fit, one sample of one row goes through at a time
         trial = partial(plan_for, self.model, inputs, self.half)
         plan = self.limit.attempt(trial, min(2, rows(inputs))) or Plan("single")
         size = even(rows(inputs), self.limit.rows)
-        result = Result(out, high - low, rows(inputs))
+        result = Outputs(high - low, rows(inputs))
         fast = None
         if self._compiles(plan, rows(inputs)):
             form = form_for(self.model, inputs, self.half)
             if self.wanted == "auto" and self._hand(inputs, low, high, form, plan, result):
                 return result.tensor
-            graphs = self.graphs(plan.work * (self.fixed or size))
+            graphs = self.graphs(plan.work * (self.prediction.fixed or size))
             if plan.whole and self.wanted != "fold" and (form.pieces or not form.failure):
-                fast = compiled(self.model, graphs)
+                fast = compiled(self.prediction.kept, graphs)
             self._tell_uncompiled(form, fast is not None)
         absorb = self.shared and plan.absorbs(size, self.device, fast is not None)
         if self.wanted != "auto":
@@ -448,12 +452,12 @@ class Sampler(Passes):
 
     def _compiles(self, plan: Plan, count: int) -> bool:
         if not self.shared:
-            if self.compile is True:
+            if self.prediction.options.compile is True:
                 self._tell("compile=True has no effect: draws are not shared, so the passes run as they are")
             return False
-        if self.compile == "auto" and plan.fold == "late" and plan.before > MOSTLY:
+        if self.prediction.options.compile == "auto" and plan.fold == "late" and plan.before > MOSTLY:
             return False  # a late fold does most of the work once
-        return self.worth_compiling(plan.work * self.samples * max(self.total, count))
+        return self.worth_compiling(plan.work * self.samples * max(self.prediction.total, count))
 
     def _tell(self, line: str) -> None:
         if not self.told:
@@ -465,7 +469,7 @@ class Sampler(Passes):
             way = "it is compiled in pieces" if pieces else "the passes run as they are"
             self._tell(f"the network does not compile in one graph ({form.failure}), so {way}")
 
-    def _hand(self, inputs: Any, low: int, high: int, form: Form, plan: Plan, result: Result) -> bool:
+    def _hand(self, inputs: Any, low: int, high: int, form: Form, plan: Plan, result: Outputs) -> bool:
         """Compiled passes that are handed their draws, of one sample or of a few; False where the network does not compile."""
         if form.failure:
             return False
@@ -474,7 +478,6 @@ class Sampler(Passes):
         given = self.given[id(form)]
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
         failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
-        assert self.limit is not None
 
         def cut() -> tuple[int, bool, Any, list[Piece]]:
             """How many samples go through at once, whether from a CUDA graph, by what function, and the inputs of its passes."""
@@ -482,8 +485,8 @@ class Sampler(Passes):
             several = self._several(plan, high - low)
             if plan.fold == "late":
                 self.layers[plan.first].repeat = several
-            graphs = self.graphs(plan.work * self.fixed * several)
-            return several, graphs, compiled(self.model, graphs, pass_given, whole=True), pieces
+            graphs = self.graphs(plan.work * self.prediction.fixed * several)
+            return several, graphs, compiled(self.prediction.kept, graphs, pass_given, whole=True), pieces
 
         def take_samples(index: int, several: int, pieces: list[Piece], one_pass: Any) -> bool:
             draws, at = given.rows(index, index + several, high), index - low
@@ -503,9 +506,9 @@ class Sampler(Passes):
             with given.handed(), unconcerned(), many_shapes(), ExitStack() as settled:
                 while index < high:
                     work = partial(take_samples, index, several, pieces, one_pass)
-                    if self.limit.attempt(work, self.fixed * several) is None:
+                    if self.limit.attempt(work, self.prediction.fixed * several) is None:
                         settled.close()
-                        self.fixed = 0
+                        self.prediction.fixed = 0
                         several, graphs, one_pass, pieces = cut()
                         continue
                     if index == low and graphs:
@@ -522,17 +525,39 @@ class Sampler(Passes):
 
     def _several(self, plan: Plan, number: int) -> int:
         """How many samples a compiled pass takes so that it fills the device; one, where only some of them are asked for."""
-        assert self.limit is not None
         if plan.fold == "single" or number < self.samples:
             return 1
-        filled = FILLED["cpu" if self.device.type == "cpu" else "cuda"] / max(1.0, plan.work * self.fixed)
-        several = max(1, min(int(filled), self.limit.rows // self.fixed, number))
+        filled = FILLED["cpu" if self.device.type == "cpu" else "cuda"] / max(
+            1.0, plan.work * self.prediction.fixed
+        )
+        several = max(1, min(int(filled), self.limit.rows // self.prediction.fixed, number))
         several = 2 ** (several.bit_length() - 1)  # every number is compiled anew: a few must do
         while -number % several > WASTED * number:
             several //= 2
         return several
 
-    def _absorb(self, inputs: Any, low: int, high: int, plan: Plan, fast: Any, result: Result) -> None:
+    def pieces(self, inputs: Any) -> list[Piece]:
+        """The inputs cut for compiled passes of constant shape: a last piece that is nearly full is padded."""
+        count, found = rows(inputs), []
+        size = min(self.prediction.fixed or even(count, self.limit.rows), self.limit.rows)
+        self.prediction.fixed = size
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            some, fits = take(inputs, start, stop), 2 * (stop - start) >= size
+            found.append((start, stop, pad(some, size) if fits and stop - start < size else some, fits))
+        return found
+
+    def worth_compiling(self, work: float) -> bool:
+        """Whether to compile for a job of so many floating-point operations."""
+        if self.prediction.options.compile == "auto":
+            return self.device.type == "cuda" and work >= WORTH_COMPILING
+        return bool(self.prediction.options.compile)
+
+    def graphs(self, work: float) -> bool:
+        """Whether to replay passes of so many floating-point operations from a CUDA graph."""
+        return self.device.type == "cuda" and work < GRAPHED
+
+    def _absorb(self, inputs: Any, low: int, high: int, plan: Plan, fast: Any, result: Outputs) -> None:
         """The plain network with the weights of one sample after the other."""
         for layer in self.layers.values():
             layer.part, layer.repeat = (0, self.samples), 1
@@ -545,14 +570,12 @@ class Sampler(Passes):
                 for layer in self.layers.values():
                     layer.part = (index, index + 1)
 
-                def write(outputs: Tensor, start: int, stop: int, at: int = index - low) -> None:
-                    result.write(outputs.unsqueeze(0), at, at + 1, start, stop)
+                self.prediction.compiles = fast is not None
+                for outputs, start, stop, _ in self.prediction.chunks(inputs, self.prediction.network):
+                    result.write(outputs.unsqueeze(0), index - low, index - low + 1, start, stop)
 
-                self.through(inputs, write, fast)
-
-    def _fold(self, inputs: Any, low: int, high: int, plan: Plan, result: Result) -> None:
+    def _fold(self, inputs: Any, low: int, high: int, plan: Plan, result: Outputs) -> None:
         """Several samples in one pass, as blocks of the batch."""
-        assert self.limit is not None
         count, start = rows(inputs), 0
         while start < count:
             at_once = 1 if plan.fold == "single" else min(high - low, self.limit.rows)  # samples in one pass
@@ -584,11 +607,10 @@ def sample_outputs(
     inputs: Any,
     samples: int,
     *,
-    shared: bool = True,
-    seed: int | None = None,
-    max_batch: int | None = None,
     plan: str = "auto",
+    kept: Kept | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Outputs ``[samples, batch, ...]`` of a stochastic network; the arguments are those of :class:`Sampler`."""
-    with Sampler(model, samples, shared=shared, seed=seed, max_batch=max_batch, plan=plan) as sampler:
-        return sampler(inputs)
+    """Outputs ``[samples, batch, ...]`` of a stochastic network; the options are those of a prediction."""
+    with Prediction(model, PredictOptions(samples, **options), samples, kept or Kept()) as prediction:
+        return Sampler(prediction, plan)(inputs, 0, samples)

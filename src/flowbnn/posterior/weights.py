@@ -4,7 +4,7 @@ Subclasses say how one set of weights is drawn (:meth:`WeightPosterior.weights`)
 a network, saving and loading are done here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import rows
-from flowbnn.posterior.forward import Compile, Passes, Result, compiled, even
+from flowbnn.options import Count, checked
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.training import History
 
 __all__ = [
     "Exchange",
     "MemberPosterior",
-    "WeightPasses",
     "WeightPosterior",
     "check_members",
     "generator_of",
@@ -91,6 +89,8 @@ class WeightPosterior(Posterior):
     """
 
     kind = "weights"
+    compiles = True
+    only_shared = True
 
     @property
     def names(self) -> list[str]:
@@ -101,13 +101,13 @@ class WeightPosterior(Posterior):
         """The weights of the sample of this number under this seed."""
         raise NotImplementedError(f"{type(self).__name__} must define weights(index, seed)")
 
-    def stream(self, low: int, high: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """The weights of the samples from ``low`` up to ``high``, one after the other: those of :meth:`weights`.
+    def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
+        """The weights of these samples of a prediction, one after the other.
 
         Subclasses may draw several at once; what is handed out is read before the next is asked for.
         """
-        for index in range(low, high):
-            yield self.weights(index, seed)
+        for index in samples:
+            yield self.weights(index, prediction.seed)
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density of one set of weights."""
@@ -115,10 +115,9 @@ class WeightPosterior(Posterior):
             f"a {type(self).__name__} has no density that could be computed; it can be sampled"
         )
 
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+    @checked
+    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
         seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
         with torch.no_grad():
             found = [self.weights(index, seed) for index in range(samples)]
@@ -150,20 +149,19 @@ class WeightPosterior(Posterior):
                 own[name].copy_(value)
         return network
 
-    def drawing(
-        self,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-    ) -> "WeightPasses":
-        if not shared:
-            raise FlowBNNError("a draw of weights serves all inputs; leave shared=True")
-        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-        return WeightPasses(self, samples, seed, max_batch, precision, compile)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs of the network with the weights of one sample after the other."""
+        exchange = prediction.keep("exchange", lambda: Exchange(self.model, self.names))
+        with exchange:
+            networks = self._networks(exchange, samples, prediction)
+            return prediction.run(inputs, networks, len(samples))
+
+    def _networks(
+        self, exchange: "Exchange", samples: range, prediction: Prediction
+    ) -> Iterator[Callable[[Any], Tensor]]:
+        for values in self.stream(samples, prediction):
+            exchange.fill(values)
+            yield prediction.network
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of the posterior besides the network's own."""
@@ -204,52 +202,6 @@ class WeightPosterior(Posterior):
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
             network.load_state_dict(before)
             raise FlowBNNError(f"'{path}' is damaged: {error}") from None
-
-
-class WeightPasses(Passes):
-    """Outputs of networks with the weights of one sample after the other."""
-
-    def __init__(
-        self,
-        posterior: WeightPosterior,
-        samples: int,
-        seed: int,
-        max_batch: int | None,
-        precision: str | None,
-        compile: Compile,
-    ) -> None:
-        super().__init__(posterior.model, max_batch, precision, compile)
-        self.source: Any = posterior  # whatever has weights(index, seed)
-        self.samples, self.seed = samples, seed
-        self.exchange = Exchange(posterior.model, posterior.names)
-
-    def drawn(self, low: int, high: int) -> Iterator[dict[str, Tensor]]:
-        """The weights of these samples, one after the other."""
-        stream = getattr(self.source, "stream", None)
-        if stream is not None:
-            return stream(low, high, self.seed)
-        return (self.source.weights(index, self.seed) for index in range(low, high))
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        assert self.limit is not None
-        result = Result(out, high - low, rows(inputs))
-        graphs = self.device.type == "cuda" and even(rows(inputs), self.limit.rows) <= 1024
-        fast = compiled(self.model, graphs=graphs) if self.compile is True else None
-        with self.exchange as exchange:
-            for at, values in enumerate(self.drawn(low, high)):
-                exchange.fill(values)
-
-                def write(outputs: Tensor, start: int, stop: int, at: int = at) -> None:
-                    result.write(outputs.unsqueeze(0), at, at + 1, start, stop)
-
-                self.through(inputs, write, fast)
-        return result.tensor
-
-
-# -------------------- members.py
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -321,18 +273,15 @@ class MemberPosterior(WeightPosterior):
         """Which member is sample ``index`` of so many: fewer than there are members are spread over the list."""
         return index * self.size // samples if samples < self.size else index % self.size
 
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+    @checked
+    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Members ``{name: [samples, ...]}``, those that a prediction with so many samples takes."""
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
         taken = torch.tensor([self.chosen(index, samples) for index in range(samples)])
         return {name: value[taken.to(value.device)] for name, value in self.members.items()}
 
-    def drawing(self, samples: int, **options: Any) -> Any:
-        passes = super().drawing(samples, **options)
-        if samples < self.size:  # states of a chain that follow each other are alike
-            passes.source = _Spread(self, samples)
-        return passes
+    def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
+        for index in samples:
+            yield self.weights(self.chosen(index, prediction.samples), prediction.seed)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One of the networks, at random."""
@@ -365,11 +314,3 @@ def check_members(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, value in state.items():
         if name not in own or value.shape[1:] != own[name].shape:
             raise ValueError(f"its member weights '{name}' do not fit the network")
-
-
-class _Spread:
-    def __init__(self, posterior: MemberPosterior, samples: int) -> None:
-        self.posterior, self.samples = posterior, samples
-
-    def weights(self, index: int, seed: int) -> dict[str, Tensor]:
-        return self.posterior.weights(self.posterior.chosen(index, self.samples), seed)

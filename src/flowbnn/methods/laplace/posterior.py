@@ -1,9 +1,8 @@
 """The posterior of a Laplace approximation: a Gaussian around the trained weights."""
 
 import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,156 +12,15 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Full, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
 from flowbnn.methods.laplace.layers import without_nested
-from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import call, move, rows, take
-from flowbnn.posterior.forward import Compile, Passes, Result, device_of, dtype_of, evaluating
+from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.batches import call, move, take
+from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
-__all__ = ["PREDICTIVES", "FeaturePasses", "LaplacePosterior", "LinearizedPasses", "ProbitPasses"]
+__all__ = ["PREDICTIVES", "LaplacePosterior"]
 
-# -------------------- laplace_passes.py
-
-KEPT = 2**26  # bytes of draws that are kept from call to call
-
-
-class FeaturePasses(Passes):
-    r"""Draws of the layer that gives the outputs: :math:`f(x) + \Delta\, \phi(x)`, with features and outputs computed once.
-
-    Args:
-        posterior: has ``weights(index, seed)`` and ``centre``.
-        layer: the name of the layer.
-        samples, seed: of the draws.
-    """
-
-    def __init__(
-        self,
-        posterior: Any,
-        layer: str,
-        samples: int,
-        seed: int,
-        max_batch: int | None,
-        precision: str | None,
-        compile: Compile,
-    ) -> None:
-        super().__init__(posterior.model, max_batch, precision, compile if compile != "auto" else False)
-        self.posterior, self.samples, self.seed = posterior, samples, seed
-        self.module: Any = self.model.get_submodule(layer)
-        self.kept = dict[int, tuple[Tensor, Tensor]]()
-        self.features: Tensor | None = None
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.stack.callback(self.module.register_forward_pre_hook(self._see).remove)
-        return self
-
-    def _see(self, module: nn.Module, args: Any) -> None:
-        self.features = args[0]
-
-    def _run(self, some: Any, size: int, fast: Any) -> Tensor:
-        outputs = call(self.model, some)
-        assert self.features is not None
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
-        return torch.cat([outputs.to(dtype), self.features.to(dtype)], 1)
-
-    def moved(self, index: int) -> tuple[Tensor, Tensor]:
-        """How far the layer's weight (transposed) and bias are from their centre in a sample."""
-        if index in self.kept:
-            return self.kept[index]
-        drawn, own = self.posterior.weights(index, self.seed), dict(self.model.named_parameters())
-        weight, bias = self.module.weight, self.module.bias
-        found = [torch.zeros_like(weight), weight.new_zeros(1, len(weight))]
-        for name, value in drawn.items():
-            at = 0 if own[name] is weight else 1
-            found[at] = (value - self.posterior.centre[name]).reshape(found[at].shape)
-        assert bias is None or found[1].numel() == bias.numel()
-        pair = found[0].T.contiguous(), found[1]
-        if (len(self.kept) + 1) * pair[0].numel() * pair[0].element_size() <= KEPT:
-            self.kept[index] = pair
-        return pair
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        found = Result(None, 1, rows(inputs))
-
-        def write(outputs: Tensor, start: int, stop: int) -> None:
-            found.write(outputs.unsqueeze(0), 0, 1, start, stop)
-
-        self.through(inputs, write)
-        width = self.module.weight.shape[0]
-        outputs, features = found.tensor[0, :, :width], found.tensor[0, :, width:].contiguous()
-        with torch.autocast(self.device.type, enabled=False):
-            if out is None:
-                out = outputs.new_empty(high - low, *outputs.shape)
-            for index in range(low, high):
-                weight, bias = self.moved(index)
-                out[index - low] = torch.addmm(outputs + bias.to(outputs), features, weight.to(features))
-        return out
-
-
-class LinearizedPasses(Passes):
-    r"""The network made linear in its weights, :math:`f(x) + J(x) (w - \hat w)`, with one draw of the weights after the other."""
-
-    def __init__(
-        self, posterior: Any, samples: int, seed: int, max_batch: int | None, precision: str | None
-    ) -> None:
-        super().__init__(posterior.model, max_batch, precision, False)
-        self.posterior, self.samples, self.seed = posterior, samples, seed
-        self.jacobian = Jacobian(posterior.model, posterior.names)
-
-    def _run(self, some: Any, size: int, fast: Any) -> Tensor:
-        outputs, moved = self.jacobian.push(some, self.tangents)
-        return outputs + moved
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        result = Result(out, high - low, rows(inputs))
-        for index in range(low, high):
-            drawn = self.posterior.weights(index, self.seed)
-            self.tangents: Mapping[str, Tensor] = {
-                name: value - self.posterior.centre[name] for name, value in drawn.items()
-            }
-
-            def write(outputs: Tensor, start: int, stop: int, at: int = index - low) -> None:
-                result.write(outputs.unsqueeze(0), at, at + 1, start, stop)
-
-            self.through(inputs, write)
-        return result.tensor
-
-
-class ProbitPasses(Passes):
-    r"""Logits shrunk by their variance, :math:`f / \sqrt{1 + \pi v / 8}` (MacKay 1992): one answer, without draws."""
-
-    def __init__(self, posterior: Any, samples: int, max_batch: int | None, precision: str | None) -> None:
-        super().__init__(posterior.model, max_batch, precision, False)
-        self.posterior, self.samples = posterior, samples
-
-    def _run(self, some: Any, size: int, fast: Any) -> Tensor:
-        outputs = call(self.model, some)
-        variance = self.posterior.functional_variance(some, diagonal=True).reshape(outputs.shape)
-        return outputs * (1.0 + torch.pi / 8.0 * variance).rsqrt().to(outputs.dtype)
-
-    def __call__(
-        self, inputs: Any, low: int = 0, high: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        inputs, high = self.ready(inputs), self.samples if high is None else high
-        result = Result(None, 1, rows(inputs))
-        self.through(inputs, partial(_write_first, result))
-        one = result.tensor.expand(high - low, *result.tensor.shape[1:])
-        if out is None:
-            return one
-        out.copy_(one)
-        return out
-
-
-def _write_first(result: Result, outputs: Tensor, start: int, stop: int) -> None:
-    result.write(outputs.unsqueeze(0), 0, 1, start, stop)
-
-
+KEPT = 2**26  # bytes of draws that are kept from batch to batch
 PREDICTIVES = ("linearized", "sampled", "probit")
 
 
@@ -288,33 +146,72 @@ class LaplacePosterior(WeightPosterior):
         assert isinstance(block, Diagonal | Kronecker)
         return block.linear_variance(columns)
 
-    def drawing(
-        self,
-        samples: int,
-        *,
-        shared: bool = True,
-        seed: int | None = None,
-        max_batch: int | None = None,
-        precision: str | None = None,
-        compile: Compile = "auto",
-    ) -> Any:
-        if not shared:
-            raise FlowBNNError("a draw of weights serves all inputs; leave shared=True")
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        """Whether predictions can pass the network through ``torch.compile``."""
+        return self.predictive == "sampled" and self.told["direct"] is None
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         direct = self.told["direct"]
-        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
-        if self.predictive == "sampled" and direct is None:
-            return super().drawing(
-                samples, shared=shared, seed=seed, max_batch=max_batch, precision=precision, compile=compile
-            )
-        if compile is True:
-            raise FlowBNNError(
-                f"predictive='{self.predictive}' does not compile for prediction; leave compile as it is"
-            )
         if self.predictive == "probit":
-            return ProbitPasses(self, samples, max_batch, precision)
+            one = prediction.run(inputs, [self._shrunk])
+            return one.expand(len(samples), *one.shape[1:])
         if direct is not None:
-            return FeaturePasses(self, direct, samples, seed, max_batch, precision, compile)
-        return LinearizedPasses(self, samples, seed, max_batch, precision)
+            return self._by_features(inputs, samples, prediction, self.model.get_submodule(direct))
+        if self.predictive == "linearized":
+            return prediction.run(inputs, self._linearized(samples, prediction), len(samples))
+        return super().outputs(inputs, samples, prediction)
+
+    def _shrunk(self, inputs: Any) -> Tensor:
+        r"""Logits shrunk by their variance, :math:`f / \sqrt{1 + \pi v / 8}` (MacKay 1992): one answer, without draws."""
+        outputs = call(self.model, inputs)
+        variance = self.functional_variance(inputs, diagonal=True).reshape(outputs.shape)
+        return outputs * (1.0 + torch.pi / 8.0 * variance).rsqrt().to(outputs.dtype)
+
+    def _linearized(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
+        r"""The network made linear in its weights, :math:`f(x) + J(x) (w - \hat w)`, with one draw of the weights after the other."""
+        jacobian = prediction.keep("jacobian", lambda: Jacobian(self.model, self.names))
+        for index in samples:
+            drawn = self.weights(index, prediction.seed)
+            tangents = {name: value - self.centre[name] for name, value in drawn.items()}
+            yield lambda some, tangents=tangents: sum(jacobian.push(some, tangents))  # type: ignore[misc]
+
+    def _by_features(self, inputs: Any, samples: range, prediction: Prediction, layer: Any) -> Tensor:
+        r"""Draws of the layer that gives the outputs: :math:`f(x) + \Delta\, \phi(x)`, with features and outputs computed once."""
+        features: list[Tensor] = []
+
+        def network(some: Any) -> Tensor:
+            features.clear()
+            outputs = call(self.model, some)
+            dtype = torch.promote_types(outputs.dtype, torch.float32)
+            return torch.cat([outputs.to(dtype), features[0].to(dtype)], 1)
+
+        with layer.register_forward_pre_hook(lambda _, args: features.append(args[0])):
+            joined = prediction.run(inputs, [network])[0]
+        outputs, phi = joined[:, : len(layer.weight)], joined[:, len(layer.weight) :].contiguous()
+        result = outputs.new_empty(len(samples), *outputs.shape)
+        with torch.autocast(prediction.device.type, enabled=False):
+            for place, index in enumerate(samples):
+                weight, bias = self._moved(index, prediction, layer)
+                result[place] = torch.addmm(outputs + bias.to(outputs), phi, weight.to(phi))
+        return result
+
+    def _moved(self, index: int, prediction: Prediction, layer: Any) -> tuple[Tensor, Tensor]:
+        """How far the layer's weight (transposed) and bias are from their centre in a sample; some are kept for the next batches."""
+        kept: dict[int, tuple[Tensor, Tensor]] = prediction.keep("moved", dict)
+        if index in kept:
+            return kept[index]
+        own = dict(self.model.named_parameters())
+        weight, bias = torch.zeros_like(layer.weight), layer.weight.new_zeros(1, len(layer.weight))
+        for name, value in self.weights(index, prediction.seed).items():
+            if own[name] is layer.weight:
+                weight = value - self.centre[name]
+            else:
+                bias = (value - self.centre[name]).reshape(bias.shape)
+        pair = weight.T.contiguous(), bias
+        if (len(kept) + 1) * weight.numel() * weight.element_size() <= KEPT:
+            kept[index] = pair
+        return pair
 
     def state(self) -> dict[str, Tensor]:
         return {

@@ -23,7 +23,7 @@ from flowbnn.methods.fitting import prepare, run_options
 from flowbnn.methods.variational.base import Variational, fit_elbo
 from flowbnn.methods.variational.gaussian_weights import DrawnWeights, GaussianWeights, check_mixture
 from flowbnn.methods.variational.selection import base_scales, chosen_weights, ways_of
-from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
@@ -116,19 +116,20 @@ class GaussianWeightPosterior(WeightPosterior):
         parts = zip(self._names, flat.split(self.sizes), self.shapes, strict=True)
         return {name: part.view(shape) for name, part, shape in parts}
 
-    def drawing(self, samples: int, **options: Any) -> Any:
-        self.follow()
-        return super().drawing(samples, **options)
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        prediction.keep("follow", self.follow)
+        return super().outputs(inputs, samples, prediction)
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         mean = self.flat_mean
         normal = standard_normal(mean.shape, mean.dtype, mean.device, generator_of(seed, index, mean.device))
         return self.split(torch.addcmul(mean, self.flat_std, normal))
 
-    def stream(self, low: int, high: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         if type(self).weights is not GaussianWeightPosterior.weights:  # a subclass draws in a way of its own
-            yield from super().stream(low, high, seed)
+            yield from super().stream(samples, prediction)
             return
+        low, high, seed = samples.start, samples.stop, prediction.seed
         mean, std = self.flat_mean, self.flat_std
         count = max(1, BLOCK // max(1, mean.numel() * mean.element_size()))
         room = mean.new_empty(
