@@ -15,6 +15,7 @@ from flowbnn.methods import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc import base as methods
 from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.potential import Data, WeightPotential
+from flowbnn.posterior import PredictOptions
 
 
 def test_a_conjugate_regression_is_recovered():
@@ -151,7 +152,7 @@ def test_noise_of_a_linear_layer_has_the_posterior_of_scaled_inputs():
     assert ((products.mean((0, 1)) - covariance).abs() < 4 * standard_error(products)).all()
     expected = inputs[:5] @ (posterior.members[""][7] * net.weight.detach()[0])
     assert torch.allclose(posterior.member(7)(inputs[:5])[:, 0], expected)
-    outputs = posterior.outputs(inputs[:5], len(posterior), shared=True, seed=0, max_batch=None)
+    outputs = posterior.collect(inputs[:5], PredictOptions(len(posterior), seed=0))[0]
     assert torch.allclose(outputs[7, :, 0], expected)
     assert torch.equal(posterior.draws(len(posterior))["weight"][7], posterior.member(7).weight)
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods.laplace.prior import best_precision, best_precisions
+from flowbnn.posterior import PredictOptions
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
@@ -126,9 +127,9 @@ def test_the_last_layer_by_its_features_is_the_last_layer_by_differentiation(str
     assert short.log_evidence == pytest.approx(long.log_evidence, abs=1e-9)
     new = torch.randn(3, 4, dtype=torch.float64)
     assert torch.allclose(short.functional_variance(new), long.functional_variance(new), atol=1e-10)
-    many = {"samples": 4, "seed": 1, "shared": True, "max_batch": None}
+    many = PredictOptions(4, seed=1)
     for predictive in ("linearized", "sampled", "probit"):
-        a, b = short.use(predictive).outputs(new, **many), long.use(predictive).outputs(new, **many)
+        a, b = short.use(predictive).collect(new, many)[0], long.use(predictive).collect(new, many)[0]
         assert torch.allclose(a, b, atol=1e-10)
 
 
@@ -339,13 +340,13 @@ def test_linearized_outputs_are_outputs_plus_jacobian_times_draw(structure):
         network, truth.batches(inputs, labels), **QUIET
     )
     new = torch.randn(5, 1, 6, 6, dtype=torch.float64)
-    found = posterior.outputs(new, 4, shared=True, seed=2, max_batch=2)
+    found = posterior.collect(new, PredictOptions(4, seed=2, max_batch=2))[0]
     draws = truth.flat(posterior.draws(4, seed=2), posterior.names)
     centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)
     jacobian = truth.explicit_jacobian(network, posterior.names, new)
     expected = network(new) + torch.einsum("bcp,sp->sbc", jacobian, draws - centre)
     assert torch.allclose(found, expected, atol=1e-9)
-    sampled = posterior.use("sampled").outputs(new, 2, shared=True, seed=2, max_batch=None)
+    sampled = posterior.use("sampled").collect(new, PredictOptions(2, seed=2))[0]
     own = posterior.sample(seed=2)
     assert torch.allclose(sampled[0], own(new), atol=1e-12)
     assert not torch.allclose(sampled[0], found[0], atol=1e-3)

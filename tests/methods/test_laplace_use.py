@@ -8,6 +8,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods import LaplacePosterior, load_posterior
+from flowbnn.posterior import PredictOptions
 
 
 def test_the_last_layer_is_the_one_called_last():
@@ -250,9 +251,9 @@ def test_networks_as_people_write_them(structure):
             total = total + (row.square().diag() if structure == "diag" else torch.outer(row, row))
     spread = (total + torch.eye(len(total)).double() / SCALE**2).inverse()
     assert torch.allclose(truth.covariance(posterior), spread, atol=1e-8)
-    found = posterior.outputs(
-        inputs, 2, shared=True, seed=0, max_batch=None
-    )  # torch has no forward mode for weight norm
+    found = posterior.collect(inputs, PredictOptions(2, seed=0))[
+        0
+    ]  # torch has no forward mode for weight norm
     moved = truth.flat(posterior.draws(2, seed=0), posterior.names) - torch.cat([v.flatten() for v in values])
     for n in range(6):
         outputs = network(**{name: value[n : n + 1] for name, value in inputs.items()})[0]
