@@ -111,11 +111,11 @@ def test_warmup_finds_the_scales():
         return hmc_kernel(potential, state, size, mass, 5, given)
 
     chains = Chains(potential, kernel, starts, sources, warmup=200, samples=60, target=0.8)
-    trace = chains.run(progress=False)
+    record = chains.run(progress=False)
     ratio = chains.adapting.inverse_mass.mean(0).sqrt() / scales
     assert ((ratio > 0.7) & (ratio < 1.4)).all()
-    assert trace.acceptance.mean() > 0.75
-    assert not trace.divergent.any()
+    assert record["acceptance"].mean() > 0.75
+    assert not record["divergent"].any()
 
 
 def test_dual_averaging_comes_to_its_target():

@@ -1,8 +1,8 @@
-r"""Finding the step size and the mass matrix of Hamiltonian samplers, for each chain by itself.
+r"""Warm-up of Hamiltonian samplers: the step size and the mass matrix, for each chain by itself.
 
-The step size follows dual averaging (Hoffman and Gelman, 1111.4246), which brings the mean acceptance to a target; the inverse mass
-is the variance of the positions (Welford's sums), taken in windows that double in length, as Stan does: a start without, the
-windows, and an end in which only the step size is tuned.
+The step size follows dual averaging (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), which brings the mean acceptance to a
+target; the inverse mass is the variance of the positions (Welford's sums) in windows that double in length, as in Stan: a start
+without, the windows, and an end in which only the step size is tuned.
 """
 
 import math
@@ -16,15 +16,13 @@ from flowbnn.methods.mcmc.hamiltonian import Potential, State, energy_change, ki
 __all__ = ["Warmup", "reasonable_step", "window_ends"]
 
 START, END, WINDOW = 75, 50, 25
-SHORT = 50
-ENOUGH = 10  # updates after which the averaged step size is better than the one that was looked for
+SHORT = 50  # transitions below which only the step size is tuned
+ENOUGH = 10  # updates from which on the averaged step size is better than the initial one
 GAMMA, DELAY, FORGET = 0.05, 10.0, 0.75  # of dual averaging, as in the paper
 
 
 def window_ends(length: int) -> tuple[int, list[int]]:
-    """Where the mass begins to be learned, and the transitions at whose end it is set anew.
-
-    Fewer than 50 transitions are too few to learn a mass from: they tune the step size only.
+    """The transition at which learning of the mass begins, and those at whose end it is set anew.
 
     >>> window_ends(1000), window_ends(100), window_ends(40)
     ((75, [100, 150, 250, 450, 950]), (15, [80]), (40, []))
@@ -63,10 +61,10 @@ def reasonable_step(
         return energy_change(after, kicked, inverse_mass, before).cpu() < -math.log(0.8)
 
     up = accepts()
+    factor = torch.where(up, 2.0, 0.5).double()
     searching = torch.ones_like(up)
     for _ in range(60):
-        factor = torch.where(up, 2.0, 0.5)
-        size = torch.where(searching, size * factor.double(), size)
+        size = torch.where(searching, size * factor, size)
         searching = searching & (accepts() == up)
         if not bool(searching.any()):
             break
@@ -78,28 +76,37 @@ class Warmup:
 
     Args:
         length: transitions of the warm-up.
-        target: mean acceptance probability to come to.
+        target: mean acceptance probability to reach.
         like: positions ``[C, D]``.
     """
+
+    CHANGING = ("inverse_mass", "step_size", "mean", "sums", "centre", "error", "smooth")
 
     def __init__(self, length: int, target: float, like: Tensor) -> None:
         self.length, self.target = length, target
         self.begins, self.ends = window_ends(length)
-        chains = len(like)
         self.inverse_mass = torch.ones_like(like)
-        self.step_size = torch.ones(chains, dtype=torch.float64)
+        self.step_size = torch.ones(len(like), dtype=torch.float64)
+        self.centre = torch.zeros_like(self.step_size)  # dual averaging shrinks the log step size towards it
+        self._restart_averaging()
+        self._restart_window()
+
+    def _restart_averaging(self) -> None:
+        self.error, self.smooth, self.updates = (
+            torch.zeros_like(self.centre),
+            torch.zeros_like(self.centre),
+            0,
+        )
+
+    def _restart_window(self) -> None:
+        self.mean, self.sums = torch.zeros_like(self.inverse_mass), torch.zeros_like(self.inverse_mass)
         self.count = 0
-        self.mean, self.sums = torch.zeros_like(like), torch.zeros_like(like)
-        self.centre = torch.zeros(chains, dtype=torch.float64)
-        self.error, self.smooth = torch.zeros_like(self.centre), torch.zeros_like(self.centre)
-        self.updates = 0
 
     def restart(self, potential: Potential, state: State, sources: Sequence[torch.Generator]) -> None:
-        """Look for a step size under the present mass and begin to average anew."""
+        """Search a step size under the present mass and begin to average anew."""
         self.step_size = reasonable_step(potential, state, self.inverse_mass, sources, self.step_size)
         self.centre = torch.log(10.0 * self.step_size)
-        self.error, self.smooth = torch.zeros_like(self.centre), torch.zeros_like(self.centre)
-        self.updates = 0
+        self._restart_averaging()
 
     def update(
         self,
@@ -124,27 +131,21 @@ class Warmup:
             self.sums = self.sums + away * (state.position - self.mean)
         if number + 1 in self.ends and self.count > 1:
             variance, count = self.sums / (self.count - 1), self.count
-            # a little towards a small variance, as Stan does: a window of few draws knows little
+            # shrunk a little towards a small variance, as Stan does, because a window has few draws
             self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
-            self.count, self.mean, self.sums = (
-                0,
-                torch.zeros_like(self.mean),
-                torch.zeros_like(self.sums),
-            )
+            self._restart_window()
             self.restart(potential, state, sources)
-        if number + 1 == self.length and self.updates:
-            found = self.smooth if self.updates >= ENOUGH else self.centre - math.log(10.0)
-            self.step_size = found.exp()
+        if number + 1 == self.length:
+            log_size = self.smooth if self.updates >= ENOUGH else self.centre - math.log(10.0)
+            self.step_size = log_size.exp()
 
     def state(self) -> dict[str, Tensor]:
         """Everything that changes, as tensors."""
-        names = ("inverse_mass", "step_size", "mean", "sums", "centre", "error", "smooth")
         counts = torch.tensor([self.count, self.updates])
-        return {**{name: getattr(self, name) for name in names}, "counts": counts}
+        return {**{name: getattr(self, name) for name in self.CHANGING}, "counts": counts}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Put back what :meth:`state` gave."""
-        for name, value in state.items():
-            if name != "counts":
-                setattr(self, name, value.to(getattr(self, name)))
+        """Restore what :meth:`state` gave."""
+        for name in self.CHANGING:
+            setattr(self, name, state[name].to(getattr(self, name)))
         self.count, self.updates = (int(number) for number in state["counts"])

@@ -17,9 +17,8 @@ from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whol
 from flowbnn.methods.fitting import prepare, run_options
 from flowbnn.methods.mcmc.chains import Chains, Kernel
 from flowbnn.methods.mcmc.hamiltonian import normals
-from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior, function_trace
+from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import Data, NoisePotential, WeightPotential, gather, noise_sites
-from flowbnn.posterior.batches import take
 from flowbnn.posterior.weights import generator_of
 from flowbnn.training import TrainingOptions
 
@@ -140,13 +139,12 @@ class ChainMethod(Method):
             target=self.target_accept,
             path=_beside(settings.checkpoint_path),
             every=settings.checkpoint_every,
-            told=told,
+            settings=told,
         )
-        trace = chains.run(settings.resume, settings.progress, f"sampling by {kind}")
-        record = {name: getattr(trace, name) for name in ("energy", "acceptance", "divergent")}
-        record |= {name: getattr(trace, name) for name in ("gradients", "depth", "step_size")}
-        record["outputs"] = function_trace(potential, trace.position)
-        members = potential.unpack(trace.position.flatten(0, 1).to(potential.start.device))
+        record = chains.run(settings.resume, settings.progress, f"sampling by {kind}")
+        position = record.pop("position")
+        record["outputs"] = potential.function_values(position)
+        members = potential.unpack(position.flatten(0, 1).to(potential.start.device))
         shape = NoiseChainPosterior if self.over == "noise" else ChainPosterior
         posterior = shape(point.model, point.likelihood, members, point.history, record=record, told=told)
         posterior.warn()
@@ -185,12 +183,12 @@ class ChainMethod(Method):
     ) -> None:
         """Time one gradient and warn, before anything begins, of what will take long."""
         size = potential.start.numel()
-        few = self.potential(model, potential.bundle.likelihood, _some(data, 256), 256)
+        few = self.potential(model, potential.bundle.likelihood, data.first(256), 256)
         starts = few.start.expand(self.chains, -1)
         few(starts)
         begun = time.perf_counter()
         few(starts)
-        seconds = (time.perf_counter() - begun) * max(1.0, len(data) / len(few.data))
+        seconds = (time.perf_counter() - begun) * max(1.0, len(data.targets) / len(few.data.targets))
         total = seconds * self.work() * (self.warmup + self.samples * self.thin)
         if size > MANY_WEIGHTS or total > LONG:
             memory = 4e-9 * size * self.chains * self.samples
@@ -210,10 +208,6 @@ class ChainMethod(Method):
                 f"{self.chains} chains) and {memory:.2g} GB of draws{elsewhere};{smaller} fb.SGLD goes by minibatches",
                 FlowBNNWarning,
             )
-
-
-def _some(data: Data, most: int) -> Data:
-    return Data(take(data.inputs, 0, most), data.targets[:most])
 
 
 def _words(seconds: float) -> str:

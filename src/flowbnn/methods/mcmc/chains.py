@@ -1,9 +1,8 @@
-"""Markov chains in progress: warm-up, draws, and a file from which a run that was stopped goes on to the same end."""
+"""Markov chains in progress: warm-up, draws, and a file from which an interrupted run resumes to the same draws."""
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,11 @@ from flowbnn.methods.mcmc.adaptation import Warmup
 from flowbnn.methods.mcmc.hamiltonian import Potential, State, Transition, begin
 from flowbnn.training import check_writable, is_main_process, load_tensors, save_tensors, track
 
-__all__ = ["Chains", "Kernel", "Trace"]
+__all__ = ["Chains", "Kernel"]
 
 Kernel = Callable[[State, Tensor, Tensor, Sequence[torch.Generator]], tuple[State, Transition]]
 SECONDS_BETWEEN = 30.0
-KEPT = ("acceptance", "divergent", "gradients", "depth", "energy")
-
-
-@dataclass
-class Trace:
-    """What chains left behind: positions ``[C, S, D]`` and, for each draw ``[C, S]``, its energy and how it was come by."""
-
-    position: Tensor
-    energy: Tensor
-    acceptance: Tensor
-    divergent: Tensor
-    gradients: Tensor
-    depth: Tensor
-    step_size: Tensor
-    warmup_gradients: int
+RECORDED = ("position", "energy", *Transition._fields)
 
 
 class Chains:
@@ -44,12 +29,12 @@ class Chains:
         kernel: one transition from ``(state, step size, inverse mass, generators)``.
         starts: positions ``[C, D]``.
         sources: a generator for each chain.
-        warmup, samples: transitions in which step size and mass are found, and those that are kept, of each chain.
-        thin: keep every so many of these.
+        warmup, samples: transitions that tune step size and mass, and draws that are kept, of each chain.
+        thin: keep every so many transitions.
         target: acceptance that the step size is tuned to.
         path: the file of the run, or None.
         every: write it after so many transitions; None every half minute.
-        told: what must be the same when the run is taken up again.
+        settings: plain values that must be the same when the run is resumed.
     """
 
     def __init__(
@@ -65,135 +50,105 @@ class Chains:
         target: float = 0.8,
         path: Path | None = None,
         every: int | None = None,
-        told: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.potential, self.kernel, self.sources = potential, kernel, list(sources)
         self.warmup, self.samples, self.thin = warmup, samples, thin
-        self.path, self.every, self.told = path, every, dict(told or {})
+        self.path, self.every, self.settings = path, every, dict(settings or {})
         self.adapting = Warmup(warmup, target, starts)
         self.starts = starts
         self.state: State | None = None
-        self.number = self.warmup_gradients = 0
-        self.kept: dict[str, list[Tensor]] = {name: [] for name in ("position", *KEPT)}
+        self.number = 0
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in RECORDED}
         self.written = time.monotonic()
 
-    def run(self, resume: bool = False, progress: bool = True, description: str = "sampling") -> Trace:
-        """All transitions that are left."""
+    def run(
+        self, resume: bool = False, progress: bool = True, description: str = "sampling"
+    ) -> dict[str, Tensor]:
+        """Run all remaining transitions.
+
+        Returns:
+            ``position`` ``[C, S, D]``; ``energy`` and the fields of :class:`Transition` ``[C, S]``; ``step_size`` ``[C]``.
+        """
         if self.path is not None:
             check_writable(self.path)
-        if resume and self.path is not None and self.path.exists():
-            self.load(self.path)
+            if resume and self.path.exists():
+                self.load(self.path)
         with torch.no_grad():
             if self.state is None:
                 self.state = begin(self.potential, self.starts)
                 self.adapting.restart(self.potential, self.state, self.sources)
             total = self.warmup + self.samples * self.thin
-            ahead = range(self.number, total)
-            for number in track(ahead, description, progress and is_main_process()):
+            for number in track(range(self.number, total), description, progress and is_main_process()):
                 before = self.snapshot()
                 try:
                     self.advance(number)
                 except KeyboardInterrupt:
-                    self.save_interrupted(before)
+                    if self.path is not None:
+                        self.save(before)
+                        line = f"flowbnn: interrupted after {number} transitions, saved in '{self.path}'; continue with resume=True"
+                        print(line, file=sys.stderr)
                     raise
-                if self.due(number + 1, total):
+                if self.path is not None and (self.number == total or self.due()):
                     self.save(self.snapshot())
-        return self.trace()
+        record = {name: torch.stack(kept, 1) for name, kept in self.kept.items()}
+        return {**record, "step_size": self.adapting.step_size.clone()}
 
     def advance(self, number: int) -> None:
         """One transition of every chain."""
         assert self.state is not None
         adapting = self.adapting
-        state, told = self.kernel(self.state, adapting.step_size, adapting.inverse_mass, self.sources)
+        state, transition = self.kernel(self.state, adapting.step_size, adapting.inverse_mass, self.sources)
         if number < self.warmup:
-            adapting.update(number, self.potential, state, told.acceptance, self.sources)
-            self.warmup_gradients += int(told.gradients.sum())
+            adapting.update(number, self.potential, state, transition.acceptance, self.sources)
         elif (number - self.warmup + 1) % self.thin == 0:
-            values = {**told._asdict(), "energy": state.energy.cpu(), "position": state.position.cpu()}
+            values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
             for name, kept in self.kept.items():
                 kept.append(values[name])
         self.state, self.number = state, number + 1
 
-    def trace(self) -> Trace:
-        found: dict[str, Any] = {name: torch.stack(kept, 1) for name, kept in self.kept.items()}
-        return Trace(
-            **found, step_size=self.adapting.step_size.clone(), warmup_gradients=self.warmup_gradients
-        )
-
-    def due(self, number: int, total: int) -> bool:
-        if self.path is None or not is_main_process():
-            return False
-        if number == total:
-            return True
+    def due(self) -> bool:
+        """Whether it is time to write the file."""
         if self.every is not None:
-            return number % self.every == 0
+            return self.number % self.every == 0
         return time.monotonic() - self.written > SECONDS_BETWEEN
 
     def snapshot(self) -> dict[str, Any]:
-        """The present state; what it holds is never written over, so nothing needs to be copied."""
+        """The present state. Its tensors are never written over, so none is copied."""
         assert self.state is not None
-        return {
-            "number": self.number,
-            "warmup_gradients": self.warmup_gradients,
-            "state": self.state,
-            "adapting": self.adapting.state(),
-            "sources": [source.get_state() for source in self.sources],
-            "kept": len(self.kept["position"]),
-        }
+        tensors = {f"state.{name}": value for name, value in self.state._asdict().items()}
+        tensors |= {f"adapting.{name}": value for name, value in self.adapting.state().items()}
+        tensors["sources"] = torch.stack([source.get_state() for source in self.sources])
+        return {"tensors": tensors, "number": self.number, "kept": len(self.kept["position"])}
 
     def save(self, snapshot: dict[str, Any]) -> None:
+        if not is_main_process():
+            return
         assert self.path is not None
-        tensors = {f"state.{name}": value for name, value in snapshot["state"]._asdict().items()}
-        tensors |= {f"adapting.{name}": value for name, value in snapshot["adapting"].items()}
-        tensors["sources"] = torch.stack(snapshot["sources"])
+        tensors = {name: value.clone() for name, value in snapshot["tensors"].items()}
         if snapshot["kept"]:
-            for name, kept in self.kept.items():
-                tensors[f"kept.{name}"] = torch.stack(kept[: snapshot["kept"]], 1)
-        document = {
-            "kind": "chains",
-            "number": snapshot["number"],
-            "warmup_gradients": snapshot["warmup_gradients"],
-            "told": self.told,
-        }
-        save_tensors(self.path, {name: value.clone() for name, value in tensors.items()}, document)
+            kept = {name: draws[: snapshot["kept"]] for name, draws in self.kept.items()}
+            tensors |= {f"kept.{name}": torch.stack(draws, 1) for name, draws in kept.items()}
+        save_tensors(self.path, tensors, {"number": snapshot["number"], "settings": self.settings})
         self.written = time.monotonic()
 
-    def save_interrupted(self, snapshot: dict[str, Any]) -> None:
-        if self.path is not None and is_main_process():
-            self.save(snapshot)
-            print(
-                f"flowbnn: interrupted after {snapshot['number']} transitions; the chains are in '{self.path}', resume=True goes on "
-                "from there",
-                file=sys.stderr,
-            )
-
     def load(self, path: Path) -> None:
-        """Take up what the file holds, or say why it does not fit."""
+        """Continue from the file of a run with the same settings."""
         tensors, document = load_tensors(path)
-        if document.get("kind") != "chains" or not isinstance(document.get("told"), dict):
-            raise FlowBNNError(f"'{path}' holds no Markov chains")
-        for name, value in self.told.items():
-            if document["told"].get(name) != value:
+        saved = document.get("settings", {})
+        for name, value in self.settings.items():
+            if saved.get(name) != value:
                 raise FlowBNNError(
-                    f"'{path}' was written with {name}={document['told'].get(name)!r} and this run has {value!r}: keep it, or begin "
-                    "anew with resume=False"
+                    f"'{path}' was written with {name}={saved.get(name)!r} and this run has {value!r}: keep it, or start again "
+                    "with resume=False",
+                    kind="resume",
+                    argument=name,
                 )
-        try:
-            parts = {name: tensors[f"state.{name}"] for name in State._fields}
-            if parts["position"].shape != self.starts.shape:
-                raise ValueError(f"its chains have the shape {tuple(parts['position'].shape)}")
-            device = self.starts.device
-            adapting = {name: tensors[f"adapting.{name}"] for name in self.adapting.state()}
-            sources = tensors["sources"]
-            kept = {
-                name: list(tensors[f"kept.{name}"].unbind(1)) if f"kept.{name}" in tensors else []
-                for name in self.kept
-            }
-            number, gradients = int(document["number"]), int(document["warmup_gradients"])
-            self.adapting.load(adapting)
-            for source, state in zip(self.sources, sources, strict=True):
-                source.set_state(state.clone())  # torch reads the memory of a view from its beginning
-        except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
-            raise FlowBNNError(f"'{path}' does not fit this run: {error!r:.150}") from None
-        self.state = State(**{name: value.to(device) for name, value in parts.items()})
-        self.kept, self.number, self.warmup_gradients = kept, number, gradients
+        device = self.starts.device
+        self.state = State(*(tensors[f"state.{name}"].to(device) for name in State._fields))
+        self.adapting.load({name: tensors[f"adapting.{name}"] for name in self.adapting.state()})
+        for source, state in zip(self.sources, tensors["sources"], strict=True):
+            source.set_state(state.clone())  # torch reads the memory of a view from its beginning
+        if "kept.position" in tensors:
+            self.kept = {name: list(tensors[f"kept.{name}"].unbind(1)) for name in RECORDED}
+        self.number = int(document["number"])

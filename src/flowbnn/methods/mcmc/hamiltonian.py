@@ -1,19 +1,18 @@
-r"""Hamiltonian Monte Carlo as pure functions of positions and a potential, for several chains at once.
+r"""Hamiltonian dynamics of several chains at once, and the transition of Hamiltonian Monte Carlo.
 
 The target is :math:`p(q) \propto e^{-U(q)}`. A momentum :math:`p \sim \mathcal N(0, M)` is added and the pair follows
 
 .. math:: H(q, p) = U(q) + \tfrac12 p^\top M^{-1} p
 
-by leapfrog steps, whose end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal, 1206.1901).
+by leapfrog steps, whose end is accepted with probability :math:`\min(1, e^{-\Delta H})` (Neal 2012, https://arxiv.org/abs/1206.1901).
 
-A *potential* takes positions ``[chains, dim]`` and gives energies ``[chains]`` and gradients ``[chains, dim]``;
-:func:`with_gradient` makes one of a differentiable function. Every chain draws from a generator of its own, so that it does not
-matter which others run beside it.
+A *potential* maps positions ``[chains, dim]`` to energies ``[chains]`` and gradients ``[chains, dim]``; :func:`with_gradient` makes one
+from a differentiable function. Every chain draws from a generator of its own, so its draws do not depend on the other chains.
 
 >>> potential = with_gradient(lambda q: 0.5 * q.square().sum(-1))
 >>> state = begin(potential, torch.zeros(2, 3))
->>> state, told = hmc_kernel(potential, state, 0.5, torch.ones(3), 5, torch.Generator().manual_seed(0))
->>> state.position.shape, bool(told.divergent.any())
+>>> state, transition = hmc_kernel(potential, state, 0.5, torch.ones(3), 5, torch.Generator().manual_seed(0))
+>>> state.position.shape, bool(transition.divergent.any())
 (torch.Size([2, 3]), False)
 """
 
@@ -24,18 +23,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "DIVERGENT",
     "Potential",
+    "Start",
     "State",
     "Transition",
     "begin",
     "choose",
-    "each_chain",
     "energy_change",
     "hmc_kernel",
     "kinetic",
     "leapfrog",
     "normals",
-    "per_chain",
     "uniforms",
     "with_gradient",
 ]
@@ -52,10 +51,17 @@ class State(NamedTuple):
     energy: Tensor
     gradient: Tensor
 
+    def of(self, chains: Tensor) -> "State":
+        """The state of some chains, by index or mask."""
+        return State(*(part[chains] for part in self))
+
+    def put(self, chains: Tensor, values: "State") -> "State":
+        """This state with that of some chains replaced."""
+        return State(*(part.index_copy(0, chains, value) for part, value in zip(self, values, strict=True)))
+
 
 class Transition(NamedTuple):
-    """How a transition went, for each chain: mean acceptance probability, divergence, gradients taken, doublings of the tree (0 for
-    HMC)."""
+    """How a transition went, for each chain: mean acceptance probability, divergence, gradients taken, tree depth (0 for HMC)."""
 
     acceptance: Tensor
     divergent: Tensor
@@ -81,21 +87,16 @@ def begin(potential: Potential, position: Tensor) -> State:
     return State(position, *potential(position))
 
 
-def each_chain(source: Source, chains: int) -> list[torch.Generator]:
-    """A generator for every chain; a single one serves them in turn."""
-    return [source] * chains if isinstance(source, torch.Generator) else list(source)
-
-
 def normals(sources: Sequence[torch.Generator], like: Tensor) -> Tensor:
-    """Standard normals of the shape ``[C, D]`` of ``like``, every chain's from its own generator."""
-    drawn = [torch.randn(like.shape[1], generator=g, dtype=like.dtype, device=g.device) for g in sources]
-    return torch.stack(drawn).to(like.device)
+    """Standard normals of the shape ``[C, D]`` of ``like``, each chain's from its own generator."""
+    draws = [torch.randn(like.shape[1], generator=g, dtype=like.dtype, device=g.device) for g in sources]
+    return torch.stack(draws).to(like.device)
 
 
 def uniforms(sources: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
     """Numbers between 0 and 1, ``[C, count]`` in float64."""
-    drawn = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in sources]
-    return torch.stack(drawn).to(device)
+    draws = [torch.rand(count, generator=g, dtype=torch.float64, device=g.device) for g in sources]
+    return torch.stack(draws).to(device)
 
 
 def kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
@@ -103,19 +104,13 @@ def kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
     return 0.5 * (momentum.square() * inverse_mass).sum(-1, dtype=torch.float64)
 
 
-def per_chain(value: float | Tensor, like: Tensor) -> Tensor:
-    """A number, or one for each chain, as a column that multiplies ``[C, D]``."""
-    column = torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1, 1)
-    return column.expand(len(like), 1)
-
-
 def leapfrog(
     potential: Potential, state: State, momentum: Tensor, step_size: Tensor, inverse_mass: Tensor
 ) -> tuple[State, Tensor]:
-    """One step: half a kick, a drift, half a kick. Reversible and volume preserving; its error in the energy is of second order.
+    """One step: half a kick, a drift, half a kick. Reversible and volume preserving; its energy error is of second order.
 
     Args:
-        step_size: a column ``[C, 1]``; below 0 goes back in time.
+        step_size: a column ``[C, 1]``; a negative one goes back in time.
     """
     momentum = momentum - 0.5 * step_size * state.gradient
     after = begin(potential, state.position + step_size * inverse_mass * momentum)
@@ -123,13 +118,13 @@ def leapfrog(
 
 
 def energy_change(state: State, momentum: Tensor, inverse_mass: Tensor, before: Tensor) -> Tensor:
-    """The change of the whole energy; infinite where it is none."""
+    """The change of the total energy; infinite where it is not a number."""
     change = state.energy + kinetic(momentum, inverse_mass) - before
     return torch.where(torch.isnan(change), torch.inf, change)
 
 
 def choose(which: Tensor, one: State, other: State) -> State:
-    """For each chain the first state where ``which`` says so, else the other."""
+    """For each chain the first state where ``which`` is true, else the other."""
     column = which[:, None]
     return State(
         torch.where(column, one.position, other.position),
@@ -138,46 +133,54 @@ def choose(which: Tensor, one: State, other: State) -> State:
     )
 
 
+class Start:
+    """What every transition begins with: fresh momenta, and step size, mass and generator for each chain.
+
+    Args:
+        state: from :func:`begin` or the transition before.
+        step_size: of a leapfrog step, one number or one for each chain.
+        inverse_mass: the diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``; ideally the variances of the target.
+        source: a generator, or one for each chain.
+    """
+
+    def __init__(self, state: State, step_size: float | Tensor, inverse_mass: Tensor, source: Source) -> None:
+        position, chains = state.position, len(state.position)
+        self.sources = [source] * chains if isinstance(source, torch.Generator) else list(source)
+        self.mass = inverse_mass.to(position).expand_as(position)
+        size = torch.as_tensor(step_size, dtype=position.dtype, device=position.device)
+        self.size = size.reshape(-1, 1).expand(chains, 1)
+        self.momentum = normals(self.sources, position) / self.mass.sqrt()
+        self.energy = state.energy + kinetic(self.momentum, self.mass)
+
+
 def hmc_kernel(
     potential: Potential,
     state: State,
     step_size: float | Tensor,
     inverse_mass: Tensor,
     steps: int | Tensor,
-    generator: Source,
+    source: Source,
 ) -> tuple[State, Transition]:
-    """One transition of Hamiltonian Monte Carlo.
+    """One transition of Hamiltonian Monte Carlo; the arguments are those of :class:`Start`.
 
     Args:
-        potential: energies and gradients of positions.
-        state: from :func:`begin` or the transition before.
-        step_size: of a leapfrog step, one number or one for each chain.
-        inverse_mass: the diagonal of the inverse mass matrix, ``[D]`` or ``[C, D]``; best the variances of the target.
         steps: leapfrog steps, one number or one for each chain.
-        generator: one, or one for each chain.
     """
     chains, device = len(state.position), state.position.device
-    sources = each_chain(generator, chains)
-    mass = inverse_mass.to(state.position).expand_as(state.position)
-    size = per_chain(step_size, state.position)
+    start = Start(state, step_size, inverse_mass, source)
     counts = torch.as_tensor(steps).expand(chains)
-    momentum = normals(sources, state.position) / mass.sqrt()
-    before = state.energy + kinetic(momentum, mass)
-    moved = state
+    moved, momentum, size, mass = state, start.momentum, start.size, start.mass
     for number in range(int(counts.max())):
         going = counts > number
         if bool(going.all()):
             moved, momentum = leapfrog(potential, moved, momentum, size, mass)
             continue
         at = going.nonzero().squeeze(1).to(device)
-        here = State(*(part[at] for part in moved))
-        after, kicked = leapfrog(potential, here, momentum[at], size[at], mass[at])
-        momentum = momentum.index_copy(0, at, kicked)
-        moved = State(*(whole.index_copy(0, at, part) for whole, part in zip(moved, after, strict=True)))
-    change = energy_change(moved, momentum, mass, before)
+        after, kicked = leapfrog(potential, moved.of(at), momentum[at], size[at], mass[at])
+        moved, momentum = moved.put(at, after), momentum.index_copy(0, at, kicked)
+    change = energy_change(moved, momentum, mass, start.energy)
     acceptance = torch.exp(-change).clamp(max=1.0)
-    accepted = uniforms(sources, 1, device)[:, 0] < acceptance
-    told = Transition(
-        acceptance.cpu(), (change > DIVERGENT).cpu(), counts.clone(), torch.zeros(chains, dtype=torch.long)
-    )
-    return choose(accepted, moved, state), told
+    accepted = uniforms(start.sources, 1, device)[:, 0] < acceptance
+    depth = torch.zeros(chains, dtype=torch.long)
+    transition = Transition(acceptance.cpu(), (change > DIVERGENT).cpu(), counts.clone(), depth)
+    return choose(accepted, moved, state), transition

@@ -239,12 +239,3 @@ def _judged(*parts: Tensor) -> tuple[float, float, float, float]:
             tail = min(tail, float(effective_sample_size(part, "tail").min()))
             fine, count = fine + int((found < RHAT).sum()), count + found.numel()
     return rhat, bulk, tail, fine / max(1, count)
-
-
-def function_trace(potential: Any, position: Tensor, most: int = 32) -> Tensor:
-    """Function values ``[C, S, K]`` of the networks at positions ``[C, S, D]``."""
-    flat = position.flatten(0, 1)
-    with torch.no_grad():
-        device = potential.start.device
-        values = [potential.function_values(part.to(device), most).cpu() for part in flat.split(64)]
-    return torch.cat(values).reshape(*position.shape[:2], -1)

@@ -2,15 +2,17 @@ r"""The potential of a network's weights, or of the noise on its layers, under a
 
 .. math:: U(w) = -\sum_i \log p(y_i \mid x_i, w) - \log p(w)
 
-Energies and gradients of several chains come from one vectorised pass (``torch.func.vmap``) where the network allows that, else from
-one after the other, with the same results up to rounding. The network is in evaluation mode: statistics of BatchNorm are held,
-dropout is off.
+Energies and gradients of several chains come from one vectorised pass (``torch.func.vmap``) where the network allows it, else from
+one pass for each chain, with the same results up to rounding. The network is in evaluation mode: BatchNorm uses its running statistics
+and dropout is off.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,8 @@ from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
-from flowbnn.methods.fitting import Bundle
+from flowbnn.methods.fitting import Bundle, undisturbed
+from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
 from flowbnn.posterior.batches import join, move, split_batch, take, tensors_of
 from flowbnn.posterior.forward import device_of, dtype_of
@@ -30,14 +33,14 @@ MOST_BYTES = 4 * 2**30
 ROWS = 4096  # examples in one pass
 
 
-class Data:
+class Data(NamedTuple):
     """All training examples."""
 
-    def __init__(self, inputs: Any, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
+    inputs: Any
+    targets: Tensor
 
-    def __len__(self) -> int:
-        return len(self.targets)
+    def first(self, count: int) -> "Data":
+        return Data(take(self.inputs, 0, count), self.targets[:count])
 
     def to(self, model: nn.Module) -> "Data":
         """On the network's device and in its precision."""
@@ -46,43 +49,39 @@ class Data:
 
 
 def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int, name: str) -> Data:
-    """Everything that one pass over the loader gives; neither torch's nor the loader's generator is moved."""
-    own = getattr(loader, "generator", None)
-    before = own.get_state() if isinstance(own, torch.Generator) else None
+    """Everything that one pass over the loader gives; torch's generator and the loader's own are restored."""
     inputs, targets, size = [], [], 0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with undisturbed(loader, seed):
         for number, batch in enumerate(loader):
             check_finite_batch(batch, 0, number)
             check(batch)
-            some, truth = split_batch(batch)
-            inputs.append(some)
-            targets.append(truth)
-            size += sum(part.numel() * part.element_size() for part in (*tensors_of(some), truth))
+            inputs.append(split_batch(batch)[0])
+            targets.append(split_batch(batch)[1])
+            size += sum(part.nbytes for part in (*tensors_of(inputs[-1]), targets[-1]))
             if size > MOST_BYTES:
                 raise FlowBNNError(
                     f"{name} keeps all training data in memory, and these take more than {MOST_BYTES // 2**30} GiB; "
-                    "fb.SGLD goes by minibatches"
+                    "fb.SGLD takes minibatches",
+                    kind="memory",
                 )
-    if before is not None:
-        own.set_state(before)  # type: ignore[union-attr]
     return Data(join(inputs), torch.cat(targets))
 
 
 class NetworkPotential:
-    """The potential of a vector that stands for a network.
+    """The potential of a vector that determines a network.
 
-    Subclasses define ``values(vector)``, the weights that a vector stands for, and set ``start``.
+    Subclasses set ``start`` and ``shapes``, the named parts of the vector, and define ``weights``.
 
     Args:
         model: the network; it is put into evaluation mode.
-        likelihood: how outputs speak of targets.
-        data: all of them, on the network's device.
-        num_data: examples that the data stand for; their log-likelihood is scaled to that number.
+        likelihood: observation model of the targets given the outputs.
+        data: all training examples, on the network's device.
+        num_data: number of examples that the data stand for; their log-likelihood is scaled to it.
         prior_loc, prior_scale: of the Gaussian prior on the vector.
     """
 
     start: Tensor
+    shapes: Mapping[str, Sequence[int]]
 
     def __init__(
         self,
@@ -95,16 +94,25 @@ class NetworkPotential:
     ) -> None:
         self.bundle, self.data = Bundle(model, likelihood), data
         self.bundle.eval()
-        self.scale = num_data / len(data)
+        self.scale = num_data / len(data.targets)
         self.prior_loc, self.prior_scale = prior_loc, prior_scale
         self.vectorised: bool | None = None  # not known yet
 
-    def values(self, vector: Tensor) -> dict[str, Tensor]:
-        raise NotImplementedError(f"{type(self).__name__} must define values(vector)")
+    def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
+        """The named parts ``{name: [..., *shape]}`` of vectors ``[..., D]``."""
+        parts = vectors.split([math.prod(shape) for shape in self.shapes.values()], -1)
+        return {
+            name: part.reshape(*vectors.shape[:-1], *shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def weights(self, vector: Tensor) -> dict[str, Tensor]:
+        """The weights of the network that a vector determines."""
+        raise NotImplementedError
 
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
-        """What the network gives with the weights that a vector stands for."""
-        values = {f"network.{name}": value for name, value in self.values(vector).items()}
+        """What that network gives."""
+        values = {f"network.{name}": value for name, value in self.weights(vector).items()}
         return functional_call(self.bundle, values, (inputs,))
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,45 +121,54 @@ class NetworkPotential:
         energy = 0.5 * away.square().sum(-1, dtype=torch.float64)
         gradient = away / self.prior_scale
         if self.vectorised is None and len(position) > 1:
-            self.try_out(position[:2])
-        for low in range(0, len(self.data), ROWS):
-            inputs = take(self.data.inputs, low, low + ROWS)
-            more, slope = self.part(position, inputs, self.data.targets[low : low + ROWS])
+            self.vectorised = self._can_be_vectorised(position[:2])
+        for low in range(0, len(self.data.targets), ROWS):
+            inputs, targets = take(self.data.inputs, low, low + ROWS), self.data.targets[low : low + ROWS]
+            more, slope = self._log_likelihood(position, inputs, targets, bool(self.vectorised))
             energy, gradient = energy + more, gradient + slope
         return energy, gradient
 
-    def try_out(self, position: Tensor) -> None:
-        """Find out whether torch can vectorise the network, without loops of its own that it warns of."""
-        self.vectorised = True
+    def _can_be_vectorised(self, position: Tensor) -> bool:
+        """Whether vmap runs the network, without a loop of its own that it would warn of."""
+        inputs, targets = self.data.first(2)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                self.part(position, take(self.data.inputs, 0, 2), self.data.targets[:2])
-        except Exception:  # whatever a stranger's layer raises there; one chain after the other raises it again if it is real
-            self.vectorised = False
+                self._log_likelihood(position, inputs, targets, vectorised=True)
+        except Exception:  # any layer may raise anything here; what is really wrong is raised again by one chain after the other
+            return False
+        return True
 
-    def part(self, position: Tensor, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The share of some examples."""
+    def _log_likelihood(
+        self, position: Tensor, inputs: Any, targets: Tensor, vectorised: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The negative log-likelihood of some examples for each chain, and its gradient."""
 
         def energy(vector: Tensor) -> Tensor:
             fitted = self.bundle.likelihood.log_prob(self.outputs(vector, inputs), targets)
             return -self.scale * fitted.sum(dtype=torch.float64)
 
-        if self.vectorised and len(position) > 1:
-            return _differentiated(lambda leaf: vmap(energy)(leaf), position)
-        parts = [_differentiated(lambda leaf: energy(leaf[0])[None], one[None]) for one in position]
+        if vectorised and len(position) > 1:
+            return with_gradient(lambda leaf: vmap(energy)(leaf))(position)
+        parts = [with_gradient(lambda leaf: energy(leaf[0])[None])(one[None]) for one in position]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
-    def function_values(self, position: Tensor, most: int) -> Tensor:
-        """What the networks ``[C, D]`` say of some training inputs, as numbers ``[C, K]`` that any labelling of hidden units shares."""
-        inputs = take(self.data.inputs, 0, most)
+    def function_values(self, positions: Tensor, most: int = 32) -> Tensor:
+        """Log-probabilities, or outputs of a regression, at some training inputs for positions ``[C, S, D]``, as ``[C, S, K]``.
+
+        Unlike weights, they do not depend on the order of hidden units.
+        """
+        inputs, likelihood = self.data.first(most).inputs, self.bundle.likelihood
+        values = []
         with torch.no_grad():
-            outputs = torch.stack([self.outputs(one, inputs) for one in position])
-        if isinstance(self.bundle.likelihood, Categorical):
-            outputs = outputs.log_softmax(-1)
-        elif isinstance(self.bundle.likelihood, Bernoulli):
-            outputs = nn.functional.logsigmoid(outputs)
-        return outputs.flatten(1)[:, : 4 * most]
+            for vector in positions.flatten(0, 1):
+                outputs = self.outputs(vector.to(self.start.device), inputs)
+                if isinstance(likelihood, Categorical):
+                    outputs = outputs.log_softmax(-1)
+                elif isinstance(likelihood, Bernoulli):
+                    outputs = nn.functional.logsigmoid(outputs)
+                values.append(outputs.flatten()[: 4 * most].cpu())
+        return torch.stack(values).unflatten(0, positions.shape[:2])
 
     def check(self, name: str) -> None:
         """Refuse a network whose potential is not a smooth function of its weights."""
@@ -160,59 +177,38 @@ class NetworkPotential:
         again, _ = self(vector)
         if not bool(torch.isfinite(first).all() and torch.isfinite(slope).all()):
             raise FlowBNNError(
-                f"the log-likelihood of this network or its gradient is not finite, so {name} has nowhere to start"
+                f"the log-likelihood of this network or its gradient is not finite, so {name} has nowhere to start",
+                kind="finite",
             )
         if not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
             raise FlowBNNError(
                 f"this network gives other outputs at every pass in evaluation mode (dropout that stays on?), and {name} needs a "
-                "deterministic one; fb.MCDropout serves networks with dropout"
+                "deterministic one; fb.MCDropout serves networks with dropout",
+                kind="random",
             )
 
 
-def _differentiated(function: Callable[[Tensor], Tensor], position: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaf = position.detach().requires_grad_()
-        energy = function(leaf)
-        (gradient,) = torch.autograd.grad(energy.sum(), leaf)
-    return energy.detach(), gradient
-
-
 class WeightPotential(NetworkPotential):
-    """Of all weights that can be trained, tied ones once."""
+    """The potential of all weights that can be trained, tied ones once."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        data: Data,
-        num_data: int,
-        prior_scale: float,
+        self, model: nn.Module, likelihood: Likelihood, data: Data, num_data: int, prior_scale: float
     ) -> None:
         super().__init__(model, likelihood, data, num_data, 0.0, prior_scale)
         own = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-        kinds = {tensor.dtype for tensor in own.values()}
-        if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
-            raise FlowBNNError("the weights are of several precisions; bring the network to one (.float())")
+        if len({tensor.dtype for tensor in own.values()}) != 1:
+            raise FlowBNNError(
+                "the weights are of several precisions; bring the network to one (.float())", kind="dtype"
+            )
         self.shapes = {name: tensor.shape for name, tensor in own.items()}
         self.start = torch.cat([tensor.detach().flatten() for tensor in own.values()])
 
-    def values(self, vector: Tensor) -> dict[str, Tensor]:
-        parts = vector.split([shape.numel() for shape in self.shapes.values()], -1)
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
-
-    def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Weights ``{name: [M, ...]}`` of vectors ``[M, D]``."""
-        parts = vectors.split([shape.numel() for shape in self.shapes.values()], -1)
-        return {
-            name: part.reshape(-1, *shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+    def weights(self, vector: Tensor) -> dict[str, Tensor]:
+        return self.unpack(vector)
 
 
 class NoisePotential(NetworkPotential):
-    r"""Of one vector of noise for every layer, multiplied with its input, the weights being held.
+    r"""The potential of one vector of noise for every layer, multiplied with its input, with the weights fixed.
 
     :math:`\mathrm{layer}_W(z \circ x) = \mathrm{layer}_{W \mathrm{diag}\, z}(x)`, and :math:`z \sim \mathcal N(1, \sigma^2)`.
     """
@@ -228,53 +224,40 @@ class NoisePotential(NetworkPotential):
     ) -> None:
         super().__init__(model, likelihood, data, num_data, 1.0, noise_scale)
         self.sites = dict(sites)
-        self.sizes = {name: layout_of(module).dim for name, module in self.sites.items()}
-        weight = next(iter(self.sites.values()))._parameters["weight"]
-        assert weight is not None
-        self.start = torch.ones(sum(self.sizes.values()), dtype=weight.dtype, device=weight.device)
+        self.shapes = {name: (layout_of(module).dim,) for name, module in self.sites.items()}
+        weight: Any = next(iter(self.sites.values())).weight
+        self.start = torch.ones(sum(size for (size,) in self.shapes.values())).to(weight.detach())
 
-    def values(self, vector: Tensor) -> dict[str, Tensor]:
-        parts = vector.split(list(self.sizes.values()), -1)
-        found = {}
-        for (name, module), part in zip(self.sites.items(), parts, strict=True):
-            weight: Any = module.weight
-            found[f"{name}.weight" if name else "weight"] = weight.detach() * weight_scale(module, part)
-        return found
-
-    def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Noise ``{layer: [M, dim]}`` of vectors ``[M, D]``."""
-        parts = vectors.split(list(self.sizes.values()), -1)
-        return dict(zip(self.sizes, parts, strict=True))
+    def weights(self, vector: Tensor) -> dict[str, Tensor]:
+        scaled = {}
+        for name, noise in self.unpack(vector).items():
+            module: Any = self.sites[name]
+            weight = module.weight.detach() * weight_scale(module, noise)
+            scaled[f"{name}.weight" if name else "weight"] = weight
+        return scaled
 
 
 def noise_sites(model: nn.Module, layers: str | None, name: str) -> dict[str, nn.Module]:
-    """The layers on which noise is to lie; one that cannot take it into its weights is refused by name."""
+    """The layers that get noise; one that cannot take it into its weights is refused by name."""
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    found = {
-        label: part for label, part in model.named_modules() if wrappable(part) and id(part) not in inner
-    }
-    if layers is not None:
-        chosen = {label: part for label, part in found.items() if fnmatchcase(label, layers)}
-        if not chosen:
-            raise FlowBNNError(f"layers={layers!r} matches no layer{nearest(layers, found)}")
-        found = chosen
-    if not found:
-        raise FlowBNNError(
-            f"this network has no layer that could carry noise; sample its weights with {name}(over='weights')"
+    sites = {key: part for key, part in model.named_modules() if wrappable(part) and id(part) not in inner}
+    chosen = {key: part for key, part in sites.items() if layers is None or fnmatchcase(key, layers)}
+    if not chosen:
+        reason = (
+            f"layers={layers!r} matches no layer{nearest(layers, sites)}"
+            if layers is not None
+            else f"this network has no layer that could carry noise; sample its weights with {name}(over='weights')"
         )
-    uses: dict[int, int] = {}
-    for part in model.modules():
-        for own in part._parameters.values():
-            uses[id(own)] = uses.get(id(own), 0) + 1
-    for label, part in found.items():
-        if not absorbs(part) or uses[id(part._parameters.get("weight"))] > 1:
-            why = (
-                "whose weight another layer shares"
-                if absorbs(part)
-                else "that cannot take it into its weight"
-            )
+        raise FlowBNNError(reason, kind="layers", argument="layers")
+    uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
+    for key, part in chosen.items():
+        shared = absorbs(part) and uses[id(part.weight)] > 1
+        if shared or not absorbs(part):
+            reason = "whose weight another layer shares" if shared else "that cannot take it into its weight"
             raise FlowBNNError(
-                f"{name}(over='noise') cannot serve layer '{label}', a {type(part).__name__} {why}; leave it out with layers=..., "
-                "or use fb.NodeNoise"
+                f"{name}(over='noise') cannot serve layer '{key}', a {type(part).__name__} {reason}; leave it out with layers=..., "
+                "or use fb.NodeNoise",
+                kind="layer",
+                layer=key,
             )
-    return found
+    return chosen
