@@ -24,7 +24,7 @@ from common import Stepping, arguments, write
 from torch import nn
 from training_step import VARIANTS
 
-from flowbnn.kernels import planar_lu as fused
+from flowbnn import kernels
 from flowbnn.training.cuda_graph import _Autocast
 
 
@@ -96,7 +96,7 @@ def handed_over(step: Stepping, network: nn.Module) -> dict[int, int]:
     )
     compiled = torch.compile(step.step, fullgraph=True, dynamic=False, backend=backend)
     try:  # nothing is run, so that the kernels of a GPU can be counted where there is none
-        with mock.patch.object(fused, "available", lambda z: z.dtype == torch.float32):
+        with mock.patch.object(kernels, "available", lambda z: z.dtype == torch.float32):
             compiled(network, step.batch, step.clock)
     except _Counted:
         return kept

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
-from flowbnn.kernels import planar_lu as fused
-from flowbnn.noise import batched as packing
+from flowbnn import kernels
 from flowbnn.noise import batched as preparing
 from flowbnn.noise import divergences, noise_layers
 from flowbnn.noise.base import Share
@@ -26,9 +25,8 @@ RULES = {
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
     """Draw ahead as where there are kernels for many flows; without them the groups go one after the other."""
-    served = SimpleNamespace(**{**vars(fused), "available": lambda z: True})
-    monkeypatch.setattr(packing, "fused", served)
-    monkeypatch.setattr(preparing, "fused", served)
+    served = SimpleNamespace(**{**vars(kernels), "available": lambda z: True})
+    monkeypatch.setattr(preparing, "kernels", served)
 
 
 def network(rules=RULES):
@@ -165,10 +163,10 @@ def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
 def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
     """A trial pass without autocast comes first, as in fit."""
     model, images, asked = network(), torch.randn(6, 3, 6, 6), []
-    push = preparing.fused.push_groups
+    push = preparing.kernels.evaluate_many
     monkeypatch.setattr(
-        preparing.fused,
-        "push_groups",
+        preparing.kernels,
+        "evaluate_many",
         lambda groups: (asked.append([g.coarse for g in groups]), push(groups))[1],
     )
     model(images)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.kernels import planar_lu as fused
+from flowbnn.kernels import Group
 from flowbnn.noise import batched_mixture as mixtures
 from flowbnn.noise.base import Noise, Share
 from flowbnn.noise.batched_gaussian import Frame, draw, frame_of, gather, summarize
@@ -226,8 +227,8 @@ def push_all(flows: list[Any], starts: Tensor, log_det: bool = True) -> tuple[li
     """The flows of several layers at once where the device has kernels for that, else one by one."""
     sizes = [noise.layout.dim for noise in flows]
     chains = [noise.chain for noise in flows if noise.chain is not None]
-    if len(chains) == len(flows) and fused.available(starts):
-        ends, log_dets = fused.push_packed(chains, starts, log_det)
+    if len(chains) == len(flows) and kernels.available(starts):
+        ends, log_dets = kernels.evaluate_many([Group(chains, starts, log_det)])[0]
         return list(ends.split(sizes, -1)), log_dets
     pushed = [noise.push(start, log_det) for noise, start in zip(flows, starts.split(sizes, -1), strict=True)]
     return [x for x, _ in pushed], torch.stack([found for _, found in pushed]) if log_det else None
@@ -372,7 +373,7 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
     drawn = [(noise, found) for noise, found in told if found is not None and noise.group is not None]
     if not drawn or any(noise.chain is None for noise in flows):
         return None
-    if not fused.available(flows[0].start[1].shift):
+    if not kernels.available(flows[0].start[1].shift):
         return None
     with in_full_precision(ordered):
         gathered = gather_all(ordered)
@@ -380,11 +381,11 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int) -> Divergences | No
         sizes = [noise.layout.dim for noise in flows]
         normal = normals(flows, flows[0].kl_samples, sum(sizes), mean)
         of_kl = draw(mean, deviation, normal, len(mean) - sum(sizes))
-        groups = [fused.Group([noise.chain for noise in flows], of_kl, True)]
+        groups = [Group([noise.chain for noise in flows], of_kl, True)]
         for noise, (at, rounded) in drawn:
             start = noise.begin_rows(rows, at)
-            groups.append(fused.Group([noise.chain], start.reshape(-1, start.shape[-1]), False, rounded))
-        (ends, log_dets), *draws = fused.push_groups(groups)
+            groups.append(Group([noise.chain], start.reshape(-1, start.shape[-1]), False, rounded))
+        (ends, log_dets), *draws = kernels.evaluate_many(groups)
         parts, total = _summary(order, gathered, len(flows), normal, list(ends.split(sizes, -1)), log_dets)
     _hand_over(
         [

@@ -18,7 +18,7 @@ from flowbnn.distributions import (
     divergence,
 )
 from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
-from flowbnn.kernels import planar_lu as fused
+from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
 from flowbnn.numerics import sum_rightmost
@@ -114,10 +114,10 @@ class InputNoise(Noise):
         return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, half))
 
     @property
-    def chain(self) -> PlanarLU | None:
+    def chain(self) -> Chain | None:
         """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
         one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
-        return one if isinstance(one, PlanarLU) else None
+        return one.chain if isinstance(one, PlanarLU) else None
 
     @property
     def foreseeable(self) -> bool:
@@ -219,10 +219,10 @@ class InputNoise(Noise):
         return self.transform(z)[0] if self._opening is None else self.push(z, False, coarse)[0]
 
     def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What follows the learnable Gaussian; ``coarse``: as in :func:`flowbnn.kernels.planar_lu.push_many`."""
+        """What follows the learnable Gaussian; ``coarse``: as in :class:`flowbnn.kernels.Group`."""
         total: Tensor | None = None
         for part in self.rest:
-            z, found = _chain(part, z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
+            z, found = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
             if log_det and found is not None:
                 found = sum_rightmost(found, 1 - part.event_dim)
                 total = found if total is None else total + found
@@ -248,11 +248,3 @@ class InputNoise(Noise):
 
     def extra_repr(self) -> str:
         return f"{self.label}, dim={self.layout.dim}, site={self.site}"
-
-
-def _chain(part: PlanarLU, z: Tensor, log_det: bool, coarse: bool) -> tuple[Tensor, Tensor | None]:
-    """A chain of planar and LU maps, in kernels of its own where the device has them."""
-    if not fused.available(z):
-        return part.push(z, log_det)
-    ends, found = fused.push_many([part], [z.reshape(-1, z.shape[-1])], log_det, coarse)
-    return ends[0].view(z.shape), None if found is None else found[0].view(z.shape[:-1])

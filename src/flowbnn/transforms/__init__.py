@@ -9,8 +9,7 @@ from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
-from flowbnn.transforms.planar import Planar
-from flowbnn.transforms.planar_lu import PlanarLU
+from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 

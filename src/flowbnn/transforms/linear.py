@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from flowbnn.numerics import soft_clamp
+from flowbnn.kernels.reference import solve, triangles
 from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
 
 __all__ = ["LULinear"]
@@ -60,39 +60,22 @@ class LULinear(Transform):
         self.register_buffer("order", order)
         self.register_buffer("restore", torch.argsort(order))
 
-    @property
-    def log_diagonal(self) -> Tensor:
-        return soft_clamp(self.factors.diagonal(), self.bound)
-
-    @property
-    def lower(self) -> Tensor:
-        """:math:`L`."""
-        return self.factors.tril(-1) / self.dim**0.5 + torch.eye(
-            self.dim, dtype=self.factors.dtype, device=self.factors.device
-        )
-
-    @property
-    def upper(self) -> Tensor:
-        """:math:`U`."""
-        return self.factors.triu(1) / self.dim**0.5 + torch.diag_embed(self.log_diagonal.exp())
-
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(z, self.dim, self)
         check_dtype(z, self.factors, self)
-        x = torch.matmul(torch.matmul(z, self.upper.mT), self.lower.mT)
+        lower, upper, logs = triangles(self.factors, self.bound)
+        x = torch.matmul(torch.matmul(z, upper.mT), lower.mT)
         if self.permute:
             x = x.index_select(-1, self.order)
         if self.bias is not None:
             x = x + self.bias
-        return x, self.log_diagonal.sum().expand(z.shape[:-1])
+        return x, logs.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_width(x, self.dim, self)
         check_dtype(x, self.factors, self)
+        lower, upper, logs = triangles(self.factors, self.bound)
         z = x if self.bias is None else x - self.bias
         if self.permute:
             z = z.index_select(-1, self.restore)
-        rows = z.reshape(-1, self.dim)
-        rows = torch.linalg.solve_triangular(self.lower.mT, rows, upper=True, left=False, unitriangular=True)
-        rows = torch.linalg.solve_triangular(self.upper.mT, rows, upper=False, left=False)
-        return rows.reshape(x.shape), -self.log_diagonal.sum().expand(x.shape[:-1])
+        return solve(lower, upper, z.reshape(-1, self.dim)).reshape(x.shape), -logs.sum().expand(x.shape[:-1])

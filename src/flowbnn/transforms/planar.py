@@ -1,29 +1,123 @@
-"""Planar flows."""
+"""Planar flows, alone and in chains with LU maps."""
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from flowbnn.numerics import tanh_root, tanh_slope
+from flowbnn import kernels
+from flowbnn.errors import FlowBNNError
+from flowbnn.kernels import Chain, Plan, reference
 from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
+from flowbnn.transforms.linear import LULinear
 
-__all__ = ["Planar"]
+__all__ = ["Planar", "PlanarLU"]
 
 
-class Planar(Transform):
-    r"""One sheet of shear: :math:`x = z + \hat u \tanh(a)` with :math:`a = w^\top z + b`.
+class PlanarLU(Transform):
+    r"""Planar and LU maps one after the other: ``Compose`` of :class:`Planar` and :class:`LULinear` maps, in fewer steps.
+
+    The maps of a noise flow are short vectors times small matrices. What they cost is not arithmetic but the number of operations,
+    forward and back. Here the parameters of all maps lie side by side, and :mod:`flowbnn.kernels` evaluates the chain at once, by the
+    formulas of :mod:`flowbnn.kernels.reference`.
+
+    Args:
+        dim: length of the vectors.
+        runs: ``("planar", 2), ("lu", 3), ...``: kinds and how many of each, in the order of application.
+        margin: as in :class:`Planar`.
+        bound: as in :class:`LULinear`.
+        generator: source of the random start, which is near the identity.
+
+    >>> flow = PlanarLU(3, [("planar", 2), ("lu", 1)], generator=torch.Generator().manual_seed(0))
+    >>> z = torch.tensor([[0.5, -1.0, 2.0]])
+    >>> flow.inverse(flow(z)[0])[0]
+    tensor([[ 0.5000, -1.0000,  2.0000]], grad_fn=<ViewBackward0>)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        runs: Sequence[tuple[Literal["planar", "lu"], int]],
+        margin: float = 1e-3,
+        bound: float = 4.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = check_dim(dim, self)
+        for kind, size in runs:
+            if kind not in ("planar", "lu") or size < 0:
+                raise FlowBNNError(
+                    f"the runs of PlanarLU are ('planar', n) or ('lu', n), not {(kind, size)!r}", kind="value"
+                )
+        planar: list[tuple[Tensor, Tensor, Tensor]] = []
+        linear: list[Tensor] = []
+        for kind, size in runs:  # in the order of application, so that a seed gives what Compose would have
+            for _ in range(size):
+                if kind == "planar":
+                    planar.append(_planar_start(dim, generator))
+                else:
+                    linear.append(LULinear(dim, bound=bound, generator=generator).factors.detach())
+        if planar:
+            self.w, self.u, self.b = (nn.Parameter(torch.stack(some)) for some in zip(*planar, strict=True))
+        if linear:
+            self.factors = nn.Parameter(torch.stack(linear))
+        kinds = tuple((kind == "planar", size) for kind, size in runs if size)
+        self.plan = Plan(dim, kinds, len(planar), len(linear), margin, bound)
+        self.linearity = "none" if planar else "affine"
+        self.inverse_kind = "numerical" if planar else "exact"
+
+    @property
+    def chain(self) -> Chain:
+        """What :mod:`flowbnn.kernels` needs."""
+        planar = (self.w, self.u, self.b) if self.plan.planar else ()
+        return Chain(self.plan, (*planar, self.factors) if self.plan.linear else planar)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.push(z)  # type: ignore[return-value]
+
+    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward`; ``log_det=False`` spares what only the density needs, ``coarse`` is as in :class:`flowbnn.kernels.Group`."""
+        chain = self._checked(z)
+        x, total = kernels.evaluate(chain, z.reshape(-1, self.dim), log_det, coarse)
+        return x.view(z.shape), None if total is None else total.view(z.shape[:-1])
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        chain = self._checked(x)
+        z, total = reference.inverse(chain.plan, chain.weights, x.reshape(-1, self.dim))
+        return z.view(x.shape), total.view(x.shape[:-1])
+
+    def _checked(self, value: Tensor) -> Chain:
+        check_width(value, self.dim, self)
+        chain = self.chain
+        if chain.weights:
+            check_dtype(value, chain.weights[0], self)
+        return chain
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {[('planar' if planar else 'lu', size) for planar, size in self.plan.runs]}"
+
+
+def _planar_start(dim: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``w``, ``u`` and ``b`` of a map near the identity."""
+    w = torch.randn(dim, generator=generator)
+    w = w / torch.linalg.vector_norm(w).clamp(min=1e-3)
+    # m(log(e - 1)) = 0: along w the start is the identity, and the rest of u is small
+    u = 0.5413248546129181 * w + 0.05 * torch.randn(dim, generator=generator)
+    return w, u, 0.05 * torch.randn((), generator=generator)
+
+
+class Planar(PlanarLU):
+    r"""A planar flow, which moves along one direction: :math:`x = z + \hat u \tanh(a)` with :math:`a = w^\top z + b`.
 
     .. math:: \log|\det| = \log\left(1 + \tanh'(a)\, w^\top \hat u\right), \qquad
               \hat u = u + \left(m(w^\top u) - w^\top u\right) \frac{w}{\lVert w \rVert^2}, \qquad
               m(t) = -1 + \mathrm{softplus}(t)
 
-    The constraint keeps :math:`w^\top \hat u = m > -1`, so that the map is invertible (Rezende & Mohamed, *Variational
-    inference with normalizing flows*, 2015, appendix A.1). Two things are added for arithmetic's sake. ``margin`` bounds
-    :math:`1 + m` from below, because a slope of zero has no log. And for :math:`\lVert w \rVert^2` < 1e-3 a correction
-    that lowers :math:`m` fades out: it would grow as :math:`1 / \lVert w \rVert`, and it is not needed there.
-
-    The inverse finds :math:`a` from :math:`a + m \tanh(a) = w^\top x + b`, an increasing function of one number, and
-    then :math:`z = x - \hat u \tanh(a)`. It carries gradients to :math:`x` and to the parameters.
+    The constraint keeps :math:`w^\top \hat u = m > -1`, so that the map is invertible (Rezende & Mohamed, `Variational inference with
+    normalizing flows <https://arxiv.org/abs/1505.05770>`_, 2015, appendix A.1; in code: :func:`flowbnn.kernels.reference.constrain`).
+    The inverse finds :math:`a` from :math:`a + m \tanh(a) = w^\top x + b`, an increasing function of one number, and then
+    :math:`z = x - \hat u \tanh(a)`. It carries gradients to :math:`x` and to the parameters, which have a leading axis of length one.
 
     Args:
         dim: length of the vectors.
@@ -34,56 +128,8 @@ class Planar(Transform):
     >>> z = torch.tensor([[0.5, -1.0, 2.0]])
     >>> x, log_det = planar(z)
     >>> planar.inverse(x)[0]
-    tensor([[ 0.5000, -1.0000,  2.0000]], grad_fn=<AddcmulBackward0>)
+    tensor([[ 0.5000, -1.0000,  2.0000]], grad_fn=<ViewBackward0>)
     """
 
-    inverse_kind = "numerical"
-
     def __init__(self, dim: int, margin: float = 1e-3, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.dim = check_dim(dim, self)
-        self.margin = margin
-        w = torch.randn(dim, generator=generator)
-        w = w / torch.linalg.vector_norm(w).clamp(min=1e-3)
-        # m(log(e - 1)) = 0: along w the start is the identity, and the rest of u is small
-        u = 0.5413248546129181 * w + 0.05 * torch.randn(dim, generator=generator)
-        self.w = nn.Parameter(w)
-        self.u = nn.Parameter(u)
-        self.b = nn.Parameter(0.05 * torch.randn((), generator=generator))
-
-    def constrained(self) -> tuple[Tensor, Tensor]:
-        r""":math:`\hat u` and :math:`1 + w^\top \hat u`, computed without their difference from :math:`u`."""
-        w, u = self.w, self.u
-        square, product = w.dot(w), w.dot(u)
-        squeeze = F.softplus(product).clamp(min=self.margin)
-        correction = squeeze - 1 - product
-        divisor = torch.where(correction < 0, square.clamp(min=1e-3), square)
-        share = square / divisor
-        u_hat = u + correction / divisor * w
-        with (
-            torch.no_grad()
-        ):  # a long u loses the digits of w.u_hat to cancellation: find them, to put them back
-            lost = share * (squeeze - 1) + (1 - share) * product - w.dot(u_hat)
-            restored = lost / square.clamp(min=1e-37) * w
-        return u_hat + restored, share * squeeze + (1 - share) * (1 + product)
-
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
-        check_dtype(z, self.w, self)
-        u_hat, squeeze = self.constrained()
-        a = z @ self.w + self.b
-        tanh = torch.tanh(a)
-        return torch.addcmul(z, tanh.unsqueeze(-1), u_hat), _log_slope(a, tanh, squeeze)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
-        check_dtype(x, self.w, self)
-        u_hat, squeeze = self.constrained()
-        a = tanh_root(x @ self.w + self.b, squeeze)
-        tanh = torch.tanh(a)
-        return torch.addcmul(x, tanh.unsqueeze(-1), u_hat, value=-1), -_log_slope(a, tanh, squeeze)
-
-
-def _log_slope(a: Tensor, tanh: Tensor, squeeze: Tensor) -> Tensor:
-    r""":math:`\log(1 + \tanh'(a) m)` as :math:`\log(\tanh^2 a + \tanh'(a) s)`, a sum of positive terms."""
-    return torch.log(tanh * tanh + tanh_slope(a) * squeeze)
+        super().__init__(dim, [("planar", 1)], margin, generator=generator)

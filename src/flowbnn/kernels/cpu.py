@@ -1,28 +1,56 @@
-r"""The chain of planar and LU maps in numpy, with its derivative written by hand.
+r"""A chain of planar and LU maps on a CPU: numpy, with explicit derivatives.
 
-On a processor numpy starts a small operation sooner than torch does, and autograd adds a node and two operations for each.
-A flow on a vector of a few hundred numbers is nothing but such operations. The formulas are those of
-:class:`~flowbnn.transforms.PlanarLU`, whose tests hold the two together.
+numpy starts a small operation sooner than torch does, and autograd adds a node and two operations for each. A chain on vectors of a few
+hundred numbers is nothing but such operations. The formulas are those of :mod:`flowbnn.kernels.reference`.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["Plan", "backward", "forward"]
+from flowbnn.kernels import reference
+from flowbnn.kernels.reference import Plan
+
+__all__ = ["ChainFunction", "backward", "forward", "serves"]
 
 Array = NDArray[Any]
 
 
-class Plan(NamedTuple):
-    """What does not change: the runs (planar or not, length), the number of planar maps, their margin, the LU's bound."""
+def serves(z: Tensor) -> bool:
+    """Whether numpy is the fastest: a CPU, few numbers (torch has more threads for many), no tracing by torch.compile or torch.func."""
+    return (
+        z.device.type == "cpu"
+        and z.dtype in (torch.float32, torch.float64)
+        and 0 < z.numel() <= 2**16
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+    )
 
-    runs: tuple[tuple[bool, int], ...]
-    planar: int
-    margin: float
-    bound: float
+
+class ChainFunction(torch.autograd.Function):
+    """:func:`forward` and :func:`backward` as torch's autograd sees them; second derivatives are torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, log_det: bool, z: Tensor, *weights: Tensor) -> Any:
+        arrays = [weight.detach().numpy() for weight in weights]
+        x, total, ctx.kept = forward(plan, log_det, z.detach().numpy(), arrays)
+        ctx.plan = plan
+        ctx.save_for_backward(z, *weights)
+        return torch.from_numpy(x), None if total is None else torch.from_numpy(total)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, of_total: Tensor | None) -> Any:
+        z, *weights = ctx.saved_tensors  # also torch's check that no weight was changed in between
+        if torch.is_grad_enabled():
+            return None, None, *reference.gradients(ctx.plan, weights, z, of_x, of_total)
+        of_z, of_weights = backward(
+            ctx.plan, ctx.kept, of_x.numpy(), None if of_total is None else of_total.numpy()
+        )
+        return None, None, torch.from_numpy(of_z), *map(torch.from_numpy, of_weights)
 
 
 def _slope(a: Array) -> Array:
@@ -107,7 +135,7 @@ def forward(
         w, u, b = weights[:3]
         u_hat, squeeze, kept["constraint"] = _constrain(w, u, plan.margin)
         kept.update(w=w, u=u, u_hat=u_hat, squeeze=squeeze)
-    if len(weights) != 3:
+    if plan.linear:
         lower, upper, logs = _triangles(weights[-1], plan.bound)
         kept.update(lower=lower, upper=upper, logs=logs)
         if log_det:
@@ -121,10 +149,10 @@ def forward(
                 z = middle @ lower[index].T
             linear += size
             continue
-        some = slice(first, first + size)
-        across = w[some] @ u_hat[some].T
-        bends = w[some] @ z.T
-        bends += b[some, None]
+        run = slice(first, first + size)
+        across = w[run] @ u_hat[run].T
+        bends = w[run] @ z.T
+        bends += b[run, None]
         tanh = np.empty_like(bends)
         for k in range(size):
             if k:
@@ -133,11 +161,11 @@ def forward(
         slope = _slope(bends)
         inner = None
         if log_det:
-            inner = tanh * tanh + slope * squeeze[some, None]
-            found = np.log(inner).sum(0)
-            total = found if total is None else total + found
+            inner = tanh * tanh + slope * squeeze[run, None]
+            log_slopes = np.log(inner).sum(0)
+            total = log_slopes if total is None else total + log_slopes
         stages.append((z, across, tanh, slope, inner))
-        z = z + tanh.T @ u_hat[some]
+        z = z + tanh.T @ u_hat[run]
         first += size
     kept["stages"] = stages
     return z, total, kept
@@ -154,10 +182,10 @@ def backward(
         w, u_hat, squeeze = kept["w"], kept["u_hat"], kept["squeeze"]
         of_w, of_u_hat = np.empty_like(w), np.empty_like(w)
         of_b, of_squeeze = np.empty_like(squeeze), np.zeros_like(squeeze)
-    if "lower" in kept:
+    if plan.linear:
         lower, upper = kept["lower"], kept["upper"]
         of_lower, of_upper = np.empty_like(lower), np.empty_like(upper)
-        linear = len(lower)
+        linear = plan.linear
     for planar, size in reversed(plan.runs):
         if not planar:
             for _ in range(size):
@@ -169,30 +197,30 @@ def backward(
                 of_x = of_middle @ upper[linear]
             continue
         first -= size
-        some = slice(first, first + size)
+        run = slice(first, first + size)
         z, across, tanh, slope, inner = stages.pop()
-        of_bends = u_hat[some] @ of_x.T
+        of_bends = u_hat[run] @ of_x.T
         of_bends *= slope
-        np.matmul(tanh, of_x, out=of_u_hat[some])
+        np.matmul(tanh, of_x, out=of_u_hat[run])
         if of_total is not None:
             ratio = of_total * slope / inner
-            of_squeeze[some] = ratio.sum(-1)
-            of_bends += ratio * tanh * (2.0 - 2.0 * squeeze[some, None])
+            of_squeeze[run] = ratio.sum(-1)
+            of_bends += ratio * tanh * (2.0 - 2.0 * squeeze[run, None])
         if size > 1:
             of_across = np.zeros_like(across)
             for k in range(size - 1, 0, -1):
                 of_across[k, :k] = tanh[:k] @ of_bends[k]
                 of_bends[:k] += across[k, :k, None] * of_bends[k] * slope[:k]
-            of_u_hat[some] += of_across.T @ w[some]
-            of_w[some] = of_across @ u_hat[some] + of_bends @ z
+            of_u_hat[run] += of_across.T @ w[run]
+            of_w[run] = of_across @ u_hat[run] + of_bends @ z
         else:
-            np.matmul(of_bends, z, out=of_w[some])
-        of_b[some] = of_bends.sum(-1)
-        of_x = of_x + of_bends.T @ w[some]
+            np.matmul(of_bends, z, out=of_w[run])
+        of_b[run] = of_bends.sum(-1)
+        of_x = of_x + of_bends.T @ w[run]
     if count:
         extra, of_u = _constrain_back(w, kept["u"], plan.margin, kept["constraint"], of_u_hat, of_squeeze)
         of_w += extra
         gradients += [of_w, of_u, of_b]
-    if "lower" in kept:
+    if plan.linear:
         gradients.append(_triangles_back(plan, kept["logs"], of_lower, of_upper, of_total))
     return of_x, gradients

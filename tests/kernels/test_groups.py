@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from test_fused import DOCUMENT, PLANAR, flows_of, needs_gpu
+from test_kernels import PLANAR, REPORT, flows_of, needs_gpu
 
-from flowbnn.kernels import planar_lu as fused
-from flowbnn.kernels.planar_lu import Group, push_groups
+from flowbnn import kernels
+from flowbnn.kernels import Group, evaluate, evaluate_many, gpu, reference
 
 POSITION = [
-    ([(128, DOCUMENT)], 32768, False),
-    ([(256, DOCUMENT)], 2048, False),
-    ([(512, DOCUMENT)], 512, False),
+    ([(128, REPORT)], 32768, False),
+    ([(256, REPORT)], 2048, False),
+    ([(512, REPORT)], 512, False),
 ]
-KL = ([(128, DOCUMENT), (256, DOCUMENT), (512, DOCUMENT), (512, PLANAR)], 16, True)
+KL = ([(128, REPORT), (256, REPORT), (512, REPORT), (512, PLANAR)], 16, True)
 SMALL = [
-    ([(40, DOCUMENT), (6, PLANAR)], 19, True),
-    ([(40, DOCUMENT)], 70, False),
-    ([(6, DOCUMENT)], 33, False),
+    ([(40, REPORT), (6, PLANAR)], 19, True),
+    ([(40, REPORT)], 70, False),
+    ([(6, REPORT)], 33, False),
 ]
 
 
@@ -24,7 +24,7 @@ def groups_of(cases, device="cpu", coarse=False, dtype=torch.float32):
     torch.manual_seed(2)
     return [
         Group(
-            [flow.to(dtype) for flow in flows_of(case, device)],
+            [flow.to(dtype).chain for flow in flows_of(case, device)],
             torch.randn(rows, sum(dim for dim, _ in case)).to(device, dtype).requires_grad_(),
             log_det,
             coarse and not log_det,
@@ -42,14 +42,14 @@ def derived(push, groups):
         total = total + (x * torch.randn(x.shape).to(x)).sum()
         if lines is not None:
             total = total + (lines * torch.randn(lines.shape).to(x)).sum()
-    inputs = [group.wide for group in groups]
-    inputs += [weight for group in groups for flow in group.flows for weight in flow._weights()]
+    inputs = [group.starts for group in groups]
+    inputs += [weight for group in groups for chain in group.chains for weight in chain.weights]
     values = [value.detach() for pair in found for value in pair if value is not None]
     return [*values, *torch.autograd.grad(total, inputs)]
 
 
 def one_by_one(groups):
-    return [pair for group in groups for pair in push_groups([group])]
+    return [pair for group in groups for pair in evaluate_many([group])]
 
 
 def same(first, second):
@@ -59,30 +59,30 @@ def same(first, second):
 @pytest.mark.parametrize("coarse", [False, True])
 def test_without_kernels_the_groups_go_one_after_the_other(coarse):
     groups = groups_of(SMALL, coarse=coarse, dtype=torch.float64)
-    found = derived(push_groups, groups)
-    for group, (x, lines) in zip(groups, push_groups(groups), strict=True):
-        starts = group.wide.split([flow.dim for flow in group.flows], -1)
-        expected = [flow.push(start, True) for flow, start in zip(group.flows, starts, strict=True)]
+    found = derived(evaluate_many, groups)
+    for group, (x, lines) in zip(groups, evaluate_many(groups), strict=True):
+        starts = group.starts.split([chain.plan.dim for chain in group.chains], -1)
+        expected = [evaluate(chain, start) for chain, start in zip(group.chains, starts, strict=True)]
         torch.testing.assert_close(x, torch.cat([end for end, _ in expected], -1))
         if group.log_det:
             torch.testing.assert_close(lines, torch.stack([line for _, line in expected]))
         else:
             assert lines is None
-    assert len(found) == 4 + 3 + sum(len(flow._weights()) for group in groups for flow in group.flows)
+    assert len(found) == 4 + 3 + sum(len(chain.weights) for group in groups for chain in group.chains)
 
 
 def test_a_flow_without_kernels_leaves_the_other_groups_theirs(monkeypatch):
     launched = []
-    monkeypatch.setattr(fused, "_served", lambda flow, start, first: flow.dim < 40)
+    monkeypatch.setattr(kernels, "_on_gpu", lambda chain, start, first: chain.plan.dim < 40)
     monkeypatch.setattr(
-        fused,
-        "_launch",
-        lambda groups: launched.extend(g[2:] for g in groups) or [(g[1][0], None) for g in groups],
+        gpu,
+        "push",
+        lambda groups: launched.extend(g[2:] for g in groups) or [(g.starts, None) for g in groups],
     )
     groups = groups_of([SMALL[1], SMALL[2]], coarse=True)
-    (alone, _), (_, _) = push_groups(groups)
+    (alone, _), (_, _) = evaluate_many(groups)
     assert launched == [(False, True)]
-    torch.testing.assert_close(alone, groups[0].flows[0].push(groups[0].wide, False)[0])
+    torch.testing.assert_close(alone, reference.forward(*groups[0].chains[0], groups[0].starts, False)[0])
 
 
 @needs_gpu
@@ -93,7 +93,7 @@ def test_on_a_gpu_side_by_side_is_the_same_to_the_last_bit(cases, coarse):
     groups = groups_of(cases, "cuda", coarse)
     expected = derived(one_by_one, groups)
     for _ in range(5):
-        assert same(derived(push_groups, groups), expected)
+        assert same(derived(evaluate_many, groups), expected)
 
 
 @needs_gpu
@@ -101,15 +101,15 @@ def test_on_a_gpu_side_by_side_is_the_same_to_the_last_bit(cases, coarse):
 def test_on_a_gpu_side_by_side_compiles_and_is_captured_in_a_graph():
     groups = groups_of([KL, *POSITION], "cuda")
     expected = derived(one_by_one, groups)
-    compiled = torch.compile(push_groups, fullgraph=True)
+    compiled = torch.compile(evaluate_many, fullgraph=True)
     assert same(derived(compiled, groups), expected)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    weights = [weight for group in groups for flow in group.flows for weight in flow._weights()]
+    weights = [weight for group in groups for chain in group.chains for weight in chain.weights]
 
     def gradients():
-        found = push_groups(groups)
+        found = evaluate_many(groups)
         total = sum(x.square().sum() for x, _ in found) + found[0][1].sum()
-        return torch.autograd.grad(total, [group.wide for group in groups] + weights)
+        return torch.autograd.grad(total, [group.starts for group in groups] + weights)
 
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -119,7 +119,7 @@ def test_on_a_gpu_side_by_side_compiles_and_is_captured_in_a_graph():
         captured = gradients()
     with torch.no_grad():
         for group in groups:
-            group.wide.mul_(0.5)
+            group.starts.mul_(0.5)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-r"""Triton kernels of the planar maps for :mod:`flowbnn.kernels.planar_lu`: one launch works on many flows.
+r"""Triton kernels of planar and LU maps: one launch works on many chains ("flows" below).
 
 A kernel gets a tuple with one entry for each flow (addresses, sizes, strides) and takes that of the flow its program works on. Sizes
 that differ between flows are masked; what is compiled in is the largest, as a power of two. Formulas are those of
-:mod:`flowbnn.kernels.planar_lu_numpy`; every sum runs in a fixed order, so that two runs agree to the last bit.
+:mod:`flowbnn.kernels.reference`; every sum runs in a fixed order, so that two runs agree to the last bit.
 """
 
 from types import SimpleNamespace
@@ -258,11 +258,6 @@ def planar_weights(
             tl.store(pick(of_bs, run, COUNT) + part + k, tl.sum(of_b, 0))
 
 
-# -------------------- fused_small.py
-
-# mypy: disable-error-code="no-untyped-def"
-
-
 @triton.jit
 def _kind(code, m, length, dim):
     """``dim, 0`` where map ``m`` is planar, ``0, dim`` where it is an LU map, ``0, 0`` where there is none."""
@@ -447,11 +442,6 @@ def small_backward(
     tl.store(
         pick(of_zs, flow, COUNT) + at * number(of_z_strides, flow, COUNT) + columns[None, :], g, mask=both
     )
-
-
-# -------------------- fused_linear.py
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @triton.jit
