@@ -1,15 +1,16 @@
-"""Batches of tensors that lie in memory or on a GPU, without the cost of fetching them one example at a time."""
+"""Data: a loader of tensors that lie in memory or on a GPU, toy data whose truth is known, and the digits of scikit-learn."""
 
 import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_whole
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Interval, NonNegative, Positive, Probability, checked
 
 __all__ = [
     "CENTRES",
@@ -41,7 +42,7 @@ class TensorLoader:
     tensor what the network takes, on that device.
 
     Args:
-        tensors: with the examples on their first axis, all of one length and on one device.
+        tensors: with the examples on their first axis, all of one length and on one device; or arrays and lists of numbers.
         batch_size: examples in a batch; the last batch may be smaller.
         shuffle: a new order at every pass.
         generator: source of the orders and of the augmentation, kept in checkpoints; None takes torch's global one.
@@ -60,36 +61,40 @@ class TensorLoader:
     [[0, 1, 2, 3]]
     """
 
+    @checked
     def __init__(
         self,
-        *tensors: Tensor,
-        batch_size: int,
+        *tensors: Any,
+        batch_size: Count,
         shuffle: bool = False,
         generator: torch.Generator | None = None,
         augment: Augment | None = None,
         prepare: Callable[[Tensor], Tensor] | None = None,
         drop_last: bool = False,
-        together: int | None = None,
+        together: Count | None = None,
     ) -> None:
-        if not tensors or any(tensor.ndim == 0 for tensor in tensors):
-            raise FlowBNNError("a TensorLoader needs tensors with the examples on their first axis")
-        lengths = [len(tensor) for tensor in tensors]
-        if len(set(lengths)) > 1:
-            raise FlowBNNError(f"the tensors of a TensorLoader are of one length, not {lengths}")
-        if len({tensor.device for tensor in tensors}) > 1:
-            places = ", ".join(str(tensor.device) for tensor in tensors)
-            raise FlowBNNError(f"the tensors of a TensorLoader are on one device, not {places}")
-        check_whole("batch_size", batch_size)
-        if drop_last and lengths[0] < batch_size:
+        self.tensors = tuple([_as_tensor(values) for values in tensors])
+        shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        if {shape[:1] for shape in shapes} in (set(), {()}) or len({shape[:1] for shape in shapes}) > 1:
             raise FlowBNNError(
-                f"drop_last leaves nothing of {lengths[0]} examples in batches of {batch_size}"
+                f"a TensorLoader takes tensors with as many examples each, on their first axis, not shapes {shapes}",
+                kind="shape",
             )
-        self.tensors, self.batch_size = tensors, batch_size
-        self.shuffle, self.generator = shuffle, generator
-        self.augment, self.prepare, self.drop_last = augment, prepare, drop_last
-        self.num_data = lengths[0] // batch_size * batch_size if drop_last else lengths[0]
+        places = sorted({str(tensor.device) for tensor in self.tensors})
+        if len(places) > 1:
+            raise FlowBNNError(
+                f"the tensors of a TensorLoader must be on one device, not {', '.join(places)}", kind="device"
+            )
+        number = shapes[0][0]
+        self.num_data = number // batch_size * batch_size if drop_last else number
+        if drop_last and not self.num_data:
+            raise FlowBNNError(
+                f"drop_last leaves nothing of {number} examples in batches of {batch_size}",
+                argument="drop_last",
+            )
+        self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator
+        self.augment, self.prepare, self.drop_last, self.together = augment, prepare, drop_last, together
         self.rank, self.world = 0, 1
-        self.together = None if together is None else check_whole("together", together)
 
     def __len__(self) -> int:
         return -(-self.num_data // self.batch_size)
@@ -184,9 +189,7 @@ class TensorLoader:
         [[[0, 1], [4]], [[2, 3], [5]]]
         """
         if not 0 <= rank < world:
-            raise FlowBNNError(
-                f"a worker's rank is from 0 to {world - 1}, one less than their number, not {rank}"
-            )
+            raise FlowBNNError(f"rank must be from 0 to {world - 1}, got {rank}", argument="rank")
         last = self.num_data % self.batch_size or self.batch_size
         if min(last, self.batch_size) < world:
             which = "a batch" if self.batch_size < world or self.num_data <= last else "the last batch"
@@ -204,13 +207,29 @@ class TensorLoader:
         return shared
 
 
-# -------------------- clusters.py
+def _as_tensor(values: Any) -> Tensor:
+    """Arrays and lists become tensors, of torch's default precision where they are real numbers."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(values).__name__
+        raise FlowBNNError(
+            f"a TensorLoader takes tensors or arrays of numbers, not a {kind}: {error}", kind="value"
+        ) from None
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
+
+# Four blobs in the plane, of two classes, whose true posterior is known.
 CENTRES = ((-5.0, 3.0), (3.0, 3.0), (5.0, -3.0), (-3.0, -3.0))
 CLASSES = (0, 0, 0, 1)
 
 
-def clusters(number: int, spread: float, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+@checked
+def clusters(
+    number: Count, spread: Positive, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """Points ``[number, 2]`` and their classes ``[number]``; each blob is equally likely.
 
     Args:
@@ -222,27 +241,28 @@ def clusters(number: int, spread: float, generator: torch.Generator | None = Non
     >>> points.shape, targets.shape
     (torch.Size([4, 2]), torch.Size([4]))
     """
-    if number < 1:
-        raise FlowBNNError(f"the number of points is at least 1, not {number}")
-    _check(spread)
     blob = torch.randint(len(CENTRES), (number,), generator=generator)
     points = torch.tensor(CENTRES)[blob] + spread * torch.randn(number, 2, generator=generator)
     return points, torch.tensor(CLASSES)[blob]
 
 
-def true_probability(points: Tensor, spread: float) -> Tensor:
+@checked
+def true_probability(points: Tensor, spread: Positive) -> Tensor:
     r"""The exact probability of the second class, :math:`p(y = 1 \mid x)`, for points ``[..., 2]``.
 
     >>> true_probability(torch.tensor([-4.0, 0.0]), spread=1.0)  # halfway between two blobs
     tensor(0.5000)
     """
-    _check(spread)
     logs = _log_densities(points, spread)
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
 
+@checked
 def ring(
-    number: int, radius: float, generator: torch.Generator | None = None, thickness: float = 0.05
+    number: Count,
+    radius: Positive,
+    generator: torch.Generator | None = None,
+    thickness: Annotated[float, Interval(ge=0, lt=1)] = 0.05,
 ) -> Tensor:
     """Points ``[number, 2]`` on a circle around the origin, far from all blobs where ``radius`` is large.
 
@@ -256,12 +276,6 @@ def ring(
     >>> bool(((points.norm(dim=-1) - 20).abs() <= 1).all())
     True
     """
-    if number < 1:
-        raise FlowBNNError(f"the number of points is at least 1, not {number}")
-    if not (radius > 0 and math.isfinite(radius) and 0 <= thickness < 1):
-        raise FlowBNNError(
-            f"a ring has a radius above 0 and a thickness from 0 to below 1, not {radius} and {thickness}"
-        )
     angle = 2 * math.pi * torch.rand(number, generator=generator)
     reach = radius * (1 + thickness * (2 * torch.rand(number, generator=generator) - 1))
     return torch.stack([reach * angle.cos(), reach * angle.sin()], -1)
@@ -274,7 +288,8 @@ class Optimum(NamedTuple):
     nll: float
 
 
-def best_possible(spread: float, nodes: int = 801) -> Optimum:
+@checked
+def best_possible(spread: Positive, nodes: Count = 801) -> Optimum:
     r"""Accuracy and NLL of the exact posterior, :math:`\int \max_c p(x, c)\,dx` and :math:`H[y \mid x]`, by quadrature.
 
     The trapezoid rule on a square that holds all but :math:`10^{-13}` of the mass; for so smooth a density its error is
@@ -284,7 +299,6 @@ def best_possible(spread: float, nodes: int = 801) -> Optimum:
     >>> round(best.accuracy, 3), round(best.nll, 3)
     (0.961, 0.099)
     """
-    _check(spread)
     reach = max(abs(value) for centre in CENTRES for value in centre) + 7.5 * spread
     axis = torch.linspace(-reach, reach, nodes, dtype=torch.float64)
     points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
@@ -302,19 +316,13 @@ def _log_densities(points: Tensor, spread: float) -> Tensor:
     return -square / (2 * spread**2) - math.log(2 * math.pi * spread**2 * len(CENTRES))
 
 
-def _check(spread: float) -> None:
-    if not spread > 0 or not math.isfinite(spread):
-        raise FlowBNNError(f"spread is a positive standard deviation, not {spread}")
-
-
-# -------------------- curve.py
-
+# A curve whose noise lies within the sine waves.
 NOISE = 0.02
 SPAN = (0.0, 0.5)
 
 
 def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    r"""The curve at ``inputs``, each with its own :math:`\varepsilon`, nought unless given.
+    r"""The curve at ``inputs``, each with its own :math:`\varepsilon`, zero unless given.
 
     >>> true_curve(torch.tensor([0.0, 0.25, 0.5]))  # 0, 0.25 + 0.3, 0.5
     tensor([0.0000, 0.5500, 0.5000])
@@ -323,12 +331,13 @@ def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
 
 
+@checked
 def curve_points(
-    number: int,
+    number: Count,
     generator: torch.Generator | None = None,
     *,
     span: tuple[float, float] = SPAN,
-    noise: float = NOISE,
+    noise: NonNegative = NOISE,
 ) -> tuple[Tensor, Tensor]:
     r"""Points of the curve, ``[number, 1]`` each, with inputs spread evenly at random over ``span``.
 
@@ -342,17 +351,12 @@ def curve_points(
     >>> inputs.shape, targets.shape, bool(((inputs >= 0) & (inputs <= 0.5)).all())
     (torch.Size([5, 1]), torch.Size([5, 1]), True)
     """
-    if number < 1:
-        raise FlowBNNError(f"the number of points is at least 1, not {number}")
-    if not span[0] < span[1]:
-        raise FlowBNNError(f"the span of the inputs goes from a smaller to a larger number, not {span}")
-    if not 0 <= noise < math.inf:
-        raise FlowBNNError(f"noise is a standard deviation, not {noise}")
-    inputs = span[0] + (span[1] - span[0]) * torch.rand(number, 1, generator=generator)
+    low, high = span
+    if not low < high:
+        raise FlowBNNError(f"span must go from a smaller to a larger number, got {span}", argument="span")
+    inputs = low + (high - low) * torch.rand(number, 1, generator=generator)
     return inputs, true_curve(inputs, noise * torch.randn(number, 1, generator=generator))
 
-
-# -------------------- digits.py
 
 Pair = tuple[Tensor, Tensor]
 
@@ -374,8 +378,14 @@ class Digits:
     known: tuple[int, ...]
 
 
-def load_digits(novel: int = 8, seed: int = 0, train: float = 0.6, validation: float = 0.15) -> Digits:
-    """The 1,797 digits of scikit-learn, which come with the package and need no network.
+@checked
+def load_digits(
+    novel: Annotated[int, Interval(ge=0, le=9)] = 8,
+    seed: int = 0,
+    train: Probability = 0.6,
+    validation: Probability = 0.15,
+) -> Digits:
+    """The 1,797 digits of scikit-learn (extra ``studies``), which come with the package and need no network.
 
     Every class is split in the same shares, by an order drawn from ``seed``.
 
@@ -390,17 +400,19 @@ def load_digits(novel: int = 8, seed: int = 0, train: float = 0.6, validation: f
     >>> digits.known
     (0, 1, 2, 3, 4, 5, 6, 7, 9)
     """
-    if novel not in range(10):
-        raise FlowBNNError(f"the novel digit is one of 0 to 9, not {novel}")
-    if not (0 < train < 1 and 0 < validation < 1 and train + validation < 1):
+    if train + validation >= 1:
         raise FlowBNNError(
-            f"train and validation are shares that leave something for the test, not {train} and {validation}"
+            f"train and validation leave nothing for the test: {train} and {validation}", argument="train"
         )
-    from sklearn.datasets import load_digits as read_digits
-
-    found = read_digits()
-    images = torch.from_numpy(found.images).float().unsqueeze(1) / 16.0
-    labels = torch.from_numpy(found.target).long()
+    try:
+        from sklearn.datasets import load_digits as read_digits
+    except ImportError:
+        raise FlowBNNError(
+            "the digits come with scikit-learn: pip install flowbnn[studies]", kind="missing package"
+        ) from None
+    bunch = read_digits()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16.0
+    labels = torch.from_numpy(bunch.target).long()
     known = tuple(digit for digit in range(10) if digit != novel)
     generator = torch.Generator().manual_seed(seed)
     parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}

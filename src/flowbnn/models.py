@@ -1,23 +1,26 @@
-"""LeNet, as in document 000's code: two convolutions, three linear layers, an adaptive pool between."""
+"""Small plain architectures: LeNet, MLP, SmallConv and VGG16, whose layers have names that rules can refer to."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Interval, checked
 
 __all__ = ["MLP", "VGG16", "LeNet", "SmallConv"]
 
 
 class LeNet(nn.Module):
-    """LeNet (LeCun et al., 1998) for images of 28x28 or 32x32: the pool brings either to 4x4.
+    """LeNet (LeCun et al., 1998) for images of 28x28 or 32x32: an adaptive pool brings either to 4x4, as in Xiong's code.
 
     >>> LeNet(channels=1)(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
     """
 
-    def __init__(self, channels: int = 1, classes: int = 10) -> None:
+    @checked
+    def __init__(self, channels: Count = 1, classes: Count = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
@@ -34,15 +37,12 @@ class LeNet(nn.Module):
         return self.fc3(torch.relu(self.fc2(x)))
 
 
-# -------------------- mlp.py
-
-
 class MLP(nn.Module):
     """Linear layers with ReLU between them, called ``fc1``, ``fc2``, ... so that rules can name them.
 
     Args:
         inputs: length of the input vectors; longer tensors are flattened to it.
-        hidden: widths between; one width makes the two-layer network of document 000's figure 3.
+        hidden: widths between; one width makes the two-layer network of figure 3 of Xiong's report.
         outputs: number of classes, or of regression targets.
 
     >>> network = MLP(2, (32,), 2)
@@ -50,11 +50,12 @@ class MLP(nn.Module):
     (['fc1', 'fc2'], torch.Size([5, 2]))
     """
 
-    def __init__(self, inputs: int = 2, hidden: Sequence[int] = (32,), outputs: int = 2) -> None:
+    @checked
+    def __init__(self, inputs: Count = 2, hidden: Sequence[int] = (32,), outputs: Count = 2) -> None:
         super().__init__()
         widths = (inputs, *hidden, outputs)
         if min(widths) < 1:
-            raise FlowBNNError(f"every width of an MLP is at least 1, not {widths}")
+            raise FlowBNNError(f"every width of an MLP must be at least 1, got {widths}", argument="hidden")
         self.depth = len(widths) - 1
         for index in range(self.depth):
             self.add_module(f"fc{index + 1}", nn.Linear(widths[index], widths[index + 1]))
@@ -64,9 +65,6 @@ class MLP(nn.Module):
         for index in range(self.depth):
             x = self.get_submodule(f"fc{index + 1}")(x if index == 0 else torch.relu(x))
         return x
-
-
-# -------------------- small_conv.py
 
 
 class SmallConv(nn.Module):
@@ -82,7 +80,10 @@ class SmallConv(nn.Module):
     torch.Size([3, 10])
     """
 
-    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16, hidden: int = 64) -> None:
+    @checked
+    def __init__(
+        self, channels: Count = 1, classes: Count = 10, width: Count = 16, hidden: Count = 64
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
@@ -95,8 +96,6 @@ class SmallConv(nn.Module):
         x = self.pool(torch.relu(self.conv2(x)))
         return self.fc2(torch.relu(self.fc1(x.flatten(1))))
 
-
-# -------------------- vgg.py
 
 WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 POOL_AFTER = (2, 4, 7, 10, 13)  # convolutions, counted from 1
@@ -118,10 +117,15 @@ class VGG16(nn.Module):
     torch.Size([2, 10])
     """
 
-    def __init__(self, channels: int = 3, classes: int = 10, hidden: int = 512, width: float = 1.0) -> None:
+    @checked
+    def __init__(
+        self,
+        channels: Count = 3,
+        classes: Count = 10,
+        hidden: Count = 512,
+        width: Annotated[float, Interval(gt=0, le=8)] = 1.0,
+    ) -> None:
         super().__init__()
-        if not 0.0 < width <= 8.0:
-            raise FlowBNNError(f"width multiplies the channels and lies above 0 and up to 8, not {width}")
         widths = [max(1, round(width * number)) for number in WIDTHS]
         for index, (before, after) in enumerate(zip([channels, *widths], widths, strict=False), start=1):
             self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=1, bias=False))

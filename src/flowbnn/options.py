@@ -24,7 +24,7 @@ Inside the library code relies on the types and checks nothing again.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from os import PathLike
@@ -110,9 +110,9 @@ def _allows(annotation: Any, value: Any) -> bool:
     origin = get_origin(annotation)
     if origin is Annotated:
         kind, *constraints = get_args(annotation)
-        return _allows(kind, value) and all(_holds(one, value) for one in constraints)
+        return _allows(kind, value) and all(map(partial(_holds, value=value), constraints))
     if origin in (Union, UnionType):
-        return any(_allows(one, value) for one in get_args(annotation))
+        return any(map(partial(_allows, value=value), get_args(annotation)))
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in get_args(annotation))
     if annotation in (None, NoneType):
@@ -214,13 +214,14 @@ def options(cls: type[T] | None = None, /, **how: Any) -> Any:
         own = vars(cls).get("__post_init__")
 
         def __post_init__(self: Any) -> None:
-            nearest_kind = next(kind for kind in type(self).__mro__ if kind in _KINDS)
-            if cls is nearest_kind:  # else the subclass has checked all fields already
+            if cls is next(
+                filter(_KINDS.__contains__, type(self).__mro__)
+            ):  # else the subclass has checked all fields already
                 hints = _hints(type(self))  # type: ignore[arg-type]
                 for field in fields(self):
-                    check(
-                        field.name, getattr(self, field.name), hints.get(field.name, Any), type(self).__name__
-                    )
+                    value = getattr(self, field.name)
+                    if value is not field.default:
+                        check(field.name, value, hints.get(field.name, Any), type(self).__name__)
             if own is not None:
                 own(self)
             elif (inherited := getattr(super(cls, self), "__post_init__", None)) is not None:
@@ -229,11 +230,11 @@ def options(cls: type[T] | None = None, /, **how: Any) -> Any:
         cls.__post_init__ = __post_init__
         made: Any = dataclass(frozen=True, **how)(cls)
         _KINDS.add(made)
-        init = made.__init__
+        init, names = made.__init__, [field.name for field in fields(made) if field.init]
 
         @wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            _refuse_unknown(cls.__name__, kwargs, [field.name for field in fields(made) if field.init])
+            _refuse_unknown(cls.__name__, kwargs, names)
             init(self, *args, **kwargs)
 
         made.__init__ = __init__
@@ -243,13 +244,13 @@ def options(cls: type[T] | None = None, /, **how: Any) -> Any:
 
 
 def _refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        raise FlowBNNError(
-            f"{owner} has no setting '{unknown}'{nearest(unknown, known)}",
-            kind="unknown setting",
-            argument=unknown,
-        )
+    for name in given:
+        if name not in known:
+            raise FlowBNNError(
+                f"{owner} has no setting '{name}'{nearest(name, known)}",
+                kind="unknown setting",
+                argument=name,
+            )
 
 
 F = TypeVar("F", bound=Callable[..., Any])

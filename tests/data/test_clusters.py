@@ -10,7 +10,7 @@ from flowbnn.errors import FlowBNNError
 
 
 def test_the_best_accuracy_and_likelihood_agree_with_monte_carlo():
-    spread, number = 1.95, 400_000
+    spread, number = 1.95, 100_000
     points, targets = clusters(number, spread, torch.Generator().manual_seed(3))
     one = true_probability(points.double(), spread)
     right = ((one > 0.5).long() == targets).double()

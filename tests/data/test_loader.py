@@ -1,5 +1,6 @@
 """Batches of tensors in memory."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,12 @@ def test_orders_change_and_come_back_with_the_generator():
     assert torch.equal(first, again)
 
 
+def test_arrays_and_lists_become_tensors():
+    inputs, targets = next(iter(TensorLoader(np.zeros((3, 2)), [0, 1, 0], batch_size=2)))
+    assert inputs.dtype == torch.float32
+    assert targets.tolist() == [0, 1]
+
+
 def test_it_says_how_many_examples_it_holds():
     assert count_data(TensorLoader(torch.zeros(7, 2), batch_size=3)) == 7
 
@@ -45,6 +52,9 @@ def test_it_says_how_many_examples_it_holds():
         lambda: TensorLoader(torch.zeros(3), batch_size=0),
         lambda: TensorLoader(torch.zeros(3), batch_size=2.5),
         lambda: TensorLoader(torch.tensor(1.0), batch_size=1),
+        lambda: TensorLoader(["a", "b"], batch_size=1),
+        lambda: TensorLoader(torch.zeros(3), batch_size=4, drop_last=True),
+        lambda: TensorLoader(torch.zeros(3), batch_size=4, suffle=True),
     ],
 )
 def test_bad_requests_are_told_in_a_line(make):

@@ -1,6 +1,7 @@
 """Bayes by Backprop: its known optimum, what it keeps of a network, and what it refuses."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +109,10 @@ def test_density_is_the_gaussians():
 def test_samples_do_not_depend_on_their_company():
     posterior = fb.BayesByBackprop(epochs=1).fit(small(), loader(blobs()), seed=0, **QUIET)
     together = posterior.draws(5, seed=7)
-    streamed = [{k: v.clone() for k, v in one.items()} for one in posterior.stream(2, 5, 7)]
+    streamed = [
+        {k: v.clone() for k, v in one.items()}
+        for one in posterior.stream(range(2, 5), SimpleNamespace(seed=7))
+    ]
     for offset, one in enumerate(streamed):
         assert all(torch.equal(one[name], together[name][2 + offset]) for name in one)
     x = blobs()[:5][0]

@@ -55,7 +55,7 @@ class Exploding(nn.Module):
         (lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET), "/proc/nothing/here"),
         (
             lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.ones(2, 4), samples=0),
-            "whole number of at least 1, not 0",
+            "samples=.* must be an integer of at least 1 or None, got 0",
         ),
         (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict([]), "the loader is empty"),
         (

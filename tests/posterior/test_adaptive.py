@@ -22,10 +22,10 @@ def logits_of(lead: torch.Tensor) -> torch.Tensor:
 def drawing(outputs: torch.Tensor, asked: list | None = None):
     """A sampler whose samples are known: the inputs are the columns to take."""
 
-    def draw(inputs, low, high):
+    def draw(inputs, samples):
         if asked is not None:
-            asked.append((len(inputs), low, high))
-        return outputs[low:high, inputs]
+            asked.append((len(inputs), samples.start, samples.stop))
+        return outputs[samples.start : samples.stop, inputs]
 
     return draw
 

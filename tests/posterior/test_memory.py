@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.posterior.collect import Collected, expected_rows, grouped
+from flowbnn.posterior.batches import Collected, expected_rows, grouped
 from flowbnn.posterior.forward import out_of_memory
 from flowbnn.posterior.noise_sampler import sample_outputs
 
@@ -121,10 +121,10 @@ def test_small_batches_go_through_together_in_order():
 
 def test_batches_of_other_shapes_are_kept_apart():
     batches = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5), (torch.zeros(2, 5), torch.ones(2))]
-    found = [(tuple(some.shape), len(truth)) for _, (some, truth) in grouped(batches, lambda some: 100)]
+    found = [(tuple(some.shape), len(truth)) for some, truth in grouped(batches, lambda some: 100)]
     assert found == [((4, 3), 0), ((4, 5), 1)]
     pairs = [((torch.zeros(2, 3), {"mask": torch.ones(2, 1)}), torch.ones(2))] * 3
-    ((_, (both, truth)),) = grouped(pairs, lambda some: 100)
+    ((both, truth),) = grouped(pairs, lambda some: 100)
     assert both[0].shape == (6, 3)
     assert both[1]["mask"].shape == (6, 1)
     assert len(truth) == 3

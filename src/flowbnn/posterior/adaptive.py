@@ -14,12 +14,12 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Ge, Gt, NonNegative, Positive, Probability, options
-from flowbnn.posterior.batches import pick, rows
+from flowbnn.posterior.batches import divisible, pick
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
 __all__ = ["Adaptive", "adaptive_outputs"]
 
-Draw = Callable[[Any, int, int], Tensor]
+Draw = Callable[[Any, range], Tensor]
 
 
 ENOUGH = 16  # samples from which on a standard error is believed
@@ -118,27 +118,26 @@ def adaptive_outputs(
     """Outputs ``[samples, B, ...]``, NaN where an input had no sample, and the samples spent on each, ``[B]``.
 
     Args:
-        draw: gives outputs ``[high - low, b, ...]`` of the samples from ``low`` to ``high``.
+        draw: gives outputs ``[len(samples), b, ...]`` of a range of samples for some of the inputs.
         samples: the most that an input gets.
         predictive: makes a predictive of outputs.
     """
-    outputs: Tensor | None = None
-    low, some = 0, inputs
-    spent = open_ = torch.empty(0)
+    low, some, cut = 0, inputs, divisible(inputs)
+    outputs = spent = going_on = torch.empty(0)
     for high in rule.looks(samples):
-        found = draw(some, low, high)
-        if outputs is None:
-            outputs = found.new_full((samples, rows(inputs), *found.shape[2:]), math.nan)
-            spent = torch.full((rows(inputs),), samples, device=found.device)
-            open_ = torch.arange(rows(inputs), device=found.device)
-        outputs[low:high, open_] = found
+        drawn = draw(some, range(low, high))
+        if low == 0:
+            number = drawn.shape[1]
+            outputs = drawn.new_full((samples, number, *drawn.shape[2:]), math.nan)
+            spent = torch.full((number,), samples, device=drawn.device)
+            going_on = torch.arange(number, device=drawn.device)
+        outputs[low:high, going_on] = drawn if cut else drawn[:, going_on]
         if high == samples:
             break
-        going_on = ~rule.settled(predictive(outputs[:high, open_]), samples)
-        spent[open_[~going_on]] = high
-        open_, low = open_[going_on], high
-        if not len(open_):
+        settled = rule.settled(predictive(outputs[:high, going_on]), samples)
+        spent[going_on[settled]] = high
+        going_on, low = going_on[~settled], high
+        if not len(going_on):
             break
-        some = pick(inputs, open_)
-    assert outputs is not None
+        some = pick(inputs, going_on) if cut else inputs
     return outputs, spent

@@ -9,7 +9,7 @@ some of these networks, its samples, for a batch of inputs. Everything else is d
 3. asks ``outputs`` for the samples of these inputs: all of them, or in rounds until the answer has settled
    (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any (:mod:`flowbnn.posterior.views`);
 4. collects the outputs ``[samples, rows, ...]`` in the loader's order, gathered from all processes if there are several
-   (:mod:`flowbnn.posterior.collect`), and lets the likelihood make a predictive distribution of them.
+   (:mod:`flowbnn.posterior.batches`), and lets the likelihood make a predictive distribution of them.
 
 ``outputs`` itself mostly calls ``prediction.run``, which runs a network over the rows in chunks that fit the device's memory
 (:mod:`flowbnn.posterior.forward`). A posterior of one network is three lines:
@@ -37,8 +37,7 @@ from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.batches import call, failure, is_batch, move, split_batch
-from flowbnn.posterior.collect import Collected, grouped, sharing
+from flowbnn.posterior.batches import Collected, call, failure, grouped, is_batch, move, sharing, split_batch
 from flowbnn.posterior.forward import Forward, Kept, casting, device_of, dtype_of, evaluating
 from flowbnn.posterior.views import View, averaged
 from flowbnn.predictive.base import NotFinite
@@ -150,6 +149,12 @@ class Prediction(Forward):
             self.drawn[key] = make()
         return self.drawn[key]
 
+    def at_once(self, inputs: Any) -> int:
+        """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""
+        if not self.shared:
+            return 0  # every batch by itself
+        return max(self.full_pass(inputs), 0 if self.options.adaptive is None else TOGETHER)
+
     def __enter__(self) -> Self:
         self.stack.enter_context(self.kept.lock)
         self.stack.enter_context(evaluating(self.model))
@@ -208,7 +213,9 @@ class Posterior:
         Returns:
             A :class:`~flowbnn.predictive.CategoricalPredictive` or :class:`~flowbnn.predictive.GaussianPredictive`.
         """
-        return self.predict_with_targets(inputs, samples, **options)[0]
+        chosen = PredictOptions(samples, **options)
+        outputs, spent, _ = self.collect(inputs, chosen)
+        return self._explained(outputs, spent, inputs, chosen)
 
     @takes(PredictOptions)
     def predict_with_targets(
@@ -217,32 +224,28 @@ class Posterior:
         """As :meth:`predict`, with the targets the loader gave, in the same order."""
         chosen = PredictOptions(samples, **options)
         outputs, spent, targets = self.collect(inputs, chosen)
-        try:
-            predictive = self._predictive(outputs, spent)
-        except NotFinite as error:
-            raise FlowBNNError(error.told + self._why_not_finite(inputs, chosen)) from None
+        predictive = self._explained(outputs, spent, inputs, chosen)
         return predictive, None if targets is None else self.likelihood.canonical(targets)
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Outputs ``[samples, rows, ...]`` for all inputs, the samples that each had (if adaptive), and the targets (if any)."""
-        self._refuse(inputs, options)
-        single = is_batch(inputs)  # which is this process's own affair
-        with sharing(
-            [(inputs, None)] if single else inputs, options.sharded and not single, options.shared
-        ) as loader:
-            collected = Collected(loader)
+        single = is_batch(inputs)  # a loader of one batch, which is this process's own affair
+        loader = [(inputs, None)] if single else inputs
+        self._refuse(loader, options)
+        with sharing(loader, options.sharded and not single, options.shared) as share:
+            collected, shown = Collected(share), options.progress and not single and is_main_process()
             with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
                 prediction.total = collected.expected
-                batches = track(loader, "predicting", options.progress and not single and is_main_process())
-                for number, (some, targets) in grouped(batches, self._at_once(prediction)):
+                batches = track(share, "predicting") if shown else share
+                for number, (some, targets) in enumerate(grouped(batches, prediction.at_once)):
                     prediction.batch = collected.number(number)
                     collected.add(*self._sampled(some, prediction), targets)
             return collected.gathered()
 
-    def _refuse(self, inputs: Any, options: PredictOptions) -> None:
+    def _refuse(self, loader: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
-        if not is_batch(inputs) and not hasattr(inputs, "__iter__"):
-            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}")
+        if not hasattr(loader, "__iter__"):
+            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}")
         if self.only_shared and not options.shared:
             raise FlowBNNError(
                 f"a draw of a {type(self).__name__} serves all inputs; leave shared=True", argument="shared"
@@ -252,27 +255,17 @@ class Posterior:
                 f"a {type(self).__name__} does not compile; leave compile=", argument="compile"
             )
 
-    def _at_once(self, prediction: Prediction) -> Callable[[Any], int]:
-        """How many rows like these to take from the loader at once: full passes, and several where settled inputs leave gaps."""
-        if not prediction.shared:
-            return lambda inputs: 0  # every batch by itself
-        least = 0 if prediction.options.adaptive is None else TOGETHER
-        return lambda inputs: max(prediction.full_pass(inputs), least)
-
     def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
-        rule, views = prediction.options.adaptive, prediction.options.views
-
-        def draw(inputs: Any, low: int, high: int) -> Tensor:
-            if views:
-                return averaged(self, inputs, range(low, high), prediction)
-            return self.outputs(inputs, range(low, high), prediction)
-
+        draw = averaged(self.outputs, self.likelihood) if prediction.options.views else self.outputs
+        rule, samples = prediction.options.adaptive, prediction.samples
         try:
             if rule is None:
-                return draw(inputs, 0, prediction.samples), None
-            rule = rule if isinstance(rule, Adaptive) else Adaptive(rule)
-            return adaptive_outputs(draw, inputs, prediction.samples, rule, self._predictive)
+                return draw(inputs, range(samples), prediction), None
+            rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
+            return adaptive_outputs(
+                lambda some, part: draw(some, part, prediction), inputs, samples, rule, self._predictive
+            )
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, FlowBNNError | torch.OutOfMemoryError):
                 raise
@@ -280,14 +273,20 @@ class Posterior:
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         """The predictive distribution that the likelihood makes of outputs."""
-        home = next((parameter.device for parameter in self.likelihood.parameters()), outputs.device)
-        likelihood = (
-            self.likelihood if home == outputs.device else deepcopy(self.likelihood).to(outputs.device)
-        )
-        with evaluating(self.likelihood):
+        likelihood = self.likelihood
+        if {value.device for value in likelihood.parameters()} - {outputs.device}:
+            likelihood = deepcopy(likelihood).to(outputs.device)
+        with torch.no_grad():
             if spent is None:
                 return likelihood.predictive(outputs)
             return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+
+    def _explained(self, outputs: Tensor, spent: Tensor | None, inputs: Any, options: PredictOptions) -> Any:
+        """The predictive distribution; where outputs are not finite, an error that names what spoils them."""
+        try:
+            return self._predictive(outputs, spent)
+        except NotFinite as error:
+            raise FlowBNNError(error.told + self._why_not_finite(inputs, options)) from None
 
     def _why_not_finite(self, inputs: Any, options: PredictOptions) -> str:
         """Which parameter or layer spoils the samples, and what to do about it."""

@@ -91,7 +91,9 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting.extend([part for part in reversed(module._modules.values()) if part is not None])
+            for part in reversed(module._modules.values()):
+                if part is not None:
+                    waiting.append(part)
     return list(found)
 
 
@@ -185,8 +187,10 @@ def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recordin
         begun.append(flops.total)
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, given = begun.pop(), next(iter((*args, *kwargs.values())), None)
-        recording.widest = max(recording.widest, _bytes((*args, output)) // recording.rows)
+        before, given, size = begun.pop(), next(iter((*args, *kwargs.values())), None), 0
+        for value in (*args, output):
+            size += value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+        recording.widest = max(recording.widest, size // recording.rows)
         if name in recording.calls:
             recording.calls[name].count += 1
         elif name in watched:
@@ -208,10 +212,6 @@ def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recordin
         for handle in handles:
             handle.remove()
     return recording
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    return sum([value.numel() * value.element_size() for value in values if isinstance(value, Tensor)])
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -390,8 +390,7 @@ class Forward:
 
     def network(self, inputs: Any) -> Tensor:
         """One pass of the network as it stands, compiled where that is asked for."""
-        count = rows(inputs)
-        if not self.compiles or 2 * count < self.fixed:
+        if not self.compiles or 2 * (count := rows(inputs)) < self.fixed:
             return call(self.model, inputs)
         graphs = self.device.type == "cuda" and self.fixed <= 1024
         one_pass = compiled(self.kept, graphs)
@@ -433,7 +432,8 @@ class Forward:
             if self.compiles:
                 self.fixed = size = min(self.fixed or size, self.limit.rows)
             stop = min(start + size, total)
-            found = self.limit.attempt(partial(network, take(inputs, start, stop)), stop - start)
+            some = inputs if stop - start == total else take(inputs, start, stop)
+            found = self.limit.attempt(partial(network, some), stop - start)
             if found is None:
                 self.fixed = 0
                 continue
