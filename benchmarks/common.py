@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.methods.fitting import Objective
 from flowbnn.models import VGG16, LeNet
 from flowbnn.objectives import ELBO
-from flowbnn.training import TrainingOptions, capturable
+from flowbnn.training import TrainingOptions
 from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.device import keep_memory
 from flowbnn.training.options import Clock
@@ -105,28 +106,28 @@ class Stepping:
         self.model.train()
         self.optimizer = torch.optim.Adam(groups, fused=True)
 
-        @capturable()
-        def step(
-            wrapped: nn.Module, batch: Any, clock: Clock
+        def loss(
+            outputs_of: Callable[[Any], torch.Tensor], batch: Any, clock: Clock
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             if chosen is None:
-                return -likelihood.log_prob(wrapped(batch[0]), batch[1]).mean(), {}
+                return -likelihood.log_prob(outputs_of(batch[0]), batch[1]).mean(), {}
             known = objective.ahead(self.model, len(batch[0]))
-            terms = objective(self.model, wrapped(batch[0]), batch[1], known=known)
+            terms = objective(self.model, outputs_of(batch[0]), batch[1], known=known)
             return terms.loss, {"kl": terms.kl.detach()}
 
-        self.step, self.batch = step, (images, labels)
+        self.objective = Objective(self.model, likelihood, loss, check_batch=lambda batch: None)
+        self.batch = (images, labels)
         options = TrainingOptions(precision=precision, acceleration=acceleration)  # type: ignore[arg-type]
         self.recorder = None
         if device == "cuda":
-            self.recorder = Recorder(step, self.model, self.optimizer, options, torch.device("cuda", 0))
+            self.recorder = Recorder(self.objective, self.optimizer, options, torch.device("cuda", 0))
             self.once = acceleration == "off"
         self.clock = Clock(0, 1, 100, 10)
 
     def __call__(self) -> None:
         if self.recorder is None:
             self.optimizer.zero_grad()
-            loss, _ = self.step(self.model, self.batch, self.clock)
+            loss, _ = self.objective(self.batch, self.clock)
             loss.backward()
             self.optimizer.step()
             return

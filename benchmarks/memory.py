@@ -21,11 +21,9 @@ from unittest import mock
 
 import torch
 from common import Stepping, arguments, write
-from torch import nn
 from training_step import VARIANTS
 
 from flowbnn import kernels
-from flowbnn.training.cuda_graph import _Autocast
 
 
 def on_gpu(step: Stepping) -> int:
@@ -43,16 +41,15 @@ def on_gpu(step: Stepping) -> int:
 
 
 def on_cpu(step: Stepping, precision: str, compiled: bool) -> int:
-    half = torch.bfloat16 if precision == "bf16-mixed" else None
-    network = _Autocast(step.model, half, torch.device("cpu"))
-    kept = (handed_over if compiled else kept_by_autograd)(step, network)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        kept = (handed_over if compiled else kept_by_autograd)(step)
     for parameter in step.model.parameters():  # a gradient and two moments for each weight
         kept.pop(parameter.untyped_storage()._cdata, None)
         kept[parameter.untyped_storage()._cdata] = 4 * parameter.untyped_storage().nbytes()
     return sum(kept.values())
 
 
-def kept_by_autograd(step: Stepping, network: nn.Module) -> dict[int, int]:
+def kept_by_autograd(step: Stepping) -> dict[int, int]:
     """Bytes that the step's graph holds on to, by storage."""
     held: list[torch.Tensor] = []
 
@@ -61,7 +58,7 @@ def kept_by_autograd(step: Stepping, network: nn.Module) -> dict[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        step.step(network, step.batch, step.clock)
+        step.objective(step.batch, step.clock)
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
 
 
@@ -69,7 +66,7 @@ class _Counted(BaseException):
     """The partition is known: there is no need to go on."""
 
 
-def handed_over(step: Stepping, network: nn.Module) -> dict[int, int]:
+def handed_over(step: Stepping) -> dict[int, int]:
     """Bytes that the compiled step's forward graph hands to its backward graph, by storage; inputs of the step are not counted."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -94,10 +91,10 @@ def handed_over(step: Stepping, network: nn.Module) -> dict[int, int]:
     backend = aot_autograd(
         fw_compiler=never, bw_compiler=never, partition_fn=partition, decompositions=select_decomp_table()
     )
-    compiled = torch.compile(step.step, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(step.objective, fullgraph=True, dynamic=False, backend=backend)
     try:  # nothing is run, so that the kernels of a GPU can be counted where there is none
         with mock.patch.object(kernels, "available", lambda z: z.dtype == torch.float32):
-            compiled(network, step.batch, step.clock)
+            compiled(step.batch, step.clock)
     except _Counted:
         return kept
     raise AssertionError("the step was not compiled")

@@ -59,12 +59,12 @@ def step_of(
 
     with mock.patch.object(fitting, "train", train), suppress(Stopped):
         method.fit(model, [batch], num_data=50_000, progress=False)
-    wrapped, step, optimizer = caught[:3]
+    objective, optimizer = caught[:2]
     clock = Clock(0, 1, 100, 10)
 
     def take() -> None:
         optimizer.zero_grad()
-        loss, _ = step(wrapped, batch, clock)
+        loss, _ = objective(batch, clock)
         loss.backward()
         optimizer.step()
 

@@ -15,7 +15,7 @@ def test_the_last_layer_is_the_one_called_last():
     inputs, labels = classes()
     posterior = fb.Laplace("kron", epochs=0).fit(Branches().double(), truth.batches(inputs, labels), **QUIET)
     assert posterior.names == ["head.weight", "head.bias"]
-    assert posterior.direct == "head"
+    assert posterior.told["direct"] == "head"
     chosen = fb.Laplace("kron", layers="*t", epochs=0).fit(
         Branches().double(), truth.batches(inputs, labels), **QUIET
     )
@@ -263,7 +263,7 @@ def test_networks_as_people_write_them(structure):
             )
             assert torch.allclose(found[:, n, k], outputs[k] + moved @ row, atol=1e-9)
     last = fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
-    assert last.direct == "head"
+    assert last.told["direct"] == "head"
     with pytest.raises(fb.FlowBNNError, match=r"layer 'first' \(ParametrizedLinear\), only Linear"):
         fb.Laplace("kron", layers="f*", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from objectives import train
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import TrainingOptions, train
+from flowbnn.training import TrainingOptions
 
 
 def step(model, batch, clock):
@@ -22,8 +23,7 @@ def batches(count=4):
 def make(kind=torch.optim.Adam, schedule=None, **settings):
     torch.manual_seed(1)
     network = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
-    outside = nn.Parameter(torch.zeros(2))
-    groups = [{"params": network.parameters()}, {"params": [outside], "lr": 0.02}]
+    groups = [{"params": network[0].parameters()}, {"params": network[2].parameters(), "lr": 0.02}]
     optimizer = kind(groups, **({"lr": 0.01} | settings))
     return network, optimizer, None if schedule is None else schedule(optimizer)
 

@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors, train
+sys.path.insert(0, str(Path(__file__).parent))
+from objectives import train
+
+from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors
 
 BATCHES, EPOCHS, EVERY = 5, 6, 3
 
@@ -44,8 +47,10 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     np.random.seed(seed)  # noqa: NPY002
     noise = torch.Generator().manual_seed(21 if fresh else seed)
     network = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-    scale = nn.Parameter(torch.zeros(()))  # known to the optimizer alone
-    optimizer = torch.optim.Adam([{"params": network.parameters()}, {"params": [scale], "lr": 0.05}], lr=0.01)
+    scale = nn.Parameter(torch.zeros(()))
+    groups = [{"params": list(network.parameters())}, {"params": [scale], "lr": 0.05}]
+    network.register_parameter("scale", scale)
+    optimizer = torch.optim.Adam(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=BATCHES * EPOCHS + 1)
 
     def step(model, batch, clock):
@@ -102,7 +107,7 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     del result["seconds"]
     save_tensors(
         folder / "result.safetensors",
-        network.state_dict() | {"scale": scale},
+        network.state_dict(),
         {"history": result, "after": torch.rand(2).tolist()},
     )
 

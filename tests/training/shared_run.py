@@ -18,10 +18,11 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import PointPosterior
-from flowbnn.training import EarlyStop, TrainingOptions, save_tensors, train, unwrap
+from flowbnn.training import EarlyStop, TrainingOptions, save_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dying_run import fit as mortal_fit
+from objectives import train
 
 FLOWS = {
     "0": fb.NormalPlanar(2, site="position"),
@@ -86,24 +87,22 @@ def data_workers(**options):
 
 
 def own_step(epochs, **options):
-    """A step of the user's own: a parameter that only the optimizer knows, one that takes part now and then, one that never does."""
+    """An objective of the user's own: a layer that takes part now and then, and one that never does."""
     torch.manual_seed(5)
     network = nn.ModuleDict({name: nn.Linear(64, 3) for name in ("used", "rare", "idle")})
-    scale = nn.Parameter(torch.zeros(()))
+    network.register_parameter("scale", nn.Parameter(torch.zeros(())))
 
-    def step(model, batch, clock):
+    def step(layers, batch, clock):
         inputs, targets = batch
-        layers = unwrap(model)
-        outputs = layers["used"](inputs.flatten(1)) * scale.exp()
+        outputs = layers["used"](inputs.flatten(1)) * layers.scale.exp()
         if bool((targets == 2).any()):
             outputs = outputs + layers["rare"](inputs.flatten(1)) * (targets == 2)[:, None]
         loss = nn.functional.cross_entropy(outputs, targets)
         return loss, {"rows": float(len(targets))}
 
-    optimizer = torch.optim.SGD([*network.parameters(), scale], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     history = train(network, step, optimizer, shuffled(13, 5), TrainingOptions(epochs, **options))
     assert network["idle"].weight.grad is None
-    network.register_buffer("scale", scale.detach())
     return PointPosterior(network, fb.Categorical(), history)
 
 

@@ -4,13 +4,16 @@ import gc
 
 import pytest
 import torch
+from objectives import train
 from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
+from flowbnn.methods.fitting import Objective
 from flowbnn.noise import noise_layers
 from flowbnn.objectives import ELBO
-from flowbnn.training import TrainingOptions, capturable, load_tensors, train, unwrap
+from flowbnn.training import TrainingOptions, load_tensors
+from flowbnn.training import train as train_objective
 from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
@@ -29,7 +32,7 @@ def step_with_fault(at):
     def step(model, batch, clock):
         loss = model(batch[0]).square().mean()
         # finite, with an infinite gradient
-        fault = (unwrap(model)[2].bias * 0.0).abs().pow(0.5).sum() if clock.step == at else 0.0
+        fault = (model[2].bias * 0.0).abs().pow(0.5).sum() if clock.step == at else 0.0
         return loss + fault, {"log_likelihood": -loss}
 
     return step
@@ -83,7 +86,7 @@ def test_parameters_of_several_kinds_and_sparse_gradients():
 
     def step(model, batch, clock):
         loss = model(batch).square().mean()
-        fault = (unwrap(model).linear.bias * 0.0).abs().pow(0.5).sum() if clock.step == 5 else 0.0
+        fault = (model.linear.bias * 0.0).abs().pow(0.5).sum() if clock.step == 5 else 0.0
         return loss + fault, {}
 
     model = Mixed()
@@ -101,21 +104,22 @@ def test_without_a_fused_optimizer_the_message_says_that_the_weights_are_spoilt(
 def test_recorded_runs_leave_no_memory_behind():
     """cuBLAS keeps its workspace for every stream it was ever called on, so that all recordings share one stream."""
 
-    @capturable()
-    def step(model, batch, clock):
-        return model(batch[0]).square().mean(), {}
+    class Squares(nn.Module):
+        capturable = True
+
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def forward(self, batch, clock):
+            return self.network(batch[0]).square().mean(), {}
 
     left = []
     for _ in range(3):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        train(
-            model,
-            step,
-            optimizer,
-            data(),
-            TrainingOptions(epochs=2, accelerator="cuda", acceleration="graph"),
-        )
+        options = TrainingOptions(epochs=2, accelerator="cuda", acceleration="graph")
+        train_objective(Squares(model), optimizer, data(), options)
         del model, optimizer
         gc.collect()
         left.append(torch.cuda.memory_allocated())
@@ -137,15 +141,14 @@ def test_flows_at_positions_are_drawn_ahead_and_a_look_leaves_no_trace(accelerat
     model = fb.to_stochastic(plain, rules).cuda().train()
     objective, seen = ELBO(fb.Categorical(), 100), []
 
-    @capturable()
-    def step(wrapped, batch, clock):
+    def loss(outputs_of, batch, clock):
         known = objective.ahead(model, len(batch[0]))
         seen.append(known is not None)
-        return objective(model, wrapped(batch[0]), batch[1], known=known).loss, {}
+        return objective(model, outputs_of(batch[0]), batch[1], known=known).loss, {}
 
     optimizer = torch.optim.Adam(fb.parameter_groups(model), fused=True)
     options = TrainingOptions(precision="bf16-mixed", acceleration=acceleration)
-    recorder = Recorder(step, model, optimizer, options, torch.device("cuda", 0))
+    recorder = Recorder(Objective(model, fb.Categorical(), loss), optimizer, options, torch.device("cuda", 0))
     batch = torch.randn(8, 3, 6, 6, device="cuda"), torch.arange(8, device="cuda") % 2
     for number in range(6):
         assert recorder.take(batch, Clock(0, number, 6, 1))

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from objectives import train
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import TrainingOptions, check_finite_batch, first_nonfinite_layer, load_tensors, train
+from flowbnn.training import TrainingOptions, check_finite_batch, first_nonfinite_layer, load_tensors
+from flowbnn.training import train as train_objective
 
 
 class Root(nn.Module):
@@ -162,70 +164,82 @@ def test_a_gradient_that_is_not_finite_names_the_parameter():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-class Bundle(nn.Module):
-    """A network with something beside it, as it is trained."""
+class Beside(nn.Module):
+    """A network with another layer beside it."""
 
     def __init__(self, network):
         super().__init__()
         self.network, self.likelihood = network, nn.Linear(1, 1)
 
-    def forward(self, x):
-        return self.likelihood(self.network(x))
+    def forward(self, batch, clock):
+        return self.likelihood(self.network(batch[0])).square().mean(), {}
 
 
-def test_names_are_told_as_the_user_knows_them(tmp_path):
-    def told(model, step=loss_step, **options):
-        optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.01))
+def test_names_are_those_that_the_user_knows(tmp_path):
+    def fault(objective, **options):
+        optimizer = torch.optim.SGD(objective.parameters(), lr=options.pop("lr", 0.01))
         settings = TrainingOptions(accelerator="cpu", epochs=2, **options)
         with pytest.raises(FlowBNNError) as caught:
-            train(model, step, optimizer, clean(), settings, names_below="network")
-        return str(caught.value)
+            train_objective(objective, optimizer, clean(), settings, names_below="network")
+        return str(caught.value), caught.value.layer
 
-    def spoilt(model, batch, clock):
-        loss, logs = loss_step(model, batch, clock)
-        return loss + (model.network.second.inner.bias * 0.0).abs().pow(0.5).sum(), logs
+    class Spoilt(Beside):
+        def forward(self, batch, clock):
+            loss, logs = super().forward(batch, clock)
+            return loss + (self.network.second.inner.bias * 0.0).abs().pow(0.5).sum(), logs
 
-    def overflowing(model, batch, clock):
-        return model.network.first[0].weight.sum() * 1e30, {}
+    class Overflowing(Beside):
+        def forward(self, batch, clock):
+            return self.network.first[0].weight.sum() * 1e30, {}
 
-    assert "layer 'second' (Divider) made it first" in told(Bundle(Root("second")))
-    assert "the model itself (Root) made it first" in told(Bundle(Root("root")))
-    assert "the gradient of 'second.inner.bias' is" in told(Bundle(Root()), spoilt)
-    broken = Bundle(Root())
+    words, layer = fault(Beside(Root("second")))
+    assert "layer 'second' (Divider) made it first" in words
+    assert layer == "second"
+    assert "the model itself (Root) made it first" in fault(Beside(Root("root")))[0]
+    words, layer = fault(Spoilt(Root()))
+    assert "the gradient of 'second.inner.bias' is" in words
+    assert layer == "second.inner.bias"
+    broken = Beside(Root())
     nn.init.constant_(broken.network.second.inner.weight, torch.nan)
-    assert "parameter 'second.inner.weight' is not finite" in told(broken)
-    assert "parameter 'first.0.weight' is" in told(Bundle(Root()), overflowing, lr=1e30, checkpoint=tmp_path)
-    broken = Bundle(Root())
+    assert "parameter 'second.inner.weight' is not finite" in fault(broken)[0]
+    words, layer = fault(Overflowing(Root()), lr=1e30, checkpoint=tmp_path)
+    assert "parameter 'first.0.weight' is" in words
+    assert layer == "first.0.weight"
+    broken = Beside(Root())
     nn.init.constant_(broken.likelihood.weight, torch.inf)
-    assert "parameter 'likelihood.weight' is not finite" in told(broken)
+    assert "parameter 'likelihood.weight' is not finite" in fault(broken)[0]
 
-    fit(Bundle(nn.Linear(2, 1)), clean(), epochs=1, checkpoint=tmp_path)
-    other = told(Bundle(nn.Sequential(nn.Linear(2, 1))), checkpoint=tmp_path, resume=True)
+    objective = Beside(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.01)
+    train_objective(
+        objective, optimizer, clean(), TrainingOptions(epochs=1, checkpoint=tmp_path, accelerator="cpu")
+    )
+    other = fault(Beside(nn.Sequential(nn.Linear(2, 1))), checkpoint=tmp_path, resume=True)[0]
     assert "it lacks 0.weight, 0.bias; it has besides weight, bias" in other
-
-    optimizer = torch.optim.SGD(broken.parameters(), lr=0.1)
-    with pytest.raises(FlowBNNError, match="names_below is 'net', which is no submodule"):
-        train(broken, loss_step, optimizer, clean(), names_below="net")
 
 
 def test_an_optimizer_of_another_model():
     optimizer = torch.optim.SGD(Root().parameters(), lr=0.1)
-    with pytest.raises(FlowBNNError, match="no parameter of the optimizer has a gradient"):
+    with pytest.raises(FlowBNNError, match="parameters that are not part of the objective"):
         train(Root(), loss_step, optimizer, clean(), TrainingOptions(epochs=1, accelerator="cpu"))
+    model = Root()
+    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    with pytest.raises(FlowBNNError, match="no parameter of the optimizer has a gradient"):
+        train(model, lambda model, batch, clock: (model.first(batch[0]).sum(), {}), optimizer, clean())
 
 
-def test_clipping_reaches_parameters_that_only_the_optimizer_knows():
-    outside, model = nn.Parameter(torch.zeros(())), nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD([*model.parameters(), outside], lr=1.0)
-    before = model.weight.detach().clone()
+def test_clipping_is_by_the_norm_of_all_parameters():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
 
     def step(model, batch, clock):
-        return 3 * outside + 4 * model.weight[0, 0], {}
+        return 3 * model.bias.sum() + 4 * model.weight[0, 0], {}
 
     options = TrainingOptions(epochs=1, clip_gradient=1.0, accelerator="cpu")
     train(model, step, optimizer, clean(1), options)
-    assert torch.allclose(outside, torch.tensor(-0.6))
-    assert torch.allclose(before - model.weight, torch.tensor([[0.8, 0.0]]))
+    assert torch.allclose(model.bias, bias - 0.6)
+    assert torch.allclose(weight - model.weight, torch.tensor([[0.8, 0.0]]))
 
 
 def test_a_norm_that_overflows_is_clipped_and_is_no_fault():

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from objectives import train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn import FlowBNNError
 from flowbnn.methods import Method
-from flowbnn.training import TrainingOptions, train
+from flowbnn.training import TrainingOptions
 
 QUIET: dict[str, Any] = {"progress": False, "accelerator": "cpu"}
 

@@ -218,6 +218,17 @@ class Stack(nn.Module):
                 own.data = values[name][index].detach().clone()
 
 
+class Together(nn.Module):
+    """The networks of an ensemble and the sum of their losses."""
+
+    def __init__(self, stack: Stack, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.stack, self.loss = stack, loss
+
+    def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.loss(self.stack, batch, clock)
+
+
 def why_apart(
     network: nn.Module,
     likelihood: Likelihood,
@@ -291,12 +302,14 @@ def train_together(
     engine = optimizer_for([group for group in groups if group["params"]], optimizer)
     shape: list[Any] = []
 
-    def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        each_of: Callable[[Any, Tensor], Tensor], batch: Any, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = batch
         inputs = move(inputs, device_of(stack), dtype_of(stack))
         if clock.epoch == 0 or targets.device.type == "cpu":
             _check(stack, shape, inputs, targets)
-        each = wrapped(inputs, targets)
+        each = each_of(inputs, targets)
         detached = each.detach()
         logs = {"log_likelihood": detached.mean()}
         for member in range(len(networks)):
@@ -315,14 +328,14 @@ def train_together(
         return found
 
     history = train(
-        stack,
-        step,
+        Together(stack, loss),
         engine,
         orders,
         settings,
         schedule=None if schedule is None else schedule(engine, len(orders) * epochs),
         validate=None if validation is None else validate,
         generators=orders.generators,
+        names_below="stack",
     )
     stack.unstack()
     for record in history.records:

@@ -17,15 +17,15 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, told
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import apply, call, check_finite, failure, move, split_batch, tensors_of
+from flowbnn.posterior.batches import apply, call, check_finite, failure, move, split_batch
 from flowbnn.posterior.noise_sampler import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.training import Clock, History, Step, TrainingOptions, capturable, train
-from flowbnn.training.checkpoint import RECIPES
+from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 
 __all__ = [
     "Bundle",
+    "Objective",
     "check_loader",
     "check_optimizer",
     "check_rate",
@@ -45,36 +45,67 @@ FEW, FAR = (
     8,
     5.0,
 )  # rows from which on a spread tells something; spreads from which on outputs are far from their targets
-# what users of other libraries would write
-OTHERWISE = {
-    "device": "accelerator, such as accelerator='cuda'",
-    "batch_size": "it where the loader is made",
-    "patience": "early_stop, an EarlyStop(patience=...)",
-    "kl_weight": "beta",
-    "verbose": "progress",
-    "num_epochs": "epochs",
-    "max_epochs": "epochs",
-}
+Loss = Callable[[Callable[[Any], Tensor], Any, Clock], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Bundle(nn.Module):
-    """A network and its likelihood as one module: what is trained, saved and resumed together."""
+    """A network and its likelihood as one module, whose outputs are the network's."""
 
     def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
         super().__init__()
         self.network, self.likelihood = network, likelihood
 
     def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, self.cast(inputs))
+        return call(self.network, cast(inputs, dtype_of(self.network)))
 
-    def cast(self, inputs: Any) -> Any:
-        """Real numbers in the precision of the weights, as prediction has them."""
-        wanted = dtype_of(self.network)
-        if wanted is None or all(
-            part.dtype == wanted for part in tensors_of(inputs) if part.is_floating_point()
-        ):
-            return inputs
-        return apply(inputs, lambda part: part.to(wanted) if part.is_floating_point() else part)
+
+def cast(inputs: Any, wanted: torch.dtype | None) -> Any:
+    """Real numbers in the precision of the weights, as prediction has them."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(wanted) if inputs.is_floating_point() and wanted is not None else inputs
+    return apply(inputs, lambda tensor: cast(tensor, wanted))
+
+
+class Objective(nn.Module):
+    """A network, its likelihood and the loss of a batch: what :func:`flowbnn.training.train` trains, saves and resumes.
+
+    Under autocast the network alone computes in half precision; the loss is computed in float32.
+
+    Args:
+        network: or a module around it that holds other parameters, such as the spread of its weights.
+        likelihood: the observation model.
+        loss: ``loss(outputs_of, batch, clock)`` returns the loss and a dictionary of logs; ``outputs_of(inputs)`` runs the network.
+        check_batch: looks at a batch on the host, where the loss decides nothing there and may be recorded as a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        likelihood: Likelihood,
+        loss: Loss,
+        check_batch: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.network, self.likelihood, self.loss = network, likelihood, loss
+        self.capturable, self.check_batch = check_batch is not None, check_batch
+        self.dtype = dtype_of(network)
+
+    def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        device = device_of(self.network).type
+        if not torch.is_autocast_enabled(device):
+            return self.loss(self.outputs, batch, clock)
+        half = torch.get_autocast_dtype(device)
+
+        def outputs(inputs: Any) -> Tensor:
+            with torch.autocast(device, half):
+                return self.outputs(inputs).float()
+
+        with torch.autocast(device, enabled=False):
+            return self.loss(outputs, batch, clock)
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """What the network gives."""
+        return call(self.network, cast(inputs, self.dtype))
 
 
 @contextmanager
@@ -260,7 +291,7 @@ def check_rate(name: str, value: Any) -> None:
 
 def run(
     posterior: Posterior,
-    step: Step,
+    loss: Loss,
     engine: torch.optim.Optimizer,
     loader: Any,
     options: TrainingOptions,
@@ -269,12 +300,14 @@ def run(
     samples: int,
     around: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
+    check_batch: Callable[[Any], None] | None = None,
 ) -> History:
     """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
 
     Args:
         around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
-        settings: plain values of the method, kept in the checkpoint, so that a resumed run tells which of them have changed.
+        settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
+        check_batch: as in :class:`Objective`.
     """
     check_schedule(schedule)
     if schedule is not None and not hasattr(loader, "__len__"):
@@ -283,30 +316,25 @@ def run(
     model = posterior.model if around is None else around
     model.train()
     history = train(
-        Bundle(model, posterior.likelihood),
-        step,
+        Objective(model, posterior.likelihood, loss, check_batch),
         engine,
         loader,
         options,
         schedule=None if schedule is None else schedule(engine, len(loader) * options.epochs),
         validate=None if validation is None else validator(posterior, validation, samples),
-        extra={**(settings or {}), **_recipes(posterior.model)},
+        settings=settings,
+        structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
         names_below="network" if around is None else "network.network",
     )
     model.eval()
     return history
 
 
-def _recipes(model: nn.Module) -> dict[str, Any]:
-    """The noise of each layer as plain values, under the name that a checkpoint has for it; nothing for a plain network."""
-    found = {name: _settings_of(layer.recipe) for name, layer in noise_layers(model).items()}
-    return {RECIPES: found} if found else {}
-
-
 def _settings_of(recipe: Any) -> dict[str, Any]:
     if not isinstance(recipe, Recipe):  # code, which does not travel to other processes
         return {"recipe": "FlowNoise"}
-    settings = {one.name: getattr(recipe, one.name) for one in fields(recipe)}
+    # the batch axis is found out from the data
+    settings = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.name != "batch_axis"}
     plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float | None)}
     return {"recipe": type(recipe).__name__, **plain}
 
@@ -315,21 +343,16 @@ def run_options(
     epochs: int, options: dict[str, Any], description: str, accepted: Iterable[str] = ()
 ) -> TrainingOptions:
     """The options of a run; ``accepted`` are the names that its caller takes besides, for the error message."""
-    try:
-        return TrainingOptions(**{"epochs": epochs, "description": description, **options})
-    except TypeError:
-        own, known = tuple(accepted), tuple(TrainingOptions.__dataclass_fields__)
-        unknown = next(name for name in options if name not in known)
-        rates = " and ".join(name for name in own if name.endswith("lr"))
-        meant = rates if unknown in ("lr", "learning_rate") else OTHERWISE.get(unknown, "")
-        if meant:
-            raise FlowBNNError(f"there is no option {unknown!r}; say {meant}") from None
-        close = nearest(unknown, [*own, *known])
-        takes = f"; this takes {', '.join(own)}" if own else ""
+    known = TrainingOptions.__dataclass_fields__
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        names = [*accepted, *known]
         raise FlowBNNError(
-            f"there is no option {unknown!r}{close if 'did you mean' in close else ''}{takes}; the options of a run are "
-            f"{', '.join(known)}"
-        ) from None
+            f"there is no option '{unknown}'{nearest(unknown, names)}",
+            kind="unknown setting",
+            argument=unknown,
+        )
+    return TrainingOptions(**{"epochs": epochs, "description": description, **options})
 
 
 def validator(
@@ -389,15 +412,18 @@ def fit_point(
     ]
     engine = optimizer_for([group for group in groups if group["params"]], optimizer)
 
-    @capturable(check)
-    def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = split_batch(batch)
-        outputs = wrapped(inputs)
+        outputs = outputs_of(inputs)
         if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
             chosen.check(outputs, targets)
         log_likelihood = chosen.log_prob(outputs, targets).mean()
         return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
     posterior = PointPosterior(model, chosen)
-    posterior.history = run(posterior, step, engine, loader, settings, schedule, validation, samples=1)
+    posterior.history = run(
+        posterior, loss, engine, loader, settings, schedule, validation, samples=1, check_batch=check
+    )
     return posterior

@@ -37,7 +37,7 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import count_data, repeat_each, rows, split_batch, take
 from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
-from flowbnn.training import Clock, capturable, is_main_process
+from flowbnn.training import Clock, is_main_process
 
 __all__ = ["NodeNoise", "NoisePosterior", "align_batch_axes", "fit"]
 
@@ -234,12 +234,6 @@ def fit(
     if not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise", list(signature(fit).parameters)[2:-1])
-    if settings.precision in ("bf16-true", "16-true"):
-        warnings.warn(
-            f"precision={settings.precision!r} keeps the noise itself in half precision, where flows lose their footing; "
-            "'bf16-mixed' keeps noise and flows in float32",
-            FlowBNNWarning,
-        )
     chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
     align_batch_axes(model, inputs)
     idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
@@ -257,13 +251,14 @@ def fit(
         groups.append({"name": "likelihood", "params": extra, "lr": noise_lr, "weight_decay": 0.0})
     engine = optimizer_for(groups, optimizer)
 
-    @capturable(check)
-    def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         some, targets = split_batch(batch)
         if samples > 1:
             some, targets = repeat_each(some, samples), repeat_each(targets, samples)
         known = objective.ahead(model, rows(some))
-        outputs = wrapped(some)
+        outputs = outputs_of(some)
         # a check waits for the device: on one, only the first epoch is checked
         if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
             chosen.check(outputs, targets)
@@ -274,7 +269,7 @@ def fit(
     with noise_mode(model, "sample"):
         posterior.history = run(
             posterior,
-            step,
+            loss,
             engine,
             loader,
             settings,
@@ -288,6 +283,7 @@ def fit(
                 "samples": samples,
                 "num_data": objective.num_data,
             },
+            check_batch=check,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True

@@ -247,11 +247,13 @@ class SGLD(Method):
         )
         kept = Snapshots(plan, settings.checkpoint_path)
 
-        def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(
+            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             kept.look(clock.step, model)
             engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
             inputs, targets = split_batch(batch)
-            outputs = wrapped(inputs)
+            outputs = outputs_of(inputs)
             if clock.epoch == 0 or targets.device.type == "cpu":
                 chosen.check(outputs, targets)
             log_likelihood = chosen.log_prob(outputs, targets).mean()
@@ -261,7 +263,7 @@ class SGLD(Method):
         with without_dropout(model):
             history = run(
                 point,
-                step,
+                loss,
                 engine,
                 loader,
                 settings,

@@ -5,7 +5,7 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,14 +17,14 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whole, register_method
-from flowbnn.methods.fitting import Bundle, fit_point, prepare, run_options, undisturbed, validator
+from flowbnn.methods.fitting import Objective, fit_point, prepare, run_options, undisturbed, validator
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.batches import call, move, split_batch
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
-from flowbnn.training import Clock, History, track, train, unwrap
-from flowbnn.training.finite import single_row_told
+from flowbnn.training import Clock, History, track, train
+from flowbnn.training.finite import explain_single_row
 
 __all__ = ["SWAG", "SWAGPosterior", "trained_parameters"]
 
@@ -305,19 +305,21 @@ class SWAG(Method):
         engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
         settings = run_options(self.epochs - self.first, options, "walking")
 
-        def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(
+            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             if self._due(clock, walk):
-                unwrap(wrapped).collect()  # type: ignore[operator]
+                walk.collect()
             inputs, targets = split_batch(batch)
-            outputs = wrapped(inputs)
+            outputs = outputs_of(inputs)
             likelihood.check(outputs, targets)
             log_likelihood = likelihood.log_prob(outputs, targets).mean()
             return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
+        walk.loss = loss
         point.model.train()
         history = train(
             walk,
-            step,
             engine,
             loader,
             settings,
@@ -338,7 +340,7 @@ class SWAG(Method):
         return done[1] > done[0]
 
 
-class Walk(Bundle):
+class Walk(Objective):
     """A network, its likelihood, and the moments of the weights it went through, all in its checkpoint."""
 
     mean: Tensor
@@ -347,7 +349,7 @@ class Walk(Bundle):
     count: Tensor
 
     def __init__(self, point: PointPosterior, rank: int) -> None:
-        super().__init__(point.model, point.likelihood)
+        super().__init__(point.model, point.likelihood, loss=None)  # type: ignore[arg-type]
         flat = self.flat()
         self.register_buffer("mean", torch.zeros_like(flat))
         self.register_buffer("square", torch.zeros_like(flat))
@@ -415,7 +417,7 @@ def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
             layer.momentum = None  # type: ignore[assignment]
             layer.train()
         for index, batch in enumerate(loader):
-            with single_row_told(batch, 0, index):
+            with explain_single_row(batch, 0, index):
                 call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum

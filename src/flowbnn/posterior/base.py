@@ -50,8 +50,8 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
-from flowbnn.training.checkpoint import kinds_of, warn_of_other_kinds
 from flowbnn.training.finite import first_nonfinite_tensor
+from flowbnn.training.weights import kinds_of, warn_of_other_kinds
 
 __all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]
 
@@ -376,7 +376,7 @@ class Posterior:
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             check_architecture(target, given, path)
-        warn_of_other_kinds(model, document.get("modules"), path)
+        warn_of_other_kinds(model, document.get("modules") or {}, path)
         for prefix, target in (("network.", model), ("likelihood.", likelihood)):
             target.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

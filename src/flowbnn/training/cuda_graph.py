@@ -2,8 +2,8 @@
 
 A small network on a fast GPU waits for Python, which launches its kernels one by one. A CUDA graph launches them all at once. What
 is recorded is fixed, so everything that changes from step to step lies in tensors: the batch, the learning rates, the share of the
-run that is done. Numbers that are none are noticed on the device: from then on no update is made, so that the weights stay
-those from before the bad step until the host looks, some steps later.
+run that is done. A loss or gradient that is not finite is noticed on the device: from then on no update is made, so that the weights
+stay those from before the bad step until the host looks, some steps later.
 """
 
 import warnings
@@ -23,9 +23,7 @@ from flowbnn.training.device import many_shapes, unconcerned
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
-__all__ = ["NotRecordable", "Recorder", "capturable"]
-
-Step = Callable[[nn.Module, Any, Clock], tuple[Tensor, Mapping[str, Tensor | float]]]
+__all__ = ["NotRecordable", "Recorder"]
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
@@ -33,26 +31,6 @@ _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
 
 class NotRecordable(RuntimeError):
     """The step cannot be recorded; nothing of it was taken."""
-
-
-def capturable(check: Callable[[Any], None] | None = None) -> Callable[[Step], Step]:
-    """Mark a step function as fit for recording: it reads of its clock nothing but ``progress``, and decides nothing on the host.
-
-    Args:
-        check: looks at the batches of the first epoch on the host, since the recorded step cannot.
-
-    >>> @capturable()
-    ... def step(model, batch, clock):
-    ...     return model(batch).square().mean() * clock.progress, {}
-    >>> step.capturable
-    True
-    """
-
-    def mark(step: Step) -> Step:
-        step.capturable, step.check = True, check  # type: ignore[attr-defined]
-        return step
-
-    return mark
 
 
 class _Progress(Clock):
@@ -71,44 +49,22 @@ class _Progress(Clock):
         return self.shown  # type: ignore[attr-defined]
 
 
-class _Autocast(nn.Module):
-    """A network whose layers compute in half precision and whose outputs are float32."""
-
-    def __init__(self, network: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
-        super().__init__()
-        self.network, self.dtype, self.kind = network, dtype, device.type
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype is None:
-            return self.network(*args, **kwargs)
-        with torch.autocast(self.kind, self.dtype):
-            outputs = self.network(*args, **kwargs)
-        return outputs.float() if isinstance(outputs, Tensor) else outputs
-
-
 class Recorder:
     """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller.
 
     Args:
-        step: the loss of a batch, marked by :func:`capturable`.
-        model: the network itself, not one wrapped for several processes.
+        objective: computes the loss of a batch; its ``capturable`` is True (see :func:`flowbnn.training.train`).
         optimizer: one of torch's fused ones.
         options: of the run.
         device: a CUDA device.
     """
 
     def __init__(
-        self,
-        step: Step,
-        model: nn.Module,
-        optimizer: Optimizer,
-        options: TrainingOptions,
-        device: torch.device,
+        self, objective: nn.Module, optimizer: Optimizer, options: TrainingOptions, device: torch.device
     ) -> None:
-        self.step, self.optimizer, self.options, self.device = step, optimizer, options, device
-        half = options.precision == "bf16-mixed"
-        self.model = _Autocast(model, torch.bfloat16 if half else None, device)
-        self.channels_last = _to_channels_last(model, optimizer) if half else False
+        self.objective, self.optimizer, self.options, self.device = objective, optimizer, options, device
+        self.half = options.precision == "bf16-mixed"
+        self.channels_last = _to_channels_last(objective, optimizer) if self.half else False
         self.stream = _side_stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.signature: Any = None
@@ -128,16 +84,22 @@ class Recorder:
             self.function = torch.compile(self._function, fullgraph=True, dynamic=False)
 
     @staticmethod
-    def serves(step: Step, optimizer: Optimizer, options: TrainingOptions, engine: Any) -> str | None:
+    def refusal(
+        objective: nn.Module,
+        optimizer: Optimizer,
+        options: TrainingOptions,
+        device: torch.device,
+        processes: int,
+    ) -> str | None:
         """Why steps cannot be recorded, or None."""
-        if engine.device.type != "cuda":
+        if device.type != "cuda":
             return "there is no CUDA device"
-        if engine.processes > 1:
+        if processes > 1:
             return "several processes take part"
-        if not getattr(step, "capturable", False):
-            return "its step function is not marked capturable"
-        if options.precision not in ("32-true", "32", "bf16-mixed"):
-            return f"precision {options.precision!r} scales or casts in ways that a recording cannot"
+        if not getattr(objective, "capturable", False):
+            return "its objective is not marked capturable"
+        if options.precision == "16-mixed":
+            return "precision '16-mixed' scales the loss, which a recording cannot"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
             group.get("fused") for group in optimizer.param_groups
         )
@@ -157,7 +119,7 @@ class Recorder:
             self.batch = _map(batch, self._room_for)
         if signature != self.signature:
             return False
-        check = getattr(self.step, "check", None)
+        check = getattr(self.objective, "check_batch", None)
         if clock.epoch == 0 and check is not None:
             check(batch)
         self._bring(batch, clock)
@@ -221,7 +183,8 @@ class Recorder:
     def _function(
         self, batch: Any, shown: Tensor, clock: Clock
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        return self.step(self.model, batch, _Progress(clock, shown))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            return self.objective(batch, _Progress(clock, shown))
 
     def _whole_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -254,7 +217,9 @@ class Recorder:
     def _evaluate(self, clock: Clock) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         if self.function == self._function:
             return self._function(self.batch, self.shown, clock)
-        if not self.looked and any(getattr(module, "foreseeable", False) for module in self.model.modules()):
+        if not self.looked and any(
+            getattr(module, "foreseeable", False) for module in self.objective.modules()
+        ):
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
@@ -276,7 +241,7 @@ class Recorder:
     def _look(self, clock: Clock) -> None:
         """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
         self.looked = True
-        training = [module for module in self.model.modules() if module.training]
+        training = [module for module in self.objective.modules() if module.training]
         # what fails here fails again, and is told, when it matters
         with suppress(Exception), torch.random.fork_rng([self.device]):
             for module in training:

@@ -1,7 +1,7 @@
-"""Numbers that stop being numbers: found at once, traced to the layer that made them, never written to disk."""
+"""Numbers that are not finite: noticed at once, traced to the layer that made them, never written to disk."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,25 +17,32 @@ __all__ = [
     "batch_size",
     "check_finite_batch",
     "explain_nonfinite_loss",
+    "explain_single_row",
     "first_nonfinite_layer",
     "first_nonfinite_tensor",
     "is_finite",
     "name_below",
     "named_tensors",
-    "single_row_told",
 ]
 
 
-def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its place in it: ``0``, ``1.label``, ..."""
+def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """Every tensor of a nested batch with its place in it.
+
+    >>> [name for name, _ in named_tensors((torch.zeros(2), {"label": torch.zeros(2)}))]
+    ['0', '1.label']
+    """
     if isinstance(batch, Tensor):
-        yield name or "0", batch
-    elif isinstance(batch, Mapping):
-        for key, part in batch.items():
-            yield from named_tensors(part, f"{name}.{key}" if name else str(key))
+        return [(name or "0", batch)]
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        pairs = batch.items()
     elif isinstance(batch, (list, tuple)):
-        for index, part in enumerate(batch):
-            yield from named_tensors(part, f"{name}.{index}" if name else str(index))
+        pairs = enumerate(batch)
+    tensors = []
+    for key, part in pairs:
+        tensors += named_tensors(part, f"{name}.{key}" if name else str(key))
+    return tensors
 
 
 def name_below(name: str, root: str) -> str:
@@ -61,7 +68,7 @@ def batch_size(batch: Any) -> int:
 
 
 @contextmanager
-def single_row_told(batch: Any, epoch: int, index: int) -> Iterator[None]:
+def explain_single_row(batch: Any, epoch: int, index: int) -> Iterator[None]:
     """Around a pass in training mode: BatchNorm, which has nothing to normalize in a single example, says so in one line."""
     try:
         yield
@@ -70,7 +77,8 @@ def single_row_told(batch: Any, epoch: int, index: int) -> Iterator[None]:
             raise
         raise FlowBNNError(
             f"epoch {epoch + 1}, batch {index + 1}: the batch has a single example, which BatchNorm cannot be trained on; "
-            "give the loader drop_last=True or another batch size"
+            "give the loader drop_last=True or another batch size",
+            kind="batch",
         ) from error
 
 
@@ -82,19 +90,19 @@ def check_finite_batch(batch: Any, epoch: int, index: int) -> None:
     ...
     flowbnn.errors.FlowBNNError: epoch 3, batch 6: 1 of 2 rows of tensor '0' hold NaN or infinite values; ...
     """
-    where = f"epoch {epoch + 1}, batch {index + 1}"
     for name, tensor in named_tensors(batch):
-        if tensor.dim() and tensor.shape[0] == 0:
-            raise FlowBNNError(f"{where}: tensor {name!r} has no rows; leave empty batches out of the loader")
-        if is_finite(tensor):
+        empty = tensor.dim() > 0 and tensor.shape[0] == 0
+        if not empty and is_finite(tensor):
             continue
-        bad = ~torch.isfinite(tensor)
-        rows = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
-        total = tensor.shape[0] if tensor.dim() else 1
-        raise FlowBNNError(
-            f"{where}: {rows} of {total} rows of tensor {name!r} hold NaN or infinite values; "
-            "clean the data or leave these rows out"
-        )
+        trouble = f"tensor {name!r} has no rows; leave empty batches out of the loader"
+        if not empty:
+            bad = ~torch.isfinite(tensor)
+            rows = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
+            trouble = (
+                f"{rows} of {tensor.shape[0] if tensor.dim() else 1} rows of tensor {name!r} hold NaN or infinite values; "
+                "clean the data or leave these rows out"
+            )
+        raise FlowBNNError(f"epoch {epoch + 1}, batch {index + 1}: {trouble}", kind="batch")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -106,7 +114,7 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
 
 
-def first_nonfinite_tensor(named: Iterator[tuple[str, Tensor]]) -> str | None:
+def first_nonfinite_tensor(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """The first name whose tensor is not finite."""
     return next((name for name, tensor in named if not is_finite(tensor)), None)
 
@@ -115,7 +123,7 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
     """The first module, in the order they finish, that turned finite inputs into a non-finite output.
 
     Args:
-        model: its modules are watched by hooks that are gone afterwards.
+        model: its modules are watched by hooks that are removed afterwards.
         call: runs the model, without arguments: ``lambda: model(inputs)``.
 
     Returns:
@@ -131,22 +139,22 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
 
 def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
     """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
-    culprits: list[str] = []
-    victims: list[str] = []
+    sources: list[str] = []
+    receivers: list[str] = []
     inputs_finite: list[bool] = []
 
     def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
             if not inputs_finite[-1]:
-                victims.append(name)
+                receivers.append(name)
 
         return hook
 
     def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if inputs_finite.pop() and not culprits and first_nonfinite_tensor(named_tensors(output)):
-                culprits.append(name)
+            if inputs_finite.pop() and not sources and first_nonfinite_tensor(named_tensors(output)):
+                sources.append(name)
 
         return hook
 
@@ -160,35 +168,41 @@ def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str |
     finally:
         for handle in handles:
             handle.remove()
-    return next(iter(culprits), None), next(iter(victims), None)
+    return next(iter(sources), None), next(iter(receivers), None)
 
 
 def explain_nonfinite_loss(
-    model: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any], names_below: str = ""
-) -> str:
-    """Where a non-finite loss came from, as the middle of an error message."""
-    parameter = first_nonfinite_tensor(model.named_parameters())
+    objective: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any], names_below: str = ""
+) -> tuple[str, str | None]:
+    """Where a non-finite loss came from: the middle of an error message, and the layer or parameter it is about.
+
+    Args:
+        objective: the module that computes the loss.
+        call: computes it again.
+        logs: its other numbers.
+        names_below: as in :func:`flowbnn.training.train`.
+    """
+    parameter = first_nonfinite_tensor(objective.named_parameters())
     if parameter is not None:
-        return (
-            f"parameter {name_below(parameter, names_below)!r} is not finite, so an earlier gradient was not"
-        )
+        name = name_below(parameter, names_below)
+        return f"parameter {name!r} is not finite, so an earlier gradient was not", name
     try:
-        layer, victim = _watch(model, call)
+        source, receiver = _watch(objective, call)
     except Exception as error:
-        return f"and running the batch again failed ({type(error).__name__})"
-    if layer is not None:
-        return f"{_module_words(model, layer, names_below)} made it first"
-    if victim is not None:
-        return f"{_module_words(model, victim, names_below)} was given inputs that are not finite, which no layer made"
-    named = {name: value for name, value in logs.items() if isinstance(value, Tensor)}
-    term = first_nonfinite_tensor(iter(named.items()))
+        return f"and running the batch again failed ({type(error).__name__})", None
+    if source:  # "" is the objective itself, whose loss is known to be bad
+        return f"{_describe(objective, source, names_below)} made it first", name_below(source, names_below)
+    if receiver:
+        words = f"{_describe(objective, receiver, names_below)} was given inputs that are not finite, which no layer made"
+        return words, name_below(receiver, names_below)
+    term = first_nonfinite_tensor((name, value) for name, value in logs.items() if isinstance(value, Tensor))
     if term is not None:
-        return f"every layer's output is finite, but {term!r} is not"
-    return "every layer's output is finite, so the loss function made it"
+        return f"every layer's output is finite, but {term!r} is not", None
+    return "every layer's output is finite, so the loss function made it", None
 
 
-def _module_words(model: nn.Module, name: str, names_below: str) -> str:
-    kind = type(model.get_submodule(name)).__name__
+def _describe(objective: nn.Module, name: str, names_below: str) -> str:
+    kind = type(objective.get_submodule(name)).__name__
     name = name_below(name, names_below)
     return f"layer {name!r} ({kind})" if name else f"the model itself ({kind})"
 
@@ -196,27 +210,21 @@ def _module_words(model: nn.Module, name: str, names_below: str) -> str:
 class LossGate:
     """Is the loss finite? Asked before the optimizer may use its gradients, without stalling a CUDA device.
 
-    On CUDA the answer is copied to the host behind the forward pass and read after the backward pass has been
-    queued: the device works through the backward pass while the host waits for the forward pass only.
+    The answer is copied to the host behind the forward pass and read after the backward pass has been queued: the device works
+    through the backward pass while the host waits for the forward pass only.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.waits = device.type == "cuda"
-        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True) if self.waits else None
-        self.event = torch.cuda.Event() if self.waits else None
+    def __init__(self) -> None:
+        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self.event = torch.cuda.Event()
 
-    def ask(self, loss: Tensor) -> bool:
-        """Before backward: False when the loss is known not to be finite; on CUDA, always True."""
-        if self.answer is None or self.event is None:
-            return math.isfinite(loss.item())
+    def ask(self, loss: Tensor) -> None:
+        """Before backward."""
         self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
         self.event.record()
-        return True
 
-    def hear(self) -> bool:
+    def finite(self) -> bool:
         """After backward: whether the loss was finite."""
-        if self.answer is None or self.event is None:
-            return True
         self.event.synchronize()
         return bool(self.answer.item())
 
@@ -239,9 +247,8 @@ class GradientGate:
         self.event = torch.cuda.Event()
         self.asked = False
 
-    @contextmanager
-    def ask(self, gradients: list[Tensor]) -> Iterator[None]:
-        """Around the update, which follows on the device."""
+    def update(self, gradients: list[Tensor]) -> None:
+        """The optimizer's step, after the question whether its gradients are finite."""
         self.found.zero_()
         if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
             # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
@@ -253,16 +260,15 @@ class GradientGate:
         self.answer.copy_(self.found, non_blocking=True)
         self.event.record()
         self.asked = True
-        if not self.skips:
-            yield
-            return
-        self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        if self.skips:
+            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
         try:
-            yield
+            self.optimizer.step()
         finally:
-            del self.optimizer.found_inf  # type: ignore[attr-defined]
+            if self.skips:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
 
-    def hear(self) -> bool:
+    def finite(self) -> bool:
         """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
         if not self.asked:
             return True

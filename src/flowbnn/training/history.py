@@ -6,8 +6,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest, told
-from flowbnn.training.storage import HISTORY, complaints
+from flowbnn.errors import FlowBNNError, nearest
 
 __all__ = ["Averages", "History"]
 
@@ -16,7 +15,7 @@ __all__ = ["Averages", "History"]
 class History:
     """The record of a run, epoch by epoch.
 
-    Each record holds ``loss``, the logs of the step function as means over the epoch's examples, ``learning_rate``
+    Each record holds ``loss``, the objective's logs as means over the epoch's examples, ``learning_rate``
     (of the first parameter group, at the epoch's end) and what ``validate`` returned, under ``validation_...``.
 
     >>> history = History([{"loss": 2.0, "kl": 5.0}, {"loss": 1.0, "kl": 4.5}])
@@ -54,20 +53,13 @@ class History:
     def __getitem__(self, name: int) -> dict[str, float]: ...
 
     def __getitem__(self, name: str | int) -> list[float] | dict[str, float]:
-        """All epochs of one number by its name, or all numbers of one epoch by its place: ``history["kl"]``, ``history[-1]``."""
-        if isinstance(name, int):
-            if not -len(self.records) <= name < len(self.records):
-                raise FlowBNNError(
-                    f"the history has {len(self.records)} epochs; there is no epoch at place {name}"
-                )
+        """All epochs of one number by its name, or all numbers of one epoch by its index: ``history["kl"]``, ``history[-1]``."""
+        if isinstance(name, int) and -len(self.records) <= name < len(self.records):
             return self.records[name]
-        if not isinstance(name, str):
-            raise FlowBNNError(
-                f"a history is asked by a name or by the place of an epoch, not by {told(name)}"
-            )
         if name not in self.names:
-            raise FlowBNNError(f"the history holds no {name!r}{nearest(name, self.names)}")
-        return [record.get(name, float("nan")) for record in self.records]
+            close = nearest(name, self.names) if isinstance(name, str) else f" of {len(self.records)} epochs"
+            raise FlowBNNError(f"the history holds no {name!r}{close}", kind="name", argument=name)
+        return [record.get(str(name), float("nan")) for record in self.records]
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -82,11 +74,11 @@ class History:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "History":
         """The inverse of :meth:`to_dict`."""
-        found = next(complaints(values, HISTORY, partly=True), None)
-        if found is not None:
-            raise FlowBNNError(f"this is not a stored history: {found}")
-        history = cls(**values)
-        history.records = [{k: float(v) for k, v in record.items()} for record in history.records]
+        try:
+            history = cls(**values)
+            history.records = [{k: float(v) for k, v in record.items()} for record in history.records]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise FlowBNNError(f"this is not a stored history ({error})", kind="file") from None
         return history
 
 

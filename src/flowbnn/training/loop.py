@@ -1,48 +1,171 @@
-"""One loop for every method: a step function gives the loss of a batch, the loop does the rest."""
+"""One loop for every method: an objective gives the loss of a batch, the loop does the rest."""
 
 import json
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import (
-    RECIPES,
     Position,
-    Trained,
-    changed_noise,
     changed_settings,
-    read_run,
-    write_run,
+    changed_structure,
+    load_optimizer,
+    read_checkpoint,
+    unfinished,
+    write_checkpoint,
 )
-from flowbnn.training.device import make_engine
-from flowbnn.training.finite import first_nonfinite_tensor
+from flowbnn.training.cuda_graph import NotRecordable, Recorder
+from flowbnn.training.device import move_batch, open_process
+from flowbnn.training.finite import (
+    GradientGate,
+    LossGate,
+    batch_size,
+    check_finite_batch,
+    explain_nonfinite_loss,
+    explain_single_row,
+    first_nonfinite_tensor,
+    name_below,
+)
 from flowbnn.training.history import Averages, History
-from flowbnn.training.launch import Children
-from flowbnn.training.options import TrainingOptions
+from flowbnn.training.options import Clock, TrainingOptions
 from flowbnn.training.progress import Display, open_tensorboard
-from flowbnn.training.randomness import Randomness, host_state, loader_generators, seed_all
+from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 from flowbnn.training.signals import Interrupts
-from flowbnn.training.step import Step, Stepper
-from flowbnn.training.storage import check_document, check_writable, keep_as, load_document
+from flowbnn.training.storage import check_writable, keep_as
+from flowbnn.training.weights import check_architecture, check_finite_weights
 
-__all__ = ["Run", "Step", "loader_length", "train"]
-
-# -------------------- run.py
+__all__ = ["train"]
 
 Validate = Callable[[nn.Module], Mapping[str, float]]
+END = object()  # of an epoch
 
 
-def loader_length(loader: Any) -> int | None:
+def train(
+    objective: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    options: TrainingOptions | None = None,
+    *,
+    schedule: LRScheduler | None = None,
+    validate: Validate | None = None,
+    generators: Iterable[torch.Generator] = (),
+    settings: Mapping[str, Any] | None = None,
+    structure: Mapping[str, Mapping[str, Any]] | None = None,
+    names_below: str = "",
+) -> History:
+    """Minimise an objective over batches, in place, and return the record of the run.
+
+    A run that is killed and resumed ends, on CPU processes, in the same weights to the bit: the checkpoint holds
+    the objective, the optimizer, the schedule, early stopping, the position within the epoch and every random state.
+    (Not kept: what a data set draws inside ``persistent_workers``.) It may be resumed on another number of devices.
+
+    Args:
+        objective: a module whose ``forward(batch, clock)`` returns the scalar loss of a batch and a dictionary of scalars to record,
+            such as ``elbo``, ``log_likelihood`` and ``kl``. All that is trained is part of it (the network, its likelihood, the
+            noise), so that torch's DDP and FSDP see every parameter. It is put into training mode for the run and stays on the device
+            it was trained on. With an attribute ``capturable`` that is True it promises to read nothing of its clock but
+            ``progress`` and to decide nothing on the host, so that a step may be recorded as a CUDA graph; its ``check_batch(batch)``,
+            where it has one, then looks at the batches of the first epoch.
+        optimizer: any optimizer of the objective's parameters whose ``step`` needs no closure.
+        loader: a ``DataLoader``, or anything that can be iterated once per epoch, such as a list of batches.
+        options: a :class:`TrainingOptions`.
+        schedule: stepped as ``options.schedule_every`` says. ``ReduceLROnPlateau`` goes by epochs, and by the value
+            that early stopping monitors, or else the loss.
+        validate: called at the end of every epoch with the objective in evaluation mode, without gradients; its
+            numbers are recorded under ``validation_...``.
+        generators: generators that the objective draws from, to be kept in the checkpoint.
+        settings: plain values to keep in the checkpoint, such as the weight of the KL; a resumed run warns of those that have changed.
+        structure: plain values of each layer that must not change when a run is resumed, such as the recipe of its noise.
+        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` of the
+            objective is called ``fc1``, as the user who made the network calls it. Files keep the whole names.
+
+    >>> class SquaredError(nn.Module):
+    ...     def __init__(self, network):
+    ...         super().__init__()
+    ...         self.network = network
+    ...     def forward(self, batch, clock):
+    ...         inputs, targets = batch
+    ...         loss = (self.network(inputs) - targets).square().mean()
+    ...         return loss, {"log_likelihood": -loss}
+    >>> objective = SquaredError(nn.Linear(1, 1))
+    >>> batches = [(torch.ones(4, 1), torch.zeros(4, 1))] * 5
+    >>> optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    >>> history = train(objective, optimizer, batches, TrainingOptions(epochs=8))
+    >>> history.epochs, history["loss"][-1] < 1e-3
+    (8, True)
+    """
+    options = options or TrainingOptions()
+    kept = {"settings": dict(settings or {}), "structure": dict(structure or {})}
+    _check(optimizer, loader, options, schedule, validate, kept)
+    run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept, names_below)
+    try:
+        with run.open() as interrupts:
+            while not run.finished:
+                with interrupts:
+                    batches = run.begin_epoch()
+                while True:
+                    with interrupts:
+                        batch = run.next_batch(batches)
+                        if batch is END:
+                            break
+                        run.step(batch)
+                        run.save_every()
+                    run.show()
+                run.end_epoch(interrupts)
+    except KeyboardInterrupt:
+        run.save_interrupted()
+        raise
+    return run.close()
+
+
+def _check(
+    optimizer: Optimizer,
+    loader: Any,
+    options: TrainingOptions,
+    schedule: LRScheduler | None,
+    validate: Validate | None,
+    kept: dict[str, Any],
+) -> None:
+    """Refuse what cannot work before anything begins."""
+    rule = options.early_stop
+    trouble = ""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        trouble = "LBFGS needs a closure, which this loop does not give; use Adam or SGD"
+    elif isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
+        trouble = "ReduceLROnPlateau goes by whole epochs: set schedule_every='epoch'"
+    elif not hasattr(loader, "__iter__"):
+        trouble = f"the loader must be a DataLoader or a list of batches, got a {type(loader).__name__}"
+    elif options.epochs > 1 and hasattr(loader, "__next__"):
+        trouble = "the loader is an iterator, which serves one epoch only: pass a list or a DataLoader"
+    elif _length(loader) == 0:
+        trouble = "the loader is empty: give it data, or drop_last=False if the data fill no batch"
+    elif rule is not None and validate is None and rule.monitor.startswith("validation_"):
+        trouble = (
+            f"early stopping monitors {rule.monitor!r}, but this run has no validation: give it validation data, or monitor one of "
+            "the training's own numbers, such as EarlyStop('loss')"
+        )
+    else:
+        try:
+            json.dumps(kept)
+        except (TypeError, ValueError) as error:
+            trouble = f"settings and structure must hold JSON values only ({error})"
+    if trouble:
+        raise FlowBNNError(trouble, kind="call")
+
+
+def _length(loader: Any) -> int | None:
     """Batches per epoch, where the loader knows."""
     try:
         return len(loader)
@@ -50,26 +173,8 @@ def loader_length(loader: Any) -> int | None:
         return None
 
 
-def _unfinished(path: Path, epochs: int) -> tuple[int, str] | None:
-    """Steps and words of how far a run has come that was cut; None where there is none, or nothing of it can be used.
-
-    Args:
-        epochs: it was to have, where an older file does not say.
-    """
-    try:
-        document = load_document(path)
-        check_document(document, path)
-    except FlowBNNError:
-        return None
-    position, wanted = document["position"], document.get("epochs") or epochs
-    epoch, batches, step = position["epoch"], position["batches"], position["step"]
-    if step == 0 or document["history"]["stopped_early"] or epoch >= wanted:
-        return None
-    return step, f"{epoch} of {wanted} epochs" + (f" and {batches} batches" if batches else "")
-
-
 class Run:
-    """The state of one call of :func:`flowbnn.training.train`.
+    """The state of one call of :func:`train`.
 
     The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
     epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
@@ -77,194 +182,352 @@ class Run:
 
     def __init__(
         self,
-        trained: Trained,
-        step: Step,
+        objective: nn.Module,
+        optimizer: Optimizer,
         loader: Iterable[Any],
         options: TrainingOptions,
+        schedule: LRScheduler | None,
         validate: Validate | None,
         generators: Iterable[torch.Generator],
-        extra: dict[str, Any],
+        kept: dict[str, Any],
+        names_below: str,
     ) -> None:
-        self.trained, self.options, self.validate, self.extra = trained, options, validate, extra
+        self.objective, self.optimizer, self.schedule, self.options = objective, optimizer, schedule, options
+        self.validate, self.kept, self.names_below = validate, kept, names_below
         self.path: Path | None = options.checkpoint_path
         if self.path is not None:
             check_writable(self.path)
-        self.engine = make_engine(options)
-        self.main = self.engine.rank == 0
-        if self.engine.processes > 1 and self.path is not None:
-            Children.advice = f"; its last checkpoint is '{self.path}', resume=True (flowbnn run: --resume) goes on from there"
-        model, optimizer = self.engine.setup(trained.model, trained.optimizer)
-        own = self.engine.device if self.engine.processes > 1 else None
-        self.randomness = Randomness([*generators, *loader_generators(loader)], own)
-        self.stepper = Stepper(step, model, optimizer, trained, self.engine, options, self.randomness)
+        names = {id(p): name for name, p in objective.named_parameters(remove_duplicate=False)}
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(parameter) not in names for parameter in self.parameters):
+            raise FlowBNNError(
+                "the optimizer has parameters that are not part of the objective: build it from this objective's parameters",
+                kind="call",
+                argument="optimizer",
+            )
+        self.names = [names[id(parameter)] for parameter in self.parameters]
+        self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.process = process = open_process(options)
+        self.main, self.on_host = process.rank == 0, process.device.type == "cpu"
+        self.module = process.wrap(objective, optimizer)
+        self.randomness = Randomness(
+            [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
+        )
+        self.loader = process.share_out(loader)
+        self.steps_per_epoch = _length(self.loader)
+        self.loss_gate = LossGate() if process.device.type == "cuda" else None
+        together = all(parameter.device == process.device for parameter in self.parameters)
+        waits = self.loss_gate is not None and together and process.scaler is None
+        self.gradient_gate = GradientGate(optimizer, process.device) if waits else None
+        self.recorder = self.make_recorder()
+
         self.position = Position()
-        self.saved_step: int | None = None
+        self.best_weights: dict[str, Any] | None = None
+        self.saved_step: int | None = None  # of the checkpoint that is there
+        self.kept_as: Path | None = (
+            None  # where an earlier run's checkpoint goes before the first of this one
+        )
         self.random_start: dict[str, Any] | None = None
         self.random_now: dict[str, Any] | None = None
-        parts: dict[str, Any] | None = None
-        if options.resume and self.path is not None and self.engine.agree(self.path.exists()):
-            self.position, parts = read_run(self.path, trained)
-        self.loader = self.engine.prepare_loader(loader)
-        self.steps_per_epoch = loader_length(self.loader)
-        if parts is not None and self.path is not None:
-            self.resume(self.path, parts)
-        elif options.seed is not None:
-            seed_all(options.seed)
-        self.kept_as: Path | None = (
-            None  # where the checkpoint of an earlier run goes before the first of this one
-        )
-        if parts is None and self.path is not None and self.main:
-            self.tell_former(self.path)
+        self.updating = False
+        if options.resume and self.path is not None and process.agree(self.path.exists()):
+            self.resume(self.path)
+        else:
+            if options.seed is not None:
+                seed_all(options.seed)
+            if self.path is not None and self.main:
+                self.keep_former(self.path)
         rule = options.early_stop
         self.position.batches_per_epoch = self.steps_per_epoch
         self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
         self.started = time.monotonic() - self.position.history.seconds
 
-    def resume(self, path: Path, parts: Mapping[str, Any]) -> None:
-        """Take over the parts of the file, which are known to fit, or change nothing."""
-        other = changed_noise(parts["extra"].get(RECIPES), self.extra.get(RECIPES) or {})
-        if other is not None:
-            raise FlowBNNError(
-                f"'{path}': {other}; convert the network as before, or begin anew with resume=False"
-            )
-        position, random = self.position, parts["random"]
-        position.go_on(self.options, self.steps_per_epoch, path)
-        if self.main:
-            self.tell_changes(path, parts)
-        self.randomness.try_out(random["now"], path)
-        if position.batches:
-            self.randomness.try_out(random["epoch_start"], path)
-            self.random_start = random["epoch_start"]
-        try:
-            if parts["scaler"]:
-                self.engine.load_scaler_state(parts["scaler"])
-            self.trained.take_over(parts)
-        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise FlowBNNError(f"'{path}' does not fit this model or optimizer ({error!r:.150})") from None
-        self.random_now = random["now"]
-        position.saved_in, self.saved_step = path, position.step
+    # ---------------------------------------------------------------- one step
 
-    def tell_changes(self, path: Path, parts: Mapping[str, Any]) -> None:
-        """Warn of settings that are not those the run began with."""
-        rates = not isinstance(self.trained.schedule, ReduceLROnPlateau)
-        groups = self.trained.optimizer.param_groups
-        found = list(changed_settings(parts["extra"], self.extra, parts["optimizer"], groups, rates))
-        if found:
-            warnings.warn(
-                f"going on with '{path}': {'; '.join(found)}; resume=False begins anew", FlowBNNWarning
-            )
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """The next batch of the epoch, or ``END``."""
+        self.random_now = self.randomness.torch_state() if self.path is not None else None
+        batch = next(batches, END)
+        if batch is END:
+            self.random_now = None
+        return batch
 
-    def tell_former(self, path: Path) -> None:
-        """Warn where this run takes the place of one that was cut, whose checkpoint is then kept under another name."""
-        former = _unfinished(path, self.options.epochs)
-        if former is None:
+    def step(self, batch: Any) -> None:
+        """Loss, gradient and update; what is not finite ends the run before it reaches the weights."""
+        position, process, options = self.position, self.process, self.options
+        if self.loss_gate is not None:
+            self.check_last_step()
+        clock = Clock(position.epoch, position.step, self.steps_per_epoch, options.epochs)
+        if self.recorder is not None and self.replay(move_batch(batch, process.device), clock):
             return
-        steps, words = former
-        before = path.with_name(f"{path.stem}-before{path.suffix}")
-        longer = _unfinished(before, self.options.epochs)
-        if longer is None or longer[0] <= steps:
-            self.kept_as, kept = before, f"keeps it as '{before.name}'"
+        if self.on_host:
+            check_finite_batch(batch, position.epoch, position.batches)
+        batch = move_batch(batch, process.device)
+        before = self.randomness.torch_state()
+        self.optimizer.zero_grad()
+        with explain_single_row(batch, position.epoch, position.batches), process.autocast():
+            result = self.module(batch, clock)
+        if position.batches == 0:
+            _check_result(result)
+        loss, logs = result
+        if self.loss_gate is not None:
+            self.loss_gate.ask(loss)
+        elif not math.isfinite(loss.item()):
+            self.explain_loss(batch, clock, logs, before)
+        weighted = loss if process.weight == 1.0 else loss * process.weight
+        (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
+        if self.loss_gate is not None and not self.loss_gate.finite():
+            self.explain_loss(batch, clock, logs, before)
+        numbers = process.average({"loss": loss, **logs})
+        self.updating = True
+        self.update()
+        if self.schedule is not None and options.schedule_every == "step":
+            self.step_schedule()
+        position.step += 1
+        position.batches += 1
+        position.averages.add(numbers, process.rows or batch_size(batch))
+        self.updating = False
+        self.random_now = None
+
+    def update(self) -> None:
+        """Clip the gradients and let the optimizer take its step."""
+        largest, scaler = self.options.clip_gradient, self.process.scaler
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not gradients:
+            raise FlowBNNError(
+                "no parameter of the optimizer has a gradient", kind="call", argument="optimizer"
+            )
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        if self.on_host or largest is not None:
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            # the formula of torch.nn.utils.get_total_norm without its sorting by device, which costs more than the sum
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+            if self.on_host and not math.isfinite(norm.item()):
+                self.updating = False
+                self.explain_gradient(str(self.position))
+            if largest is not None:
+                # NaN leaves the gradients as they are, so that the one at fault can be named
+                clip_grads_with_norm_(self.parameters, largest, torch.where(torch.isnan(norm), 0.0, norm))
+        if self.gradient_gate is not None:
+            self.gradient_gate.update(gradients)
+        elif scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
         else:
-            kept = f"'{before.name}', which had come further, stays"
-        warnings.warn(
-            f"'{path}' is of a run that was cut after {words}; this run begins anew, replaces it and {kept}: "
-            "to go on from it, stop here and give resume=True",
-            FlowBNNWarning,
+            self.optimizer.step()
+
+    def step_schedule(self, *value: float) -> None:
+        """One step of the learning-rate schedule; only ``ReduceLROnPlateau`` takes a value."""
+        assert self.schedule is not None
+        try:
+            self.schedule.step(*value)  # type: ignore[arg-type]
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise FlowBNNError(
+                f"the learning-rate schedule {type(self.schedule).__name__} ends too early ({reason}); build it for all "
+                f"{self.options.epochs} epochs",
+                kind="schedule",
+            ) from None
+
+    # ---------------------------------------------------------------- steps replayed as a CUDA graph
+
+    def make_recorder(self) -> Recorder | None:
+        """What records steps as a CUDA graph, where that is asked for and possible."""
+        asked, device = self.options.acceleration, self.process.device
+        if asked == "off" or (asked == "auto" and device.type != "cuda"):
+            return None
+        reason = Recorder.refusal(
+            self.objective, self.optimizer, self.options, device, self.process.processes
         )
+        if reason is None:
+            return Recorder(self.objective, self.optimizer, self.options, device)
+        if asked != "auto":
+            warnings.warn(
+                FlowBNNWarning(
+                    f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one",
+                    kind="acceleration",
+                )
+            )
+        return None
+
+    def replay(self, batch: Any, clock: Clock) -> bool:
+        """One step by the recording; False where the batch does not fit it, or nothing can be recorded."""
+        assert self.recorder is not None
+        position = self.position
+        try:
+            with explain_single_row(batch, position.epoch, position.batches):
+                taken = self.recorder.take(batch, clock)
+        except NotRecordable as error:
+            self.settle()
+            self.recorder = None
+            warnings.warn(FlowBNNWarning(f"{error}; steps are taken one by one", kind="acceleration"))
+            return False
+        if not taken:
+            self.check_last_step(wait=True)  # a step that is taken by itself must not follow a bad one
+            return False
+        self.updating = True
+        if self.schedule is not None and self.options.schedule_every == "step":
+            self.step_schedule()
+        position.step += 1
+        position.batches += 1
+        self.updating = False
+        self.random_now = None
+        return True
+
+    def settle(self) -> None:
+        """Wait for the device; bring the averages, which a recording keeps there, up to date."""
+        self.check_last_step(wait=True)
+        if self.recorder is not None:
+            self.position.averages.add(*self.recorder.means())
+
+    # ---------------------------------------------------------------- what is not finite
+
+    def check_last_step(self, wait: bool = False) -> None:
+        """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
+        position = self.position
+        if self.recorder is not None and self.recorder.bad(wait):
+            self.explain_recorded()
+        if self.gradient_gate is not None and not self.gradient_gate.finite():
+            updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
+            self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
+
+    def explain_loss(self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]) -> None:
+        """Say where a loss that is not finite came from, by running the batch again with the same draws."""
+        check_finite_batch(batch, self.position.epoch, self.position.batches)
+
+        def again() -> None:
+            self.randomness.restore(before)
+            with torch.enable_grad(), self.process.autocast():
+                self.objective(batch, clock)
+
+        cause, layer = explain_nonfinite_loss(self.objective, again, logs, self.names_below)
+        raise FlowBNNError(
+            f"the loss is not finite {self.position}: {cause}{self.advice}", kind="not finite", layer=layer
+        )
+
+    def explain_gradient(self, when: str, more: str = "") -> None:
+        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
+        if name is not None:
+            name = name_below(name, self.names_below)
+            raise FlowBNNError(
+                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
+                f"layer computes{self.advice}{more}",
+                kind="not finite",
+                layer=name,
+            )
+
+    def explain_recorded(self) -> None:
+        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
+        assert self.recorder is not None
+        last, witnesses = self.position.step, self.recorder.witnesses
+        when = f"between steps {max(1, last - len(witnesses) + 1)} and {last}"
+        for batch, clock, random in witnesses:
+            torch.cuda.set_rng_state(random, self.process.device)
+            before = self.randomness.torch_state()
+            self.optimizer.zero_grad()
+            with self.process.autocast():
+                loss, logs = self.objective(batch, clock)
+            if not math.isfinite(loss.item()):
+                self.explain_loss(batch, clock, logs, before)
+            loss.backward()
+            self.explain_gradient(when)
+        raise FlowBNNError(
+            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one{self.advice}",
+            kind="not finite",
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do about numbers that are not finite, as the tail of an error message."""
+        half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
+        return half + (f"; the last good checkpoint is '{self.path}'" if self.saved_step is not None else "")
+
+    # ---------------------------------------------------------------- epochs
 
     @property
     def finished(self) -> bool:
         """Whether there is no epoch left to do."""
         return self.position.history.stopped_early or self.position.epoch >= self.options.epochs
 
-    def go(self) -> History:
-        """All epochs that are left."""
-        modes = [(module, module.training) for module in self.trained.model.modules()]
-        writer = open_tensorboard(self.options.tensorboard if self.main else None, self.position.epoch + 1)
-        try:
-            with ExitStack() as stack:
-                if writer is not None:
-                    stack.callback(writer.close)
-                interrupts = stack.enter_context(Interrupts(terminate=self.engine.processes > 1))
-                display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
-                stack.enter_context(self.engine.sharing(self.trained.model))
-                self.stepper.model.train()
-                try:
-                    while not self.finished:
-                        self.run_epoch(interrupts, display)
-                        self.end_epoch(interrupts, display, writer)
-                    self.engine.barrier()
-                except Exception as error:
-                    self.end_without_others(error, interrupts)
-                    raise
-        except KeyboardInterrupt:
-            self.save_interrupted()
-            raise
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        if self.position.best_weights is not None:
-            self.trained.load_weights(self.position.best_weights)
-        return self.position.history
+    @contextmanager
+    def open(self) -> Iterator[Interrupts]:
+        """Around all epochs: signals, the display, training mode, and what several processes share."""
+        modes = [(module, module.training) for module in self.objective.modules()]
+        interrupts = Interrupts(terminate=self.process.processes > 1)
+        folder = self.options.tensorboard if self.main else None
+        with ExitStack() as stack:
+            self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
+            if self.tensorboard is not None:
+                stack.callback(self.tensorboard.close)
+            interrupts.install()
+            stack.callback(interrupts.remove)
+            self.display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
+            stack.enter_context(self.process.sharing(self.objective))
+            self.objective.train()
+            try:
+                yield interrupts
+            except Exception as error:
+                self.explain_lost_worker(error, interrupts)
+                raise
+            finally:
+                for module, mode in modes:
+                    module.training = mode
 
-    def run_epoch(self, interrupts: Interrupts, display: Display) -> None:
-        """The steps of an epoch that are left."""
-        position, every = self.position, self.options.checkpoint_every
-        with interrupts.held():
-            batches = self.begin_epoch()
-        while True:
-            with interrupts.held():
-                self.random_now = self.randomness.torch_state() if self.path is not None else None
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    self.random_now = None
-                    break
-                self.stepper.take(batch, position, self.steps_per_epoch)
-                self.random_now = None
-                if every is not None and position.step % every == 0:
-                    self.save()
-            if display.due():
-                self.stepper.flush(position)
-                display.update(position.epoch, position.step, position.averages.means())
-        if position.batches == 0:
-            again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
-            raise FlowBNNError(f"the loader gave no batch in epoch {position.epoch + 1}{again}")
+    def close(self) -> History:
+        """The record of the run; the objective ends with the weights of the best epoch where those were kept."""
+        if self.best_weights is not None:
+            self.objective.load_state_dict(self.best_weights)
+        return self.position.history
 
     def begin_epoch(self) -> Iterator[Any]:
         """The epoch's batches, without those that are done."""
         position = self.position
-        if self.random_start is not None:
-            self.randomness.restore(self.random_start)
-        elif self.random_now is not None:
-            self.randomness.restore(self.random_now)
-        if self.engine.processes > 1:
+        state = self.random_start or self.random_now
+        if state is not None:
+            self.randomness.restore(state)
+        if self.process.processes > 1:
             # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
-            self.randomness.restore(self.engine.agree(self.randomness.state()))
+            self.randomness.restore(self.process.agree(self.randomness.state()))
         self.random_start = self.random_start or self.randomness.state()
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(position.epoch)
         batches = iter(self.loader)
         for done in range(position.batches):
-            if next(batches, batches) is batches:
+            if next(batches, END) is END:
                 raise FlowBNNError(
-                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this "
-                    f"loader has only {done}: give it the same data and batch size as before"
+                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this loader has only "
+                    f"{done}: give it the same data and batch size as before",
+                    kind="checkpoint",
                 )
         if position.batches and self.random_now is not None:
             self.randomness.restore(self.random_now)
         self.random_now = None
         return batches
 
-    def end_epoch(self, interrupts: Interrupts, display: Display, writer: Any) -> None:
+    def show(self) -> None:
+        """New numbers on the display, now and then."""
+        if self.display.due():
+            self.settle()
+            position = self.position
+            self.display.update(position.epoch, position.step, position.averages.means())
+
+    def end_epoch(self, interrupts: Interrupts) -> None:
         """Validation, the record, the schedule, early stopping and the checkpoint."""
         position, options = self.position, self.options
-        self.stepper.settle(position)
+        if position.batches == 0:
+            again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
+            raise FlowBNNError(
+                f"the loader gave no batch in epoch {position.epoch + 1}{again}", kind="loader"
+            )
+        self.settle()
+        self.process.synchronize(self.objective)
         self.random_now = self.randomness.state()
         if self.validate is not None and options.checkpoint_every is None:
-            # before validation, which may take long or fail: a resumed run begins with it
-            with interrupts.held():
+            with interrupts:  # before validation, which may take long or fail: a resumed run begins with it
                 self.save_step()
         try:
             record = self.epoch_record()
@@ -272,61 +535,80 @@ class Run:
             with suppress(FlowBNNError):
                 self.save_step()
             raise
-        with interrupts.held():
-            self.stepper.updating = True
-            self.step_schedule(record)
-            position.judge(record, options.early_stop, self.trained)
+        with interrupts:
+            self.updating = True
+            if self.schedule is not None and options.schedule_every == "epoch":
+                watched = options.early_stop.read(record) if options.early_stop else record["loss"]
+                self.step_schedule(*([watched] if isinstance(self.schedule, ReduceLROnPlateau) else []))
+            self.consider_stopping(record)
             position.history.records.append(record)
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
             position.epoch, position.batches, position.averages = position.epoch + 1, 0, Averages()
             self.random_start = self.random_now = None
-            self.stepper.updating = False
+            self.updating = False
             if options.checkpoint_every is None or self.finished:
                 self.save()
-            if writer is not None:
+            if self.tensorboard is not None:
                 for name, value in record.items():
-                    writer.add_scalar(name, value, position.epoch)
-        display.validated(record)
-        display.update(position.epoch, position.step, record)
+                    self.tensorboard.add_scalar(name, value, position.epoch)
+        self.display.validated(record)
+        self.display.update(position.epoch, position.step, record)
 
     def epoch_record(self) -> dict[str, float]:
-        """The numbers of the epoch that ends here; they hold the one that early stopping watches."""
+        """The numbers of the epoch that ends here, which are those of the first process."""
         record = self.position.averages.means()
-        record["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
-        record = self.engine.mean(record | self.validated())
+        record["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
+        if self.validate is not None:
+            modes = [(module, module.training) for module in self.objective.modules()]
+            self.objective.eval()
+            try:
+                with torch.no_grad():
+                    values = self.validate(self.objective)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            try:
+                for name, value in values.items():
+                    record[f"validation_{name.removeprefix('validation_')}"] = float(value)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                raise FlowBNNError(
+                    f"validate must return a dictionary of numbers, got {values!r:.100}",
+                    kind="call",
+                    argument="validate",
+                ) from None
+        record = self.process.agree(record)
         if self.options.early_stop is not None:
             self.options.early_stop.read(record)
         return record
 
-    def step_schedule(self, record: Mapping[str, float]) -> None:
-        """The learning-rate schedule, where it goes by epochs."""
-        schedule, rule = self.trained.schedule, self.options.early_stop
-        if schedule is None or self.options.schedule_every == "step":
+    def consider_stopping(self, record: Mapping[str, float]) -> None:
+        """Apply the rule for early stopping to the record of the epoch that ends here."""
+        rule, position = self.options.early_stop, self.position
+        if rule is None:
             return
-        if isinstance(schedule, ReduceLROnPlateau):
-            self.stepper.step_schedule(rule.read(record) if rule else record["loss"])
+        value = rule.read(record)
+        if rule.improves(value, position.best):
+            position.best, position.waited, position.history.best_epoch = value, 0, position.epoch
+            if rule.restore_best:
+                state = self.objective.state_dict()
+                self.best_weights = {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
         else:
-            self.stepper.step_schedule()
+            position.waited += 1
+            position.history.stopped_early = position.waited >= rule.patience
 
-    def validated(self) -> dict[str, float]:
-        """The numbers of ``validate``, with the model in evaluation mode."""
-        if self.validate is None:
-            return {}
-        model = self.trained.model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                values = self.validate(model)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        prefix = "validation_"
-        try:
-            return {prefix + name.removeprefix(prefix): float(value) for name, value in values.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            raise FlowBNNError(f"validate must return a dictionary of numbers, got {values!r:.100}") from None
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_every(self) -> None:
+        """Write the checkpoint after so many steps."""
+        if (
+            self.options.checkpoint_every is not None
+            and self.position.step % self.options.checkpoint_every == 0
+        ):
+            self.save()
 
     def save_step(self) -> None:
         """Write the checkpoint, unless the one that is there is of this very step."""
@@ -337,136 +619,181 @@ class Run:
         """Write the checkpoint; weights that are not finite never replace good ones."""
         if self.path is None or not self.main:
             return
+        self.settle()
         position = self.position
-        self.stepper.settle(position)
         position.history.seconds = time.monotonic() - self.started
-        broken = first_nonfinite_tensor(zip(self.trained.told_names, self.trained.parameters, strict=True))
+        broken = first_nonfinite_tensor(zip(self.names, self.parameters, strict=True))
         if broken is not None:
-            raise FlowBNNError(f"parameter {broken!r} is not finite {position.words}{position.last_good}")
-        now = {**host_state(), **(self.random_now or self.randomness.torch_state())}
-        random = {"now": now, "epoch_start": self.random_start or {}}
+            broken = name_below(broken, self.names_below)
+            raise FlowBNNError(
+                f"parameter {broken!r} is not finite {position}{self.advice}", kind="not finite", layer=broken
+            )
         if self.kept_as is not None:
             keep_as(self.path, self.kept_as)
             self.kept_as = None
-        scaler, epochs = self.engine.scaler_state(), self.options.epochs
-        write_run(self.path, self.trained, position, random, scaler, self.extra, epochs)
-        position.saved_in, self.saved_step = self.path, position.step
+        scaler = self.process.scaler
+        state = {
+            "position": position.to_dict(),
+            "epochs": self.options.epochs,
+            "weights": self.objective.state_dict(),
+            "best_weights": self.best_weights,
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "scaler": {} if scaler is None else scaler.state_dict(),
+            "random": {
+                "now": {**self.randomness.state(), **(self.random_now or {})},
+                "start": self.random_start,
+            },
+            "classes": self.classes,
+            "groups": self.groups,
+            **self.kept,
+        }
+        write_checkpoint(self.path, state)
+        self.saved_step = position.step
 
-    def end_without_others(self, error: Exception, interrupts: Interrupts) -> None:
-        """If another process has died, keep the last whole step and say what happened; else do nothing."""
-        told, interrupts.ending = interrupts.ending, True  # from here on, being told to end changes nothing
-        who = self.engine.lost(error)
-        if who is None:
-            interrupts.ending = told
+    @property
+    def classes(self) -> dict[str, str]:
+        """The classes of what is resumed together."""
+        schedule = "none" if self.schedule is None else type(self.schedule).__name__
+        return {"optimizer": type(self.optimizer).__name__, "learning-rate schedule": schedule}
+
+    def resume(self, path: Path) -> None:
+        """Take over the state of a file that fits, or change nothing."""
+        stored = read_checkpoint(path)
+        for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+            check_architecture(self.objective, weights, path, self.names_below)
+            check_finite_weights(weights, self.names, path, self.names_below)
+        trouble = [
+            f"with the {what} {had} and this run has {self.classes[what]}"
+            for what, had in stored["classes"].items()
+            if had != self.classes[what]
+        ]
+        if not trouble and stored["groups"] != self.groups:
+            trouble = ["by an optimizer with other parameter groups"]
+        if changed := changed_structure(stored["structure"], self.kept["structure"]):
+            layer, before, now = changed
+            where = f"layer '{layer}'" if layer else "the network"
+            trouble = [f"while {where} had {_listed(before)} and now has {_listed(now)}"]
+        if trouble:
+            raise FlowBNNError(
+                f"'{path}' was written {trouble[0]}: build it as before, or begin again with resume=False",
+                kind="checkpoint",
+                path=str(path),
+            )
+        position = Position.from_dict(stored["position"])
+        position.check(self.options, self.steps_per_epoch, path)
+        self.randomness.check(stored["random"]["now"])
+        if self.main:
+            self.warn_of_changes(path, stored)
+
+        rule = self.options.early_stop
+        position.follow(rule)
+        self.position = position
+        self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
+        self.objective.load_state_dict(stored["weights"])
+        load_optimizer(self.optimizer, stored["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(stored["schedule"])
+        if self.process.scaler is not None and stored["scaler"]:
+            self.process.scaler.load_state_dict(stored["scaler"])
+        self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
+        self.saved_step = position.step
+
+    def warn_of_changes(self, path: Path, stored: Mapping[str, Any]) -> None:
+        """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
+        now = self.kept["settings"]
+        changed = {
+            name: (value, now[name])
+            for name, value in stored["settings"].items()
+            if name in now and value != now[name]
+        }
+        rates = not isinstance(self.schedule, ReduceLROnPlateau)
+        kept = changed_settings(stored["optimizer"]["param_groups"], self.optimizer.param_groups, rates)
+        words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
+        words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
+        if words:
+            warnings.warn(
+                FlowBNNWarning(
+                    f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
+                    kind="changed settings",
+                    changed=changed,
+                    kept=kept,
+                )
+            )
+
+    def keep_former(self, path: Path) -> None:
+        """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
+        former = unfinished(path)
+        if former is None:
             return
-        if interrupts.waiting:
-            raise KeyboardInterrupt
-        raise FlowBNNError(f"{who} {self.position.words}, which ends the run; {self.saved_words()}") from None
+        other = path.with_name(f"{path.stem}-before{path.suffix}")
+        longer = unfinished(other)
+        if longer is None or longer.step <= former.step:
+            self.kept_as, kept = other, f"keeps it as '{other.name}'"
+        else:
+            kept = f"'{other.name}', which had come further, stays"
+        warnings.warn(
+            FlowBNNWarning(
+                f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
+                f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
+                kind="unfinished checkpoint",
+                path=str(path),
+                step=former.step,
+            )
+        )
 
-    def saved_words(self) -> str:
-        """Keep the last whole step, unless an update was torn apart, and say where the state is."""
-        try:
-            if not self.stepper.updating:
-                self.save()
-        except FlowBNNError as error:
-            return str(error)
-        saved = self.position.saved_in if self.main else self.path
-        if saved is None or not saved.exists():
-            return "nothing was saved"
-        return f"its state is in '{saved}', resume=True (flowbnn run: --resume) goes on from there"
+    # ---------------------------------------------------------------- runs that are cut short
 
     def save_interrupted(self) -> None:
         """Save on Ctrl-C and say where the state is."""
         if self.path is not None and self.main:
-            where = f"interrupted in epoch {self.position.epoch + 1}"
-            print(f"flowbnn: {where}; {self.saved_words()}", file=sys.stderr)
+            print(
+                f"flowbnn: interrupted in epoch {self.position.epoch + 1}; {self.saved_words()}",
+                file=sys.stderr,
+            )
 
-
-def train(
-    model: nn.Module,
-    step: Step,
-    optimizer: Optimizer,
-    loader: Iterable[Any],
-    options: TrainingOptions | None = None,
-    *,
-    schedule: LRScheduler | None = None,
-    validate: Callable[[nn.Module], Mapping[str, float]] | None = None,
-    generators: Iterable[torch.Generator] = (),
-    extra: Mapping[str, Any] | None = None,
-    names_below: str = "",
-) -> History:
-    """Train ``model`` in place and return the record of the run.
-
-    A run that is killed and resumed ends, on CPU processes, in the same weights to the bit: the checkpoint holds
-    the model, the optimizer, the schedule, early stopping, the position within the epoch and every random state.
-    (Not kept: what a data set draws inside ``persistent_workers``.) It may be resumed on another number of devices.
-
-    Args:
-        model: any module. It is put into training mode for the run and stays on the device it was trained on.
-        step: ``step(model, batch, clock)`` returns the scalar loss and a dictionary of scalars to record, such as
-            ``elbo``, ``log_likelihood`` and ``kl``. Its ``model`` may be wrapped by Lightning Fabric: call it as
-            ``model(inputs)``, and use :func:`flowbnn.training.unwrap` for everything else.
-        optimizer: any optimizer whose ``step`` needs no closure.
-        loader: a ``DataLoader``, or anything that can be iterated once per epoch, such as a list of batches.
-        options: a :class:`TrainingOptions`.
-        schedule: stepped as ``options.schedule_every`` says. ``ReduceLROnPlateau`` goes by epochs, and by the value
-            that early stopping watches, or else the loss.
-        validate: called at the end of every epoch with the plain model in evaluation mode, without gradients; its
-            numbers are recorded under ``validation_...``.
-        generators: generators that the step draws from, to be kept in the checkpoint.
-        extra: JSON values to keep in the checkpoint, such as the weight of the KL; a resumed run in which one of them has changed
-            says so.
-        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` of the
-            ``model`` is called ``fc1``, as the user who made the network calls it. Files keep the whole names.
-
-    >>> network = nn.Linear(1, 1)
-    >>> batches = [(torch.ones(4, 1), torch.zeros(4, 1))] * 5
-    >>> def squared_error(model, batch, clock):
-    ...     inputs, targets = batch
-    ...     loss = (model(inputs) - targets).square().mean()
-    ...     return loss, {"log_likelihood": -loss}
-    >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    >>> history = train(network, squared_error, optimizer, batches, TrainingOptions(epochs=8))
-    >>> history.epochs, history["loss"][-1] < 1e-3
-    (8, True)
-    """
-    options = options or TrainingOptions()
-    keep = dict(extra or {})
-    _check(optimizer, loader, options, schedule, keep)
-    rule = options.early_stop
-    if rule is not None and validate is None and rule.monitor.startswith("validation_"):
+    def explain_lost_worker(self, error: Exception, interrupts: Interrupts) -> None:
+        """If another process has died, keep the last whole step and say what happened; else do nothing."""
+        asked, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
+        who = self.process.lost(error)
+        if who is None:
+            interrupts.ending = asked
+            return
+        if interrupts.waiting:
+            raise KeyboardInterrupt
         raise FlowBNNError(
-            f"early stopping watches {rule.monitor!r}, but this run has no validation: give it validation data, or "
-            "watch one of the training's own numbers, such as EarlyStop('loss')"
-        )
-    if names_below and names_below not in dict(model.named_modules()):
-        raise FlowBNNError(f"names_below is {names_below!r}, which is no submodule of the model")
-    trained = Trained(model, optimizer, schedule, names_below)
-    return Run(trained, step, loader, options, validate, generators, keep).go()
+            f"{who} {self.position}, which ends the run; {self.saved_words()}", kind="worker lost"
+        ) from None
+
+    def saved_words(self) -> str:
+        """Keep the last whole step, unless an update was torn apart, and say where the state is."""
+        try:
+            if not self.updating:
+                self.save()
+        except FlowBNNError as error:
+            return str(error)
+        if self.path is None or not self.path.exists() or (self.main and self.saved_step is None):
+            return "nothing was saved"
+        return f"its state is in '{self.path}', resume=True (flowbnn run: --resume) goes on from there"
 
 
-def _check(
-    optimizer: Optimizer,
-    loader: Any,
-    options: TrainingOptions,
-    schedule: LRScheduler | None,
-    extra: dict[str, Any],
-) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise FlowBNNError("LBFGS needs a closure, which this loop does not give; use Adam or SGD")
-    if isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
-        raise FlowBNNError("ReduceLROnPlateau looks at whole epochs: set schedule_every='epoch'")
-    if not hasattr(loader, "__iter__"):
-        raise FlowBNNError(
-            f"the loader must be a DataLoader or a list of batches, got a {type(loader).__name__}"
-        )
-    if options.epochs > 1 and hasattr(loader, "__next__"):
-        raise FlowBNNError(
-            "the loader is an iterator, which serves one epoch only: pass a list or a DataLoader"
-        )
-    if loader_length(loader) == 0:
-        raise FlowBNNError("the loader is empty: give it data, or drop_last=False if the data fill no batch")
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise FlowBNNError(f"extra must hold JSON values only ({error})") from None
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "none"
+
+
+def _check_result(result: Any) -> None:
+    """Refuse an objective that does not return a loss and logs."""
+    trouble = ""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        trouble = "must return two things: the loss and a dictionary of logs"
+    else:
+        loss, logs = result
+        arrays = [name for name, value in logs.items() if isinstance(value, Tensor) and value.numel() != 1]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            trouble = "must return a loss that is a tensor of one number"
+        elif not loss.requires_grad:
+            trouble = "gives a loss that depends on no trainable parameter; is the whole model frozen?"
+        elif arrays:
+            trouble = f"logs {arrays[0]!r} with {logs[arrays[0]].numel()} values; log one number"
+    if trouble:
+        raise FlowBNNError(f"the objective {trouble}", kind="call", argument="objective")

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import File
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.storage import check_writable
 
@@ -132,7 +133,7 @@ def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
         yield from bar.track(loader, total=len(loader) if hasattr(loader, "__len__") else None)
 
 
-def open_tensorboard(folder: str | Path | None, step: int) -> Any:
+def open_tensorboard(folder: File | None, step: int) -> Any:
     """A TensorBoard writer that overwrites what a killed run logged past ``step``; None when no folder is named."""
     if folder is None:
         return None

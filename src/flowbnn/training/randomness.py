@@ -1,8 +1,7 @@
-"""Every source of randomness that a training run draws on, saved and put back."""
+"""Every source of randomness that a training run draws on, saved and restored."""
 
 import random
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,25 +22,21 @@ def seed_all(seed: int) -> None:
 def loader_generators(loader: Any) -> list[torch.Generator]:
     """The loader's own generators: its ``generator`` and those of its samplers, each once, in a fixed order."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = [
+    holders = (
         loader,
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
-    ]
-    found: list[torch.Generator] = []
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
+    )
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list(dict.fromkeys(one for one in generators if isinstance(one, torch.Generator)))
 
 
 class Randomness:
     """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
 
     Args:
-        generators: of the loader, and those that the step draws from.
+        generators: of the loader, and those that the objective draws from.
         device: the one device of a process that is one of several; its state is then the first (and only) one of ``cuda``, so
             that all processes, each on a device of its own, can share one state. None keeps those of all devices.
 
@@ -62,30 +57,30 @@ class Randomness:
 
     def state(self) -> dict[str, Any]:
         """Everything, as nested tensors and plain values."""
-        return {**self.torch_state(), **host_state()}
+        version, words, gauss = random.getstate()
+        return {
+            **self.torch_state(),
+            "python": (version, np.asarray(words, dtype=np.int64), gauss),
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+        }
 
     def torch_state(self) -> dict[str, Any]:
         """torch's part of the state: two microseconds, so that it can be kept at every step."""
-        if self.device is not None:
-            cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        else:
-            known = torch.cuda.is_available() and torch.cuda.is_initialized()
-            cuda = torch.cuda.get_rng_state_all() if known else []
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": cuda,
-            "generators": [generator.get_state() for generator in self.generators],
-        }
+        cuda: list[torch.Tensor] = []
+        if self.device is not None and self.device.type == "cuda":
+            cuda = [torch.cuda.get_rng_state(self.device)]
+        elif self.device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+            cuda = torch.cuda.get_rng_state_all()
+        own = list(map(torch.Generator.get_state, self.generators))
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "generators": own}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`state` or :meth:`torch_state` gave."""
-        self.check(state["generators"])
+        """Restore what :meth:`state` or :meth:`torch_state` gave."""
+        self.check(state)
         torch.set_rng_state(state["torch"])
-        if self.device is not None:
-            if state["cuda"] and self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda"][0], self.device)
-        elif state["cuda"] and torch.cuda.is_available():
-            for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        if torch.cuda.is_available():
+            places: Any = [self.device] if self.device is not None else range(torch.cuda.device_count())
+            for device, value in zip(places, state["cuda"], strict=False):
                 torch.cuda.set_rng_state(value, device)
         for generator, value in zip(self.generators, state["generators"], strict=True):
             generator.set_state(value)
@@ -94,45 +89,12 @@ class Randomness:
             random.setstate((version, tuple(words.tolist()), gauss))
             np.random.set_state(state["numpy"])  # noqa: NPY002
 
-    def try_out(self, state: dict[str, Any], source: str | Path) -> None:
-        """Find out whether :meth:`restore` would accept a stored state; the present one stays."""
-        present = self.state()
-        try:
-            _check_host_state(state)
-            self.restore(state)
-        except FlowBNNError:
-            raise
-        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise FlowBNNError(
-                f"'{source}' is damaged: its random state is refused ({error!r:.150})"
-            ) from None
-        finally:
-            self.restore(present)
-
-    def check(self, states: Sequence[Any]) -> None:
+    def check(self, state: dict[str, Any]) -> None:
         """Refuse a state with another number of generators."""
-        if len(states) != len(self.generators):
+        stored, own = len(state["generators"]), len(self.generators)
+        if stored != own:
             raise FlowBNNError(
-                f"the checkpoint holds the state of {len(states)} random generators, this run has "
-                f"{len(self.generators)}: give the loader and train(generators=...) the same ones as before"
+                f"the checkpoint holds the state of {stored} random generators, this run has {own}: give the loader and "
+                "train(generators=...) the same ones as before",
+                kind="checkpoint",
             )
-
-
-def _check_host_state(state: dict[str, Any]) -> None:
-    """What ``random`` and numpy do not check themselves: numpy reads beyond its table from a position outside it."""
-    if not {"torch", "cuda", "generators", "python", "numpy"} <= state.keys():
-        raise KeyError("a generator's state is missing")
-    numpy_state = state["numpy"]
-    if numpy_state["bit_generator"] == "MT19937":
-        place = numpy_state["state"]["pos"]
-        if type(place) is not int or not 0 <= place <= 624:
-            raise ValueError(f"numpy's position is {place!r:.40}")
-
-
-def host_state() -> dict[str, Any]:
-    """The state of ``random`` and of numpy's global generator."""
-    version, words, gauss = random.getstate()
-    return {
-        "python": (version, np.asarray(words, dtype=np.int64), gauss),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
-    }

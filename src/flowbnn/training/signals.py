@@ -1,80 +1,71 @@
-"""Ctrl-C, or the word to end, at a good moment: a step that has begun is finished before it is felt."""
+"""Ctrl-C and SIGTERM at a good moment: a step that has begun is finished first."""
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 __all__ = ["Interrupts", "Terminated"]
 
 
 class Terminated(RuntimeError):
-    """The process was told to end (SIGTERM)."""
+    """The process was asked to end (SIGTERM)."""
 
 
 class Interrupts:
-    """While active, holds back the first Ctrl-C inside :meth:`held`; a second one is felt at once.
+    """While installed, Ctrl-C inside ``with interrupts:`` is raised at the end of that block; a second one at once.
 
     Outside the main thread, or where the program has its own handler, it does nothing.
 
     Args:
-        terminate: treat SIGTERM in the same way, as :class:`Terminated`: torchrun sends it to the processes that are left
+        terminate: treat SIGTERM in the same way, as :class:`Terminated`: the launcher sends it to the processes that are left
             when one has died.
     """
 
     def __init__(self, terminate: bool = False) -> None:
-        self.holding = False
-        self.waiting = False
-        self.previous: Any = None
+        self.holding = self.waiting = self.ending = False
         self.terminate = terminate
-        self.ending = False
+        self.previous: Any = None
 
-    def __enter__(self) -> "Interrupts":
-        alone = threading.current_thread() is threading.main_thread()
-        if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.previous = signal.signal(signal.SIGINT, self.receive)
-        self.terminate = self.terminate and alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    def install(self) -> None:
+        """Take the signals over."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.previous = signal.signal(signal.SIGINT, self._interrupt)
+        self.terminate = self.terminate and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self.terminate:
-            signal.signal(signal.SIGTERM, self.end)
-        return self
+            signal.signal(signal.SIGTERM, self._end)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def remove(self) -> None:
+        """Put the former handlers back."""
         if self.previous is not None:
             signal.signal(signal.SIGINT, self.previous)
             self.previous = None
         if self.terminate:
-            # a process that ends because another has died must still come to tell it
+            # a process that ends because another has died must still come to report it
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.ending else signal.SIG_DFL)
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+    def __enter__(self) -> None:
+        self.holding = True
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.holding = False
+        if kind is not None:
+            return
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+        if self.ending:
+            raise Terminated("asked to end (SIGTERM)")
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.holding and not self.waiting:
             self.waiting = True
         else:
             raise KeyboardInterrupt
 
-    def end(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM."""
-        if self.ending:
-            return
-        self.ending = True
-        if not self.holding:
-            raise Terminated("told to end (SIGTERM)")
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A stretch that is not to be torn apart; a Ctrl-C inside it is raised at its end."""
-        self.holding = True
-        try:
-            yield
-        finally:
-            self.holding = False
-        if self.waiting:
-            self.waiting = False
-            raise KeyboardInterrupt
-        if self.ending:
-            raise Terminated("told to end (SIGTERM)")
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if not self.ending:
+            self.ending = True
+            if not self.holding:
+                raise Terminated("asked to end (SIGTERM)")

@@ -31,7 +31,7 @@ from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
 from flowbnn.methods.laplace.memory import bytes_needed, check_memory
 from flowbnn.methods.laplace.newton import newton_step
 from flowbnn.methods.laplace.output_hessian import check_likelihood
-from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
+from flowbnn.methods.laplace.posterior import PREDICTIVES, LaplacePosterior
 from flowbnn.methods.laplace.prior import with_prior
 from flowbnn.posterior.forward import device_of
 from flowbnn.posterior.point import PointPosterior
@@ -40,7 +40,6 @@ from flowbnn.training import is_main_process, track
 __all__ = ["Laplace"]
 
 STRUCTURES = ("kron", "diag", "full")
-PREDICTIVES = ("linearized", "sampled", "probit")
 CURVATURES = ("ggn", "fisher", "sampled")
 EVIDENCE = "marginal likelihood"
 
@@ -83,7 +82,7 @@ class Laplace(Method):
     layers: str = field(default="last", kw_only=True)
     prior_scale: float | str = field(default=EVIDENCE, kw_only=True)  # type: ignore[assignment]
     per_layer: bool = field(default=False, kw_only=True)
-    predictive: PredictiveName = field(default="linearized", kw_only=True)
+    predictive: str = field(default="linearized", kw_only=True)
     curvature: str = field(default="ggn", kw_only=True)
     damping: float = field(default=0.0, kw_only=True)
     newton: int = field(default=0, kw_only=True)
@@ -190,17 +189,14 @@ class Laplace(Method):
                 blocks, precisions, evidence = with_prior(
                     found, model, layers, scale, self.per_layer, self.damping
                 )
-        return LaplacePosterior(
-            model,
-            chosen,
-            blocks,
-            self.predictive,
-            log_evidence=evidence,
-            precisions=precisions,
-            direct=seen.direct if is_direct(layers, seen) else None,
-            memory=memory,
-            history=point.history,
-        )
+        told = {
+            "log_evidence": evidence,
+            "precisions": precisions,
+            "memory": memory,
+            "damping": float(self.damping),
+            "direct": seen.direct if is_direct(layers, seen) else None,
+        }
+        return LaplacePosterior(model, chosen, blocks, self.predictive, told, point.history)
 
 
 def _noise(likelihood: LikelihoodName) -> bool:

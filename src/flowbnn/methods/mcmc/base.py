@@ -146,7 +146,7 @@ class ChainMethod(Method):
         record["outputs"] = potential.function_values(position)
         members = potential.unpack(position.flatten(0, 1).to(potential.start.device))
         shape = NoiseChainPosterior if self.over == "noise" else ChainPosterior
-        posterior = shape(point.model, point.likelihood, members, point.history, record=record, sampler=told)
+        posterior = shape(point.model, point.likelihood, members, point.history, record=record, told=told)
         posterior.warn()
         return posterior
 

@@ -16,7 +16,7 @@ from flowbnn.noise import Divergences
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.posterior.batches import repeat, split_batch
 from flowbnn.posterior.weights import WeightPosterior
-from flowbnn.training import Clock, TrainingOptions, capturable
+from flowbnn.training import Clock, TrainingOptions
 
 __all__ = ["Variational", "fit_elbo"]
 
@@ -87,12 +87,13 @@ def fit_elbo(
     engine = optimizer_for([group for group in groups if group["params"]], method.optimizer)
     objective = ELBO(likelihood, num_data, method.beta)
 
-    @capturable(check)
-    def step(wrapped: nn.Module, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = split_batch(batch)
-        outputs = wrapped(inputs)
+        outputs = outputs_of(inputs)
         if samples > 1:  # each with weights of its own, which all examples share
-            outputs = torch.cat([outputs, *(wrapped(inputs) for _ in range(samples - 1))])
+            outputs = torch.cat([outputs, *(outputs_of(inputs) for _ in range(samples - 1))])
             targets = repeat(targets, samples)
         # a check waits for the device: on one, only the first epoch is checked
         if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
@@ -104,7 +105,7 @@ def fit_elbo(
 
     posterior.history = run(
         posterior,
-        step,
+        loss,
         engine,
         loader,
         settings,
@@ -113,4 +114,5 @@ def fit_elbo(
         VALIDATION_SAMPLES,
         around,
         {"beta": method.beta, "warmup": method.warmup, "samples": samples, "num_data": num_data},
+        check,
     )
