@@ -12,6 +12,8 @@ import flowbnn
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
     "compare",
+    "candidates",
+    "results",
     "methods",
     "posterior",
     "diagnostics",

@@ -7,8 +7,7 @@
 torch.Size([5, 3])
 """
 
-from typing import Any
-
+from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
@@ -102,11 +101,3 @@ __all__ = [
     "to_stochastic",
     "unfreeze",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "compare":  # with the studies, which few programs need
-        from flowbnn_studies import compare
-
-        return compare
-    raise AttributeError(f"module 'flowbnn' has no attribute '{name}'")

@@ -7,30 +7,27 @@
 """
 
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.results import Metric, Parts
 from flowbnn_studies.clusters_2d import Clusters2d
-from flowbnn_studies.comparing import CompareStudy, Comparison, compare
+from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
 from flowbnn_studies.elephant import Elephant
 from flowbnn_studies.flow_length import FlowLength
-from flowbnn_studies.lenet_cifar10 import LeNetCifar10
-from flowbnn_studies.lenet_fashion import LeNetFashion
+from flowbnn_studies.images.study import IMAGE_STUDIES
 from flowbnn_studies.regression_1d import Regression1d
-from flowbnn_studies.runner.base import Findings, Metric, Parts, Study, Variant
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.running import run_study
+from flowbnn_studies.runner.run import run_study
+from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.runner.workers import open_workers
 from flowbnn_studies.two_clusters import TwoClusters
-from flowbnn_studies.vgg16_cifar10 import VGG16Cifar10
 
 __all__ = [
-    "Comparison",
     "Findings",
     "Job",
     "Metric",
     "Parts",
     "Study",
     "Variant",
-    "compare",
     "get_study",
     "open_workers",
     "register_study",
@@ -48,9 +45,7 @@ _STUDIES: dict[str, Study] = {
         Clusters2d(),
         Elephant(),
         CompareStudy(),
-        LeNetFashion(),
-        LeNetCifar10(),
-        VGG16Cifar10(),
+        *IMAGE_STUDIES,
     )
 }
 
@@ -68,7 +63,7 @@ def get_study(name: str) -> Study:
     flowbnn.errors.FlowBNNError: there is no study 'two-cluster'; did you mean 'two-clusters' or 'clusters-2d'?
     """
     if name not in _STUDIES:
-        raise FlowBNNError(f"there is no study '{name}'{nearest(name, _STUDIES)}")
+        raise FlowBNNError(f"there is no study '{name}'{nearest(name, _STUDIES)}", argument="study")
     return _STUDIES[name]
 
 

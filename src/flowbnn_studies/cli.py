@@ -1,12 +1,16 @@
 """The command line: ``flowbnn list``, ``run``, ``compare``, ``demo``, ``report``. Thin: words to objects, errors to a line."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+except ImportError:
+    sys.exit("flowbnn: the command line needs typer: pip install flowbnn[studies]")
 
 __all__ = ["app", "main"]
 
@@ -16,10 +20,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+OPTIONS = {  # the options of arguments that have another name in Python
+    "accelerator": "--device",
+    "num_nodes": "--nodes",
+}
 
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where a run was cut; nothing finished is done again.")
+    bool, typer.Option("--resume", help="Go on where a run was interrupted; nothing finished is done again.")
 ]
 Jobs = Annotated[
     int | None,
@@ -28,10 +36,19 @@ Jobs = Annotated[
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar and no lines.")]
 Quick = Annotated[
     bool,
-    typer.Option(
-        "--quick",
-        help="A trial with tiny settings, of a few minutes at most; its numbers mean nothing.",
-    ),
+    typer.Option("--quick", help="A trial with tiny settings, of minutes at most; its numbers mean nothing."),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own"),
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own"),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting, as in: --set noise_lr=0.05; may be repeated."),
 ]
 
 
@@ -41,14 +58,20 @@ def main() -> None:
 
 
 @contextmanager
-def _told(again: str = "") -> Iterator[None]:
-    """Errors that users can mend, and Ctrl-C, as one line on standard error."""
+def _one_line(again: str = "") -> Iterator[None]:
+    """Errors that users can mend, missing packages and Ctrl-C, as one line on standard error."""
     from flowbnn.errors import FlowBNNError
 
     try:
         yield
     except FlowBNNError as error:
-        typer.echo(f"flowbnn: {_as_options(str(error))}", err=True)
+        argument = error.fields.get("argument")
+        typer.echo(f"flowbnn: {f'{OPTIONS[argument]}: ' if argument in OPTIONS else ''}{error}", err=True)
+        raise typer.Exit(2) from None
+    except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "jinja2", "sklearn"):
+            raise
+        typer.echo(f"flowbnn: this needs {error.name}: pip install flowbnn[studies]", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         from flowbnn.training import is_main_process
@@ -57,25 +80,6 @@ def _told(again: str = "") -> Iterator[None]:
         if is_main_process():
             typer.echo(f"flowbnn: interrupted{advice}", err=True)
         raise typer.Exit(130) from None
-
-
-def _as_options(line: str) -> str:
-    """Arguments of Python in a message by the names that they have on the command line.
-
-    >>> _as_options("accelerator='cuda' asks for a GPU: use accelerator='cpu'")
-    '--device cuda asks for a GPU: use --device cpu'
-    """
-    import re
-
-    names = {
-        "accelerator": "--device",
-        "num_nodes": "--nodes",
-        "devices": "--devices",
-        "strategy": "--strategy",
-        "precision": "--precision",
-    }
-    found = "|".join(names)
-    return re.sub(rf"\b({found})=(?!None)'?([\w:.-]+)'?", lambda match: f"{names[match[1]]} {match[2]}", line)
 
 
 def _version(asked: bool) -> None:
@@ -98,42 +102,34 @@ def _options(
 @app.command("list")
 def list_studies() -> None:
     """The studies there are."""
-    from flowbnn_studies import studies
+    with _one_line():
+        from flowbnn_studies import studies
 
-    found = studies()
-    width = max(len(study.name) for study in found)
-    for study in found:
-        typer.echo(f"{study.name:<{width}}  {study.description}; {study.seeds} seeds")
+        width = max(len(study.name) for study in studies())
+        for study in studies():
+            typer.echo(f"{study.name:<{width}}  {study.description}; {study.seeds} seeds")
 
 
 @app.command()
 def run(
+    context: typer.Context,
     study: Annotated[str, typer.Argument(help="Name of the study, as in: flowbnn list.")],
     out: Out = Path("results"),
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the study, as in: --set noise_lr=0.05; may be repeated."),
-    ] = None,
+    seeds: Seeds = None,
+    epochs: Epochs = None,
+    change: Set = None,
     resume: Resume = False,
     quick: Quick = False,
     accelerator: Annotated[
         str,
-        typer.Option("--accelerator", "--device", help="auto, cpu, cuda, mps; auto is what suits the study."),
+        typer.Option("--device", "--accelerator", help="auto, cpu, cuda, mps; auto is what suits the study."),
     ] = "auto",
     precision: Annotated[
-        str,
-        typer.Option(
-            "--precision", help="As in Lightning: 32-true, bf16-mixed, ...; auto is what suits the study."
-        ),
+        str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto is what suits the study.")
     ] = "auto",
     devices: Annotated[
-        int, typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together.")
+        int,
+        typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together."),
     ] = 1,
     nodes: Annotated[int, typer.Option("--nodes", help="Machines; see docs/devices.md.")] = 1,
     strategy: Annotated[str, typer.Option("--strategy", help="auto or ddp, which are the same.")] = "auto",
@@ -151,51 +147,22 @@ def run(
     no_progress: NoProgress = False,
 ) -> None:
     """Run one study and write OUT/STUDY/results.json."""
-    words = ["flowbnn run", study]
-    options = {"--seeds": seeds, "--epochs": epochs, "--accelerator": accelerator, "--precision": precision}
-    options |= {
-        "--devices": devices,
-        "--nodes": nodes,
-        "--strategy": strategy,
-        "--acceleration": acceleration,
-    }
-    usual = {
-        "--accelerator": "auto",
-        "--precision": "auto",
-        "--devices": 1,
-        "--nodes": 1,
-        "--strategy": "auto",
-        "--acceleration": "auto",
-    }
-    words += [
-        f"{name} {quote(str(value))}"
-        for name, value in options.items()
-        if value is not None and value != usual.get(name)
-    ]
-    words += [f"--set {quote(pair)}" for pair in change or []]
-    command = " ".join([*words, *(["--quick"] if quick else [])])
-    out = _folder(out, quick)
-    here = [f"--out {quote(str(out))}", *(f"--only {quote(glob)}" for glob in only or [])]
-    here += [] if jobs is None else [f"--jobs {jobs}"]
-    with _told(" ".join([command, *here])):
+    with _one_line(_command(context)):
         from flowbnn.training import is_main_process, launched
         from flowbnn_studies import get_study, open_workers, run_study
 
         chosen = get_study(study)
-        changes = dict(_setting(pair) for pair in change or [])
+        changes = dict(map(_setting, change or []))
         if epochs is not None:
-            whole = "epochs" in chosen.settings.__dataclass_fields__
-            changes["epochs" if whole else "*.epochs"] = _positive("--epochs", epochs)
+            changes["epochs" if hasattr(chosen.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = chosen.make_settings(quick=quick, **changes)
-        number = None if seeds is None else _positive("--seeds", seeds)
-        _positive("--devices", devices), _positive("--nodes", nodes)
         alone = devices * nodes == 1 and not launched()
-        with open_workers(_jobs(jobs, accelerator) if alone else jobs or 1) as workers:
+        with open_workers(_jobs(jobs, accelerator if alone else "several")) as workers:
             results = run_study(
                 chosen,
                 settings=settings,
-                seeds=number,
-                out=out,
+                seeds=seeds,
+                out=_folder(out, quick),
                 resume=resume,
                 progress=not no_progress,
                 accelerator=accelerator,
@@ -207,18 +174,16 @@ def run(
                 only=only,
                 collect=collect,
                 workers=workers,
-                command=command,
-                smoke=quick or getattr(settings, "source", "") == "generated",
+                command=_command(context, here=False),
+                trial=quick or getattr(settings, "source", "") == "generated",
             )
         if is_main_process():
-            _show(results)
-            typer.echo(
-                f"\n{out / chosen.folder(settings) / 'results.json'}; a page of it: flowbnn report {out}"
-            )
+            _show(results, _folder(out, quick))
 
 
 @app.command()
 def compare(
+    context: typer.Context,
     network: Annotated[str, typer.Option("--network", help="mlp, small-conv, lenet or vgg16.")] = "lenet",
     data: Annotated[
         str, typer.Option("--data", help="digits, clusters, mnist, fashion-mnist or cifar10.")
@@ -229,14 +194,9 @@ def compare(
             "--methods", help="Names or globs with commas between, as in: map,laplace*.", show_default="all"
         ),
     ] = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", help="Epochs of training.", show_default="30")
-    ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="How many seeds: 0, 1, ...")] = 1,
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Another setting, as in: --set samples=32; may be repeated."),
-    ] = None,
+    epochs: Epochs = None,
+    seeds: Seeds = None,
+    change: Set = None,
     out: Out = Path("results"),
     resume: Resume = False,
     quick: Quick = False,
@@ -244,43 +204,34 @@ def compare(
     no_progress: NoProgress = False,
 ) -> None:
     """Which method to use on a network and data, and what each costs; writes OUT/compare-NETWORK-DATA/results.json."""
-    words = ["flowbnn compare", f"--network {quote(network)}", f"--data {quote(data)}"]
-    words += [f"--methods {quote(methods)}"] if methods is not None else []
-    words += [f"--epochs {epochs}"] if epochs is not None else []
-    words += [f"--seeds {seeds}"] if seeds != 1 else []
-    words += [f"--set {quote(pair)}" for pair in change or []]
-    command = " ".join([*words, *(["--quick"] if quick else [])])
-    out = _folder(out, quick)
-    with _told(f"{command} --out {quote(str(out))}{'' if jobs is None else f' --jobs {jobs}'}"):
+    with _one_line(_command(context)):
         from flowbnn_studies import get_study, open_workers, run_study
-        from flowbnn_studies.comparing.registry import check_names
 
         study = get_study("compare")
-        check_names(network, data)
-        changes: dict[str, Any] = {"network": network, "data": data, **dict(map(_setting, change or []))}
+        changes: dict[str, Any] = dict(map(_setting, change or []))
         if epochs is not None:
-            changes["epochs"] = _positive("--epochs", epochs)
+            changes["epochs"] = epochs
         if methods is not None:
             changes["methods"] = tuple(name.strip() for name in methods.split(",") if name.strip())
-        settings = study.make_settings(quick=quick, **changes)
-        with open_workers(_jobs(jobs, "auto")) as workers:
+        settings = study.make_settings(quick=quick, network=network, data=data, **changes)
+        with open_workers(_jobs(jobs)) as workers:
             results = run_study(
                 study,
                 settings=settings,
-                seeds=_positive("--seeds", seeds),
-                out=out,
+                seeds=seeds,
+                out=_folder(out, quick),
                 resume=resume,
                 progress=not no_progress,
                 workers=workers,
-                command=command,
-                smoke=quick,
+                command=_command(context, here=False),
+                trial=quick,
             )
-        _show(results, every=True)
-        typer.echo(f"\n{out / study.folder(settings) / 'results.json'}; a page of it: flowbnn report {out}")
+        _show(results, _folder(out, quick), every=True)
 
 
 @app.command()
 def demo(
+    context: typer.Context,
     out: Out = Path("results"),
     resume: Resume = False,
     quick: Quick = False,
@@ -288,29 +239,28 @@ def demo(
     no_progress: NoProgress = False,
 ) -> None:
     """Run two-clusters and digits and write the report: about a minute on two cores."""
-    out = _folder(out, quick)
-    with _told(f"flowbnn demo --out {out}{' --quick' if quick else ''}"):
+    with _one_line(_command(context)):
         from flowbnn.training import check_writable
         from flowbnn_studies import get_study, open_workers, run_study
         from flowbnn_studies.report import write_report
 
-        check_writable(out / "report.html")
+        folder = _folder(out, quick)
+        check_writable(folder / "report.html")
         names = ("two-clusters", "digits")
-        with open_workers(_jobs(jobs, "auto")) as workers:
-            for name in names:
-                study = get_study(name)
+        with open_workers(_jobs(jobs)) as workers:
+            for study in map(get_study, names):
                 results = run_study(
                     study,
                     settings=study.make_settings(quick=quick),
-                    out=out,
+                    out=folder,
                     resume=resume,
                     progress=not no_progress,
                     workers=workers,
-                    command=f"flowbnn run {name}{' --quick' if quick else ''}",
-                    smoke=quick,
+                    command=f"flowbnn run {study.name}{' --quick' if quick else ''}",
+                    trial=quick,
                 )
                 _show(results)
-        page = write_report([out / name / "results.json" for name in names], out / "report.html")
+        page = write_report([folder / name / "results.json" for name in names], folder / "report.html")
         typer.echo(f"\nThe report: {page}")
 
 
@@ -328,67 +278,84 @@ def report(
     ] = None,
 ) -> None:
     """Write the page again from stored results; nothing is trained."""
-    with _told():
+    with _one_line():
         from flowbnn_studies import studies
         from flowbnn_studies.report import find_results, save_figures, write_markdown, write_report
 
         order = [study.name for study in studies()]
-        found = find_results(folder)
-        found.sort(
+        paths = find_results(folder)
+        paths.sort(
             key=lambda path: order.index(path.parent.name) if path.parent.name in order else len(order)
         )
-        typer.echo(f"The report: {write_report(found, out or folder / 'report.html')}")
+        typer.echo(f"The report: {write_report(paths, out or folder / 'report.html')}")
         if markdown is not None:
-            typer.echo(f"The tables: {write_markdown(found, markdown)}")
+            typer.echo(f"The tables: {write_markdown(paths, markdown)}")
         if figures is not None:
-            typer.echo(f"The figures: {len(save_figures(found, figures))} in {figures}")
+            typer.echo(f"The figures: {len(save_figures(paths, figures))} in {figures}")
+
+
+def _command(context: typer.Context, here: bool = True) -> str:
+    """The command with the options that differ from their defaults; ``here``: also those that change no number."""
+    words = ["flowbnn", str(context.info_name)]
+    machine = {"out", "jobs", "no_progress", "only"}
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params.get(str(parameter.name))
+        if name in ("resume", "collect") or (name in machine and not here):
+            continue
+        if name == "out":
+            value = _folder(context.params["out"], context.params.get("quick", False))
+        elif value is None or value == parameter.get_default(context) or value == [] or value == ():
+            continue
+        if parameter.param_type_name == "argument":
+            words.append(quote(str(value)))
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            many = value if isinstance(value, list | tuple) else [value]
+            words += [f"{parameter.opts[0]} {quote(str(one))}" for one in many]
+    return " ".join(words)
 
 
 def _folder(out: Path, quick: bool) -> Path:
-    """A smoke run does not replace real results unless it is sent there."""
+    """A trial run does not replace real results unless it is sent there."""
     return Path("results-quick") if quick and out == Path("results") else out
-
-
-def _positive(option: str, value: int) -> int:
-    from flowbnn.errors import FlowBNNError
-
-    if value < 1:
-        raise FlowBNNError(f"{option} is at least 1, not {value}")
-    return value
 
 
 def _setting(pair: str) -> tuple[str, Any]:
     """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or true, or a bare word."""
-    import re
     from ast import literal_eval
 
     from flowbnn.errors import FlowBNNError
 
-    name, _, text = pair.partition("=")
-    if text.strip().lower() in ("true", "false"):
-        return name.strip(), text.strip().lower() == "true"
-    if re.fullmatch(r"\s*[a-z][\w*-]*\s*", text):
-        return name.strip(), text.strip()
+    name, _, text = (part.strip() for part in pair.partition("="))
+    if text.lower() in ("true", "false"):
+        return name, text.lower() == "true"
+    if text and text[0].isalpha() and all(one.isalnum() or one in "_-*" for one in text):
+        return name, text
     try:
-        return name.strip(), literal_eval(text.strip())
+        return name, literal_eval(text)
     except (ValueError, SyntaxError):
-        raise FlowBNNError(f"--set takes name=value, as in --set noise_lr=0.05, not '{pair}'") from None
+        raise FlowBNNError(
+            f"--set takes name=value, as in --set noise_lr=0.05, not '{pair}'", argument="set"
+        ) from None
 
 
-def _jobs(asked: int | None, accelerator: str) -> int:
-    from flowbnn_studies.runner.workers import processors
+def _jobs(asked: int | None, accelerator: str = "auto") -> int:
+    from flowbnn_studies.runner.workers import cores
 
     if asked is not None:
-        return _positive("--jobs", asked)
-    return min(4, processors()) if accelerator in ("auto", "cpu") else 1
+        return asked
+    return min(4, cores()) if accelerator in ("auto", "cpu") else 1
 
 
-def _show(results: dict[str, Any], every: bool = False) -> None:
-    """The headline table: a study's rows, mean and spread over seeds, the published value where there is one."""
+def _show(results: dict[str, Any], folder: Path | None = None, every: bool = False) -> None:
+    """The main table: a study's rows, mean and spread over seeds, the published value where there is one."""
     from flowbnn_studies.report.console import console_lines
 
     for line in console_lines(results, every):
         typer.echo(line)
+    if folder is not None:
+        typer.echo(f"\n{folder / results['study'] / 'results.json'}; a page of it: flowbnn report {folder}")
 
 
 if __name__ == "__main__":

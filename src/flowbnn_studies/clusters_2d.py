@@ -1,61 +1,44 @@
 """Two classes on a plane and a ring of far-away inputs: which methods know that they do not know?"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from flowbnn.candidates import Candidate, best_first, listed
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
-from flowbnn.predictive import CategoricalPredictive
-from flowbnn_studies.runner.base import CLASSIFICATION, Findings, Metric, Parts, Variant
-from flowbnn_studies.runner.figures import figure, reliability_figure, short
+from flowbnn.options import Count, Positive, options
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn_studies.runner.figures import short
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.lineup import Rival
-from flowbnn_studies.runner.rivalry import RivalSettings, RivalStudy, best_by, samples_of, words
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.study import Findings
 
 __all__ = ["Clusters2d", "Settings"]
 
+# fmt: off
 METRICS = (
     *CLASSIFICATION[:3],
-    Metric(
-        "auroc",
-        "Novelty AUROC",
-        "higher",
-        ".3f",
-        "Chance that a point of the ring has a higher predictive entropy than a test point; 0.5 is guessing, below it the "
-        "method is surer of the ring than of what it knows.",
-    ),
-    Metric(
-        "auroc_mi",
-        "AUROC by MI",
-        "higher",
-        ".3f",
-        "As novelty AUROC, by the mutual information of label and network; a single network has none.",
-    ),
-    Metric(
-        "ring_entropy",
-        "Entropy on the ring",
-        "higher",
-        ".3f",
-        f"Mean predictive entropy on the ring, in nats; to know nothing is log 2 = {math.log(2):.3f}.",
-    ),
-    Metric(
-        "ring_confidence",
-        "Confidence on the ring",
-        "lower",
-        ".3f",
-        "Mean probability of the likelier class on the ring; to know nothing is 0.5.",
-    ),
+    Metric("auroc", "Novelty AUROC", "higher", ".3f",
+           "Probability that a point of the ring has a higher predictive entropy than a test point; 0.5 is guessing, below it the "
+           "method is more certain of the ring than of what it knows."),
+    Metric("auroc_mi", "AUROC by MI", "higher", ".3f",
+           "As novelty AUROC, by the mutual information of label and network; a single network has none."),
+    Metric("ring_entropy", "Entropy on the ring", "higher", ".3f",
+           f"Mean predictive entropy on the ring, in nats; to know nothing is log 2 = {math.log(2):.3f}."),
+    Metric("ring_confidence", "Confidence on the ring", "lower", ".3f",
+           "Mean probability of the likelier class on the ring; to know nothing is 0.5."),
 )
+# fmt: on
 
 
-@dataclass(frozen=True)
-class Settings(RivalSettings):
+@options
+class Settings(MethodSettings):
     """What the study depends on.
 
     Args:
@@ -72,21 +55,21 @@ class Settings(RivalSettings):
         methods: keys of the methods; none for all.
     """
 
-    spread: float = 1.2
-    train: int = 400
-    test: int = 4000
-    radius: float = 18.0
-    ring: int = 1000
+    spread: Positive = 1.2
+    train: Count = 400
+    test: Count = 4000
+    radius: Positive = 18.0
+    ring: Count = 1000
     hidden: tuple[int, ...] = (32, 32)
-    batch: int = 100
-    epochs: int = 150
-    lr: float = 1e-2
-    prior: float = 1.0
-    samples: int = 128
-    grid: int = 65
+    batch: Count = 100
+    epochs: Count = 150
+    lr: Positive = 1e-2
+    prior: Positive = 1.0
+    samples: Count = 128
+    grid: Count = 65
 
 
-class Clusters2d(RivalStudy):
+class Clusters2d(MethodStudy):
     """Which methods know that they don't know?"""
 
     name = "clusters-2d"
@@ -98,41 +81,25 @@ class Clusters2d(RivalStudy):
         "A network learns two classes from four blobs. Asked about points on a wide ring around them, where there is no data, "
         "which methods say that they do not know?"
     )
-    source = "the blobs of document 000, figure 3; novelty as in document 002, section 1.6"
+    source = "the blobs of Xiong's report, figure 3; novelty as in Ravenda's report, section 1.6"
     settings = Settings
     specific: ClassVar[dict[str, dict[str, Any]]] = {
         "hmc": {"samples": 60, "warmup": 60, "chains": 2, "steps": 32},
         "nuts": {"samples": 40, "warmup": 40, "chains": 2, "max_depth": 5},
     }
-    quick: ClassVar[dict[str, Any]] = {
-        "epochs": 5,
-        "test": 200,
-        "ring": 100,
-        "hidden": (8,),
-        "samples": 8,
-        "grid": 13,
-    }
+    quick: ClassVar[dict[str, Any]] = {"epochs": 5, "test": 200, "ring": 100, "hidden": (8,), "samples": 8, "grid": 13}  # fmt: skip
 
-    def judged(self, job: Job, rival: Rival) -> dict[str, Any]:
+    def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
         network = MLP(2, s.hidden, 2)
         generator = torch.Generator().manual_seed(1000 + job.seed)
         train = clusters(s.train, s.spread, generator)
         test = clusters(s.test, s.spread, generator)
-        held = clusters(max(50, s.train // 4), s.spread, generator)
-        strange = ring(s.ring, s.radius, generator)
-        loader = TensorLoader(
-            *train, batch_size=s.batch, shuffle=True, generator=torch.Generator().manual_seed(job.seed)
-        )
-        posterior = self.fit(
-            job,
-            rival,
-            network,
-            loader,
-            validation=TensorLoader(*held, batch_size=s.train),
-            prior_scale=s.prior,
-        )
-        known, novel = _predict(posterior, test[0], s), _predict(posterior, strange, s)
+        held_out = clusters(max(50, s.train // 4), s.spread, generator)
+        far = ring(s.ring, s.radius, generator)
+        validation = TensorLoader(*held_out, batch_size=s.train)
+        posterior = self.fit(job, candidate, network, shuffled(train, s.batch, job.seed), validation)
+        known, novel = predict(posterior, test[0], s.samples), predict(posterior, far, s.samples)
         values = known.evaluate(test[1]) | {
             "auroc": novelty_auroc(known.entropy, novel.entropy),
             "ring_entropy": float(novel.entropy.mean()),
@@ -148,24 +115,15 @@ class Clusters2d(RivalStudy):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.shown(settings, parts)
+        chosen = self.measured(settings, parts)
         notes = [
             f"Four blobs of standard deviation {settings.spread:g}, {settings.train} points to learn from; the ring has a radius of "
             f"{settings.radius:g}. All methods have the same network of hidden layers {settings.hidden}, the same points of their seed "
             f"and {settings.epochs} epochs or what their own settings say; nothing was chosen on the ring.",
-            *self.refusals(settings, parts),
+            *self.remarks(settings, parts),
         ]
-        return Findings(
-            answer(parts, chosen),
-            METRICS,
-            self.rows(settings, parts, METRICS),
-            figures(settings, parts, chosen),
-            notes,
-        )
-
-
-def _predict(posterior: Posterior, points: Tensor, s: Settings) -> CategoricalPredictive:
-    return posterior.predict(points, samples_of(posterior, s.samples), seed=0).cpu()
+        rows = self.rows(settings, parts, METRICS)
+        return Findings(answer(parts, chosen), METRICS, rows, figures(settings, parts, chosen), notes)
 
 
 def axis_of(s: Settings) -> Tensor:
@@ -174,97 +132,80 @@ def axis_of(s: Settings) -> Tensor:
 
 def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
     axis = axis_of(s)
-    grid = torch.cartesian_prod(axis, axis)
-    found = _predict(posterior, grid, s)
+    predictive = predict(posterior, torch.cartesian_prod(axis, axis), s.samples)
 
     def table(values: Tensor) -> list[Any]:
         return short(values.reshape(s.grid, s.grid).T, 3)  # a row for each y
 
-    epistemic = table(found.mutual_information) if posterior.default_samples > 1 else None
-    return {"entropy": table(found.entropy), "epistemic": epistemic}
+    epistemic = table(predictive.mutual_information) if posterior.default_samples > 1 else None
+    return {"entropy": table(predictive.entropy), "epistemic": epistemic}
 
 
-def figures(s: Settings, parts: Parts, chosen: list[Rival]) -> list[dict[str, Any]]:
+def figures(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
     """The maps of the first seed, and calibration on known points."""
-    found = []
-    drawn = [rival for rival in chosen if "map" in parts.content.get((rival.key, 0), {})]
-
-    def draw(name: str, title: str, label: str, metric: str, caption: str) -> None:
-        having = [rival for rival in drawn if parts.content[rival.key, 0]["map"][name] is not None]
-        if not having:
-            return
-        one = parts.content[having[0].key, 0]
+    kinds = {
+        "entropy": (
+            "Where each method is unsure",
+            "predictive entropy in nats",
+            "auroc",
+            "Seed 0: predictive entropy over the plane; the deepest colour is log 2, to know nothing. A method that knows what it does "
+            "not know is pale where the points are and deep on the ring.",
+        ),
+        "epistemic": (
+            "Where its sampled networks disagree",
+            "mutual information in nats",
+            "auroc_mi",
+            "Seed 0: the mutual information of label and network, the part of the entropy that more data would remove, in the same "
+            "scale. Single networks have none and are left out.",
+        ),
+    }
+    drawn = {
+        one.label: parts.content[one.key, 0] for one in chosen if "map" in parts.content.get((one.key, 0), {})
+    }
+    made = []
+    for name, (title, label, metric, caption) in kinds.items():
         panels = []
-        for rival in having:
-            part = parts.content[rival.key, 0]
+        for method, part in drawn.items():
             score = part["values"].get(metric)
             note = "" if score is None else f"AUROC {score:.2f}"
-            panels.append({"title": rival.label, "note": note, "values": part["map"][name]})
-        data = {
-            "label": label,
-            "x": short(axis_of(s), 3),
-            "y": short(axis_of(s), 3),
-            "top": math.log(2),
-            "points": one["points"],
-            "point_class": one["point_class"],
-            "ring": s.radius,
-            "panels": panels,
-        }
-        found.append(figure("map", title, caption, data))
-
-    draw(
-        "entropy",
-        "Where each method is unsure",
-        "predictive entropy in nats",
-        "auroc",
-        "Seed 0: predictive entropy over the plane; the deepest colour is log 2, to know nothing. A method that knows what it does "
-        "not know is pale where the points are and deep on the ring.",
-    )
-    draw(
-        "epistemic",
-        "Where its sampled networks disagree",
-        "mutual information in nats",
-        "auroc_mi",
-        "Seed 0: the mutual information of label and network, the part of the entropy that more data would remove, in the same scale. "
-        "Single networks have none and are left out.",
-    )
+            if part["map"][name] is not None:
+                panels.append({"title": method, "note": note, "values": part["map"][name]})
+        if panels:
+            first, axis = next(iter(drawn.values())), short(axis_of(s), 3)
+            points = {"points": first["points"], "point_class": first["point_class"], "ring": s.radius}
+            data = {"label": label, "x": axis, "y": axis, "top": math.log(2), **points, "panels": panels}
+            made.append(figure("map", title, caption, data))
     if chosen:
-        found.append(
-            reliability_figure(
-                "Accuracy against confidence",
-                "Test points from the blobs, bins of all seeds together; the ECE is the mean over seeds.",
-                [Variant(rival.key, rival.label) for rival in chosen],
-                parts,
-            )
-        )
-    return found
+        labels = {one.key: one.label for one in chosen}
+        made.append(reliability_figure("Test points from the blobs.", labels, parts))
+    return made
 
 
-def answer(parts: Parts, chosen: list[Rival]) -> str:
+def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    order = best_by(parts, chosen, "auroc", higher=True)
+    order = best_first(parts, chosen, "auroc", higher=True)
     if not order:
         return "No method has numbers yet."
-    blind = [rival for rival in order if parts.mean(rival.key, "auroc") <= 0.5]
+    blind = [one for one in order if parts.mean(one.key, "auroc") <= 0.5]
     text = (
-        f"Over {len(parts.seeds)} seeds the ring is told from the test points best by {words(parts, order[:3], 'auroc')} (AUROC by "
-        f"entropy), worst by {words(parts, order[-1:], 'auroc')}."
+        f"Over {len(parts.seeds)} seeds the ring is distinguished from the test points best by "
+        f"{listed(parts, order[:3], 'auroc')} (AUROC by entropy), worst by {listed(parts, order[-1:], 'auroc')}."
     )
-    seeing = [rival for rival in order if rival not in blind]
+    seeing = [one for one in order if one not in blind]
     if blind and 2 * len(blind) > len(order):
         if seeing:
-            text += f" Better than guessing is {words(parts, seeing, 'auroc')}: the other {len(blind)}"
+            text += f" Better than guessing is {listed(parts, seeing, 'auroc')}: the other {len(blind)}"
         else:
             text += f" Nobody is better than guessing: all {len(blind)}"
-        text += " are surer of the ring than of what they know."
+        text += " are more certain of the ring than of what they know."
     elif blind:
-        text += f" No better than guessing: {words(parts, blind, 'auroc')}."
-    by_entropy = best_by(parts, chosen, "ring_entropy", higher=True)
+        text += f" No better than guessing: {listed(parts, blind, 'auroc')}."
+    by_entropy = best_first(parts, chosen, "ring_entropy", higher=True)
     text += (
         f" The entropy on the ring, at most {math.log(2):.3f}, lies between {parts.mean(by_entropy[-1].key, 'ring_entropy'):.3f} "
         f"({by_entropy[-1].label}) and {parts.mean(by_entropy[0].key, 'ring_entropy'):.3f} ({by_entropy[0].label})."
     )
-    low, high = best_by(parts, chosen, "ece")[0], best_by(parts, chosen, "ece")[-1]
+    low, high = best_first(parts, chosen, "ece")[0], best_first(parts, chosen, "ece")[-1]
     return (
         f"{text} On known points the calibration error goes from {parts.mean(low.key, 'ece'):.3f} ({low.label}) to "
         f"{parts.mean(high.key, 'ece'):.3f} ({high.label}): knowing the ring and being calibrated at home are two things."

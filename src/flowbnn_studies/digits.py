@@ -1,55 +1,51 @@
 """The 8x8 digits with one class unseen: plain, dropout, Gaussian noise and flow noise side by side."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from flowbnn.convert import to_stochastic
-from flowbnn.data import Digits, TensorLoader, load_digits
+from flowbnn.data import Digits, load_digits
 from flowbnn.methods import Posterior, fit, fit_point
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
 from flowbnn.models import SmallConv
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
+from flowbnn.options import Count, Interval, NonNegative, Share, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn_studies.digits_figures import answer, figures
-from flowbnn_studies.runner.base import CLASSIFICATION, Findings, Metric, Parts, Study, Variant
-from flowbnn_studies.runner.figures import density_pair, density_panels, histogram, short
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn_studies.runner.figures import (
+    count_modes_of,
+    curve,
+    density_pair,
+    density_panels,
+    histogram,
+    histogram_panels,
+    panel,
+    short,
+)
 from flowbnn_studies.runner.job import Job, cosine
-from flowbnn_studies.two_clusters import load_start
+from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.study import Findings, Study, Variant
 
 __all__ = ["DigitsStudy", "Settings"]
 
+# fmt: off
 METRICS = (
     *CLASSIFICATION[:3],
-    Metric(
-        "auroc",
-        "Novelty AUROC",
-        "higher",
-        ".4f",
-        "Chance that an image of the unseen digit has a higher predictive entropy than one of a known digit; 0.5 is guessing.",
-    ),
+    Metric("auroc", "Novelty AUROC", "higher", ".4f",
+           "Probability that an image of the unseen digit has a higher predictive entropy than one of a known digit; 0.5 is guessing."),
     CLASSIFICATION[3],
-    Metric(
-        "aupr",
-        "Novelty AUPR",
-        "higher",
-        ".4f",
-        "Average precision of finding the unseen digit by predictive entropy.",
-    ),
-    Metric(
-        "auroc_mi",
-        "AUROC by MI",
-        "higher",
-        ".4f",
-        "As novelty AUROC, by the mutual information of label and network; a single network has none.",
-    ),
+    Metric("aupr", "Novelty AUPR", "higher", ".4f", "Average precision of finding the unseen digit by predictive entropy."),
+    Metric("auroc_mi", "AUROC by MI", "higher", ".4f",
+           "As novelty AUROC, by the mutual information of label and network; a single network has none."),
     Metric("aupr_mi", "AUPR by MI", "higher", ".4f", "As novelty AUPR, by the mutual information."),
 )
+# fmt: on
 
 
-@dataclass(frozen=True)
+@options
 class Settings:
     """What the study depends on.
 
@@ -65,21 +61,21 @@ class Settings:
         samples: networks averaged in a prediction.
     """
 
-    novel: int = 8
-    width: int = 12
-    hidden: int = 64
-    batch: int = 128
-    start_epochs: int = 10
-    epochs: int = 20
-    weight_lr: float = 1e-2
-    noise_lr: float = 5e-2
-    dropout: float = 0.05
-    flow_length: int = 2
-    samples: int = 128
+    novel: Annotated[int, Interval(ge=0, le=9)] = 8
+    width: Count = 12
+    hidden: Count = 64
+    batch: Count = 128
+    start_epochs: Count = 10
+    epochs: Count = 20
+    weight_lr: NonNegative = 1e-2
+    noise_lr: NonNegative = 5e-2
+    dropout: Share = 0.05
+    flow_length: Count = 2
+    samples: Count = 128
 
 
 def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
-    """The noise of a variant; the flows sit where document 000 puts them in its LeNet."""
+    """The noise of a variant; the flows sit where Xiong's report puts them in its LeNet."""
     if variant == "dropout":
         # whole channels before the convolutions, single features before the linear layers, as is usual
         return {"*": Dropout(rate=settings.dropout, site="channel"), "conv1": None}
@@ -100,7 +96,7 @@ class DigitsStudy(Study):
         "A small convolutional network learns nine of the ten digits. Which kind of noise gives the best probabilities, and "
         "which tells the digit it has never seen from those it knows?"
     )
-    source = "the layers that carry flows as in document 000, section 4"
+    source = "the layers that carry flows as in Xiong's report, section 4"
     seeds = 3
     settings = Settings
     quick: ClassVar[dict[str, Any]] = {"start_epochs": 1, "epochs": 2, "samples": 8}
@@ -117,107 +113,168 @@ class DigitsStudy(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         digits = load_digits(s.novel, job.seed)
-        loader = TensorLoader(
-            *digits.train, batch_size=s.batch, shuffle=True, generator=torch.Generator().manual_seed(job.seed)
-        )
+        loader = shuffled(digits.train, s.batch, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
         posterior: Posterior
         if job.after is None:
             posterior = fit_point(network, loader, lr=s.weight_lr, **job.options(s.start_epochs, len(loader)))
             posterior.save(job.posterior)
             return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
-        start = load_start(job, network)
-        options = {**job.options(s.epochs, len(loader)), "schedule": cosine}
+        start = job.load_start(network)
+        more = {**job.options(s.epochs, len(loader)), "schedule": cosine}
         if job.variant == "plain":
-            posterior = fit_point(start, loader, lr=s.weight_lr, **options)
+            posterior = fit_point(start, loader, lr=s.weight_lr, **more)
         else:
             stochastic = to_stochastic(start, rules_of(s, job.variant))
-            posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **options)
+            posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)
         posterior.save(job.posterior)
-        return self.judge(job, posterior, digits)
+        return self.evaluate(job, posterior, digits)
 
-    def judge(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:
+    def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:
         """Everything the table and the figures need of one trained network."""
         s: Settings = job.settings
         samples = 1 if job.variant == "plain" else s.samples
         known: CategoricalPredictive = posterior.predict(digits.test[0], samples, seed=0).cpu()
         novel: CategoricalPredictive = posterior.predict(digits.novel[0], samples, seed=0).cpu()
         values = known.evaluate(digits.test[1])
-        values |= {
-            "auroc": novelty_auroc(known.entropy, novel.entropy),
-            "aupr": novelty_aupr(known.entropy, novel.entropy),
-        }
+        values["auroc"] = novelty_auroc(known.entropy, novel.entropy)
+        values["aupr"] = novelty_aupr(known.entropy, novel.entropy)
         if samples > 1:
-            values |= {
-                "auroc_mi": novelty_auroc(known.mutual_information, novel.mutual_information),
-                "aupr_mi": novelty_aupr(known.mutual_information, novel.mutual_information),
-            }
+            values["auroc_mi"] = novelty_auroc(known.mutual_information, novel.mutual_information)
+            values["aupr_mi"] = novelty_aupr(known.mutual_information, novel.mutual_information)
         held_out = posterior.predict(digits.validation[0], samples, seed=0).cpu()
+        history, names = posterior.history, ("elbo", "log_likelihood", "kl")
+        both = {"known": known, "novel": novel}
         content: dict[str, Any] = {
             "values": values,
             "validation": held_out.evaluate(digits.validation[1]),
-            "history": {
-                name: posterior.history[name]
-                for name in ("elbo", "log_likelihood", "kl")
-                if name in posterior.history
-            },
+            "history": {name: history[name] for name in names if name in history},
             "bins": reliability(known.probabilities, digits.test[1]),
-            "confidence": {
-                "known": histogram(known.confidence, 0.0, 1.0, 20),
-                "novel": histogram(novel.confidence, 0.0, 1.0, 20),
-            },
-            "entropy": {
-                "known": histogram(known.entropy, 0.0, 2.2, 22),
-                "novel": histogram(novel.entropy, 0.0, 2.2, 22),
-            },
+            "confidence": {name: histogram(one.confidence, 0.0, 1.0, 20) for name, one in both.items()},
+            "entropy": {name: histogram(one.entropy, 0.0, 2.2, 22) for name, one in both.items()},
         }
         if job.variant == "flow":
-            content["images"] = [
-                *_images(digits.test[0], known, digits, [digits.known[i] for i in digits.test[1].tolist()]),
-                *_images(digits.novel[0], novel, digits, None),
-            ]
+            truth = [digits.known[label] for label in digits.test[1].tolist()]
+            content["images"] = _images(digits.test[0], known, digits, truth)
+            content["images"] += _images(digits.novel[0], novel, digits, None)
             content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 2)
             content["pair"] = density_pair(posterior.model, "conv2")
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        variants = [variant for variant in self.variants(settings) if variant.shown]
+        labels = self.shown(settings)
         notes = [
             f"Every variant starts from the same network of its seed, trained for {settings.start_epochs} epochs, and is trained for "
             f"{settings.epochs} more. Each seed has a split of its own: 60 % of the known digits to learn from, 15 % to choose "
             f"settings on, 25 % for the table; the novel images are all those of the digit {settings.novel}.",
             "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other splits; "
             "their images are partly those of the tests here.",
-            *parts.warnings(variants),
+            *parts.warnings(labels),
         ]
-        rows = [parts.row(variant, METRICS) for variant in variants]
-        return Findings(
-            answer(parts, variants), METRICS, rows, figures(parts, variants, settings.novel), notes
-        )
+        rows = [parts.row(key, label, METRICS) for key, label in labels.items()]
+        return Findings(answer(parts, labels), METRICS, rows, figures(parts, labels, settings.novel), notes)
 
 
 def _images(
     images: Tensor, predictive: CategoricalPredictive, digits: Digits, truth: list[int] | None
 ) -> list[dict[str, Any]]:
-    """The surest, the middling and the least sure image, with the probabilities of the likeliest digits."""
-    order = predictive.entropy.argsort()
-    chosen = (
-        [int(order[place]) for place in (len(order) // 2, -1)]
-        if truth
-        else [int(order[place]) for place in (0, len(order) // 2, -1)]
-    )
+    """The middling and the least certain image (of novel ones the most certain too), with the four likeliest digits."""
+    order = predictive.entropy.argsort().tolist()
     panels = []
-    for index in chosen:
-        probabilities, labels = predictive.probabilities[index].topk(4)
+    for index in [order[place] for place in ((len(order) // 2, -1) if truth else (0, len(order) // 2, -1))]:
+        probabilities, labels = (values.tolist() for values in predictive.probabilities[index].topk(4))
         name = f"a {truth[index]}" if truth else "novel"
-        panels.append(
-            {
-                "title": f"{name}, entropy {float(predictive.entropy[index]):.2f}",
-                "pixels": short(images[index, 0], 3),
-                "bars": [
-                    {"label": str(digits.known[label]), "value": round(value, 4)}
-                    for value, label in zip(probabilities.tolist(), labels.tolist(), strict=True)
-                ],
-            }
-        )
+        bars = [
+            {"label": str(digits.known[label]), "value": round(value, 4)}
+            for value, label in zip(probabilities, labels, strict=True)
+        ]
+        title = f"{name}, entropy {float(predictive.entropy[index]):.2f}"
+        panels.append({"title": title, "pixels": short(images[index, 0], 3), "bars": bars})
     return panels
+
+
+def answer(parts: Parts, labels: Mapping[str, str]) -> str:
+    """The answer, put together from the numbers."""
+
+    def ranking(metric: str, higher: bool) -> str:
+        order = sorted(labels, key=lambda key: parts.mean(key, metric), reverse=higher)
+        best = order[0]
+        means = ", ".join(f"{labels[key].lower()} {parts.mean(key, metric):.3f}" for key in order)
+        near = [k for k in order[1:] if not paired(parts.values(best, metric), parts.values(k, metric)).clear]
+        if not near:
+            lead = "ahead of all others by more than chance"
+        elif len(near) == len(order) - 1:
+            lead = "but ahead of none of the others by more than chance"
+        else:
+            lead = f"within chance of {' and '.join(labels[key].lower() for key in near)}"
+        return f"{labels[best].lower()} is best, {lead} ({means})."
+
+    flow = paired(parts.values("flow", "auroc"), parts.values("gaussian", "auroc"))
+    verdict = "there is no clear difference between flow and Gaussian noise"
+    if flow.clear:
+        verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
+    accuracies = [parts.mean(key, "accuracy") for key in labels]
+    return (
+        f"Over {len(parts.seeds)} splits. Probabilities (NLL): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
+        f"{ranking('auroc', True)} Accuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}. For novelty {verdict}: "
+        f"{flow.words(3)}."
+    )
+
+
+def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[str, Any]]:
+    """The figures, in the order of the page."""
+    first = parts.seeds[0]
+    flow = parts.content["flow", first]
+    noisy = [key for key in labels if key in ("gaussian", "flow")]
+    groups = {"known": "known digits", "novel": f"the unseen {novel}"}
+
+    def lines(name: str, *keys: str) -> list[dict[str, Any]]:
+        return [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
+
+    def panels(name: str) -> list[dict[str, Any]]:
+        return histogram_panels(
+            {label: [part[name] for part in parts.of(key)] for key, label in labels.items()}, groups
+        )
+
+    return [
+        figure(
+            "images",
+            "Known and novel digits",
+            f"Seed {first}, flow noise: known digits of middling and of the highest predictive entropy, then the unseen "
+            f"{novel} with the lowest, a middling and the highest. Bars: the four likeliest digits.",
+            {"panels": flow["images"]},
+        ),
+        figure(
+            "histogram",
+            "Entropy of known and of novel digits",
+            "Predictive entropy in nats; all seeds together. Good noise moves the novel digits to the right and leaves the known ones.",
+            {"x_label": "predictive entropy (nats)", "panels": panels("entropy")},
+        ),
+        figure(
+            "histogram",
+            "Confidence in known and in novel digits",
+            "Probability of the likeliest class; all seeds together.",
+            {"x_label": "confidence", "panels": panels("confidence")},
+        ),
+        reliability_figure("Known digits.", labels, parts),
+        figure(
+            "curves",
+            "Training",
+            "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation.",
+            {
+                "x_label": "epoch",
+                "panels": [
+                    panel("ELBO", "nats per example", lines("elbo", *noisy)),
+                    panel("Log-likelihood", "nats per example", lines("log_likelihood", *labels)),
+                    panel("KL to the prior", "nats", lines("kl", *noisy)),
+                ],
+            },
+        ),
+        figure(
+            "density",
+            "The noise that was learned",
+            f"Seed {first}: densities of the noise dimensions that moved farthest from their prior, and one pair of them. "
+            + count_modes_of([part["densities"] for part in parts.of("flow")]),
+            {"panels": flow["densities"], "pairs": [flow["pair"]]},
+        ),
+    ]

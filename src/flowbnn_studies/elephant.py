@@ -1,80 +1,52 @@
-"""Document 002's elephant in the office, on embedded data: a digit that training never saw, and calling it new."""
+"""The elephant in the office of Ravenda's report, on digits: a class that training never saw, and rejecting it as new."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
-import torch
+from torch import Tensor
 
+from flowbnn.candidates import Candidate, best_first, listed
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import SmallConv
+from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn_studies.elephant_figures import answer, figures
-from flowbnn_studies.runner.base import CLASSIFICATION, Findings, Metric, Parts
-from flowbnn_studies.runner.figures import histogram, short
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
+from flowbnn_studies.runner.figures import histogram, histogram_panels, short
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.lineup import Rival
-from flowbnn_studies.runner.rejecting import UNCERTAINTIES, accuracy_with_new, threshold_for, uncertainty
-from flowbnn_studies.runner.rivalry import RivalSettings, RivalStudy, samples_of
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.study import Findings
 
-__all__ = ["Elephant", "Settings", "judge"]
+__all__ = ["Elephant", "Settings", "accuracy_with_new", "threshold_for", "uncertainty"]
 
-KNOWN = "The digits it knows"
-TELLING = "Telling the new digit"
-REJECTING = "Rejecting as a new class"
+UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
+KNOWN, NOVEL, REJECTING = "The digits it knows", "Detecting the new digit", "Rejecting as a new class"
+Kept = Annotated[float, Interval(gt=0, le=1)]
 
+# fmt: off
 METRICS = (
     *(Metric(m.key, m.label, m.better, m.format, m.definition, KNOWN) for m in CLASSIFICATION[:3]),
-    *(
-        Metric(
-            f"auroc_{key}",
-            f"AUROC, {label}",
-            "higher",
-            ".3f",
-            f"Of an image of the new digit and one of a known digit, drawn at random, how often the new one has the higher {label}: "
-            "1 is always, 0.5 is guessing.",
-            TELLING,
-        )
-        for key, label in UNCERTAINTIES.items()
-    ),
-    *(
-        Metric(
-            f"{part}_{key}",
-            f"{label}, {where}",
-            "none",
-            ".3f",
-            f"Mean {label} of the {where} images.",
-            TELLING,
-        )
-        for key, label in UNCERTAINTIES.items()
-        for part, where in (("known", "known"), ("novel", "new"))
-    ),
-    *(
-        Metric(
-            f"with_new_{key}",
-            f"Accuracy by {label}",
-            "higher",
-            ".3f",
-            f'Share of known and new images that is right when "new" counts as a class and is said above a threshold of {label}.',
-            REJECTING,
-        )
-        for key, label in UNCERTAINTIES.items()
-    ),
-    Metric(
-        "never", "Never rejecting", "higher", ".3f", "The same share when nothing is called new.", REJECTING
-    ),
-    Metric(
-        "found", "New found", "higher", ".3f", "Share of the new images called new, by entropy*.", REJECTING
-    ),
-    Metric(
-        "lost", "Known lost", "lower", ".3f", "Share of the known images called new, by entropy*.", REJECTING
-    ),
+    *(Metric(f"auroc_{key}", f"AUROC, {label}", "higher", ".3f",
+             f"Of an image of the new digit and one of a known digit, drawn at random, how often the new one has the higher {label}: "
+             "1 is always, 0.5 is guessing.", NOVEL)
+      for key, label in UNCERTAINTIES.items()),
+    *(Metric(f"{part}_{key}", f"{label}, {where}", "none", ".3f", f"Mean {label} of the {where} images.", NOVEL)
+      for key, label in UNCERTAINTIES.items()
+      for part, where in (("known", "known"), ("novel", "new"))),
+    *(Metric(f"with_new_{key}", f"Accuracy by {label}", "higher", ".3f",
+             f'Share of known and new images that is right when "new" counts as a class and is predicted above a threshold of {label}.',
+             REJECTING)
+      for key, label in UNCERTAINTIES.items()),
+    Metric("never", "Never rejecting", "higher", ".3f", "The same share when nothing is called new.", REJECTING),
+    Metric("found", "New found", "higher", ".3f", "Share of the new images called new, by entropy*.", REJECTING),
+    Metric("lost", "Known lost", "lower", ".3f", "Share of the known images called new, by entropy*.", REJECTING),
 )
+# fmt: on
 
 
-@dataclass(frozen=True)
-class Settings(RivalSettings):
+@options
+class Settings(MethodSettings):
     """What the study depends on.
 
     Args:
@@ -84,36 +56,36 @@ class Settings(RivalSettings):
         batch: images in a step.
         epochs, lr: of the training.
         prior: standard deviation of the prior of the weights, where a method has one.
-        samples: networks averaged in a prediction, the document's T.
+        samples: networks averaged in a prediction, T in the report.
         drawn: of them, how many the picture shows.
         kept: share of held-out known images that the threshold of rejection keeps.
         methods: keys of the methods; none for all.
     """
 
-    novel: int = 8
-    shown: int = 3
-    width: int = 12
-    hidden: int = 64
-    batch: int = 128
-    epochs: int = 40
-    lr: float = 3e-3
-    prior: float = 1.0
-    samples: int = 100
-    drawn: int = 40
-    kept: float = 0.95
+    novel: Annotated[int, Interval(ge=0, le=9)] = 8
+    shown: Annotated[int, Interval(ge=0, le=9)] = 3
+    width: Count = 12
+    hidden: Count = 64
+    batch: Count = 128
+    epochs: Count = 40
+    lr: Positive = 3e-3
+    prior: Positive = 1.0
+    samples: Count = 100
+    drawn: Count = 40
+    kept: Kept = 0.95
 
 
-class Elephant(RivalStudy):
+class Elephant(MethodStudy):
     """Can a network say "this is something new"?"""
 
     name = "elephant"
     title = "The elephant in the office: a digit nobody has shown it"
-    description = "digits without one class, then that class at test (document 002): T predictions, and rejecting as new"
+    description = "digits without one class, then that class at test (Ravenda's report): T predictions, and rejecting as new"
     question = (
         "A network learns nine digits and is then shown the tenth. Do its sampled predictions disagree about it, and can it be "
         "called new without losing the digits that are known?"
     )
-    source = "document 002, section 1.6 and figure 6, on digits in place of Fashion-MNIST"
+    source = "Ravenda's report, section 1.6 and figure 6, on digits in place of Fashion-MNIST"
     settings = Settings
     headline = ("with_new_entropy", "never", "found", "lost", "auroc_entropy", "accuracy")
     specific: ClassVar[dict[str, dict[str, Any]]] = {  # chains as long as a study of minutes allows
@@ -122,92 +94,205 @@ class Elephant(RivalStudy):
     }
     quick: ClassVar[dict[str, Any]] = {"epochs": 2, "samples": 8, "drawn": 8, "width": 4, "hidden": 16}
 
-    def judged(self, job: Job, rival: Rival) -> dict[str, Any]:
+    def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
         digits = load_digits(s.novel, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
-        loader = TensorLoader(
-            *digits.train, batch_size=s.batch, shuffle=True, generator=torch.Generator().manual_seed(job.seed)
-        )
-        posterior = self.fit(
-            job,
-            rival,
-            network,
-            loader,
-            validation=TensorLoader(*digits.validation, batch_size=s.batch),
-            prior_scale=s.prior,
-        )
-        return judge(posterior, digits, s, pictures=job.seed == 0)
+        loader = shuffled(digits.train, s.batch, job.seed)
+        validation = TensorLoader(*digits.validation, batch_size=s.batch)
+        posterior = self.fit(job, candidate, network, loader, validation)
+        return scores(posterior, digits, s, pictures=job.seed == 0)
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.shown(settings, parts)
+        chosen = self.measured(settings, parts)
         notes = [
             "Each seed has a split of its own: 60 % of the known digits to learn from, 15 % held out, 25 % to test; the new images "
             f"are all those of the digit {settings.novel}. The threshold of each uncertainty is the one that {settings.kept:.0%} of "
             "the held-out known images do not exceed; no image of the new digit has a part in choosing it.",
-            "A single network has no total variance, so it is not judged by it.",
-            "The document prints no numbers for this; it states that the sampled predictions of the new image vary much and "
+            "A single network has no total variance, so it is not evaluated by it.",
+            "Ravenda's report prints no numbers for this; it states that the sampled predictions of the new image vary much and "
             "those of the known one do not, and with variational inference more so than with MC dropout.",
-            *self.refusals(settings, parts),
+            *self.remarks(settings, parts),
         ]
-        return Findings(
-            answer(parts, chosen),
-            METRICS,
-            self.rows(settings, parts, METRICS),
-            figures(settings, parts, chosen),
-            notes,
-        )
+        rows = self.rows(settings, parts, METRICS)
+        return Findings(answer(parts, chosen), METRICS, rows, figures(settings, parts, chosen), notes)
 
 
-def _predict(posterior: Posterior, images: torch.Tensor, s: Settings) -> CategoricalPredictive:
-    return posterior.predict(images, samples_of(posterior, s.samples), seed=0).cpu()
+def uncertainty(predictive: CategoricalPredictive, name: str) -> Tensor:
+    r"""The uncertainties of Ravenda's report, section 1.6, from the mean probabilities :math:`p_k^* = \frac1T \sum_t p_{kt}`.
+
+    .. math:: NLL^* = -\log \max_k p_k^*, \qquad H^* = -\sum_k p_k^* \log p_k^*, \qquad
+              V_{tot} = \sum_k \frac1T \sum_t (p_{kt} - p_k^*)^2
+
+    >>> import torch
+    >>> samples = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two networks that contradict each other
+    >>> predictive = CategoricalPredictive.from_probabilities(samples)
+    >>> [round(float(uncertainty(predictive, name)), 4) for name in UNCERTAINTIES]  # log 2, log 2, 2 / 4
+    [0.6931, 0.6931, 0.5]
+    """
+    if name == "nll":
+        return predictive.nll()
+    return predictive.entropy if name == "entropy" else predictive.total_variance
 
 
-def judge(posterior: Posterior, digits: Digits, s: Settings, pictures: bool) -> dict[str, Any]:
+@checked
+def threshold_for(scores: Tensor, kept: Kept = 0.95) -> float:
+    """The smallest of the scores that at least the share ``kept`` of them does not exceed; no novel input is needed to choose it.
+
+    >>> import torch
+    >>> threshold_for(torch.tensor([0.4, 0.1, 0.3, 0.2]), kept=0.75)
+    0.3...
+    """
+    ordered = scores.flatten().double().sort().values
+    place = min(len(ordered), max(1, -int(-(kept * len(ordered) - 1e-9) // 1))) - 1
+    return float(ordered[place])
+
+
+def accuracy_with_new(
+    labels: Tensor, targets: Tensor, known: Tensor, novel: Tensor, threshold: float
+) -> dict[str, float]:
+    """Accuracy when "new" counts as a class: an input whose uncertainty is above the threshold is called new.
+
+    Args:
+        labels, targets: predicted and true classes of the known inputs.
+        known, novel: uncertainties of the known and of the novel inputs.
+        threshold: above it an input is called new.
+
+    Returns:
+        ``accuracy``: the share of all inputs that is right: a known one with its class, a novel one with "new".
+        ``found``: the share of novel inputs that is called new. ``lost``: the share of known ones that is.
+
+    >>> import torch
+    >>> known, novel = torch.tensor([0.1, 0.2, 0.9, 0.3]), torch.tensor([0.8, 0.2])
+    >>> accuracy_with_new(torch.tensor([0, 1, 2, 0]), torch.tensor([0, 1, 2, 1]), known, novel, 0.5)  # (2 + 1) / 6
+    {'accuracy': 0.5, 'found': 0.5, 'lost': 0.25}
+    """
+    rejected, detected = known.double() > threshold, novel.double() > threshold
+    right = int(((labels == targets) & ~rejected).sum()) + int(detected.sum())
+    return {
+        "accuracy": right / (len(targets) + len(novel)),
+        "found": float(detected.double().mean()),
+        "lost": float(rejected.double().mean()),
+    }
+
+
+def scores(posterior: Posterior, digits: Digits, s: Settings, pictures: bool) -> dict[str, Any]:
     """Everything the table and the figures need of one trained method."""
-    known, novel = _predict(posterior, digits.test[0], s), _predict(posterior, digits.novel[0], s)
-    held_out = _predict(posterior, digits.validation[0], s)
+    images = (digits.test[0], digits.novel[0], digits.validation[0])
+    known, novel, held_out = (predict(posterior, one, s.samples) for one in images)
     targets = digits.test[1]
     values: dict[str, float | None] = dict(known.evaluate(targets))
-    spread = posterior.default_samples > 1
     for key in UNCERTAINTIES:
-        scores = [uncertainty(predictive, key) for predictive in (held_out, known, novel)]
-        values[f"known_{key}"], values[f"novel_{key}"] = float(scores[1].mean()), float(scores[2].mean())
-        if key == "variance" and not spread:
+        if key == "variance" and posterior.default_samples == 1:
             values["known_variance"] = values["novel_variance"] = None
             continue
-        values[f"auroc_{key}"] = novelty_auroc(scores[1], scores[2])
-        judged = accuracy_with_new(
-            known.labels, targets, scores[1], scores[2], threshold_for(scores[0], s.kept)
-        )
-        values[f"with_new_{key}"] = judged["accuracy"]
+        own, new = uncertainty(known, key), uncertainty(novel, key)
+        values[f"known_{key}"], values[f"novel_{key}"] = float(own.mean()), float(new.mean())
+        values[f"auroc_{key}"] = novelty_auroc(own, new)
+        threshold = threshold_for(uncertainty(held_out, key), s.kept)
+        rejecting = accuracy_with_new(known.labels, targets, own, new, threshold)
+        values[f"with_new_{key}"] = rejecting["accuracy"]
         if key == "entropy":
-            values |= {"found": judged["found"], "lost": judged["lost"]}
+            values |= {"found": rejecting["found"], "lost": rejecting["lost"]}
     values["never"] = float(known.labels.eq(targets).sum()) / (len(targets) + len(novel))
+    both = {"known": known, "novel": novel}
     content: dict[str, Any] = {
         "values": values,
-        "entropy": {
-            "known": histogram(known.entropy, 0.0, 2.2, 22),
-            "novel": histogram(novel.entropy, 0.0, 2.2, 22),
-        },
+        "entropy": {name: histogram(one.entropy, 0.0, 2.2, 22) for name, one in both.items()},
     }
     if pictures:
         content["classes"] = [str(digit) for digit in digits.known]
         place = int((targets == digits.known.index(s.shown)).nonzero()[0, 0])
         content["sides"] = [
-            _side(known, place, digits.test[0][place], f"a {s.shown}, which it knows", s.drawn),
-            _side(novel, 0, digits.novel[0][0], f"an unseen {s.novel}", s.drawn),
+            _side(known[place], digits.test[0][place], f"a {s.shown}, which it knows", s.drawn),
+            _side(novel[0], digits.novel[0][0], f"an unseen {s.novel}", s.drawn),
         ]
     return content
 
 
-def _side(
-    predictive: CategoricalPredictive, place: int, image: torch.Tensor, title: str, drawn: int
-) -> dict[str, Any]:
-    one = predictive[place]
-    return {
-        "title": title,
-        "pixels": short(image[0], 3),
-        "samples": short(one.samples[:drawn, 0], 3),
-        **{key: round(float(uncertainty(one, key)), 4) for key in UNCERTAINTIES},
+def _side(one: CategoricalPredictive, image: Tensor, title: str, drawn: int) -> dict[str, Any]:
+    """One image with the sampled predictions for it."""
+    sampled = {"pixels": short(image[0], 3), "samples": short(one.samples[:drawn, 0], 3)}
+    return {"title": title, **sampled} | {
+        key: round(float(uncertainty(one, key)), 4) for key in UNCERTAINTIES
     }
+
+
+def figures(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """The T distributions of two images, and the entropies of all."""
+    drawn = {
+        one.label: parts.content[one.key, 0]
+        for one in chosen
+        if "sides" in parts.content.get((one.key, 0), {})
+    }
+    made = []
+    if drawn:
+        first = next(iter(drawn.values()))
+        panels = [
+            {
+                "title": label,
+                "sides": [
+                    {
+                        "note": f"entropy* {side['entropy']:.2f}, total variance {side['variance']:.2f}",
+                        "samples": side["samples"],
+                    }
+                    for side in part["sides"]
+                ],
+            }
+            for label, part in drawn.items()
+        ]
+        images = [{"title": side["title"], "pixels": side["pixels"]} for side in first["sides"]]
+        made.append(
+            figure(
+                "draws",
+                "A known digit and a new one, seen by sampled networks",
+                f"Seed 0, as in figure 6 of Ravenda's report: for the same two images, the probabilities of the nine known digits in "
+                f"up to {settings.drawn} sampled networks. The images are the first {settings.shown} of the test and the first "
+                f"{settings.novel}. All answers to the new digit are wrong; what counts is whether the dots disagree.",
+                {"classes": first["classes"], "images": images, "panels": panels},
+            )
+        )
+    if chosen:
+        contents = {one.label: [part["entropy"] for part in parts.of(one.key)] for one in chosen}
+        groups = {"known": "known digits", "novel": f"the new {settings.novel}"}
+        made.append(
+            figure(
+                "histogram",
+                "Entropy* of known and of new digits",
+                "Entropy of the mean probabilities in nats; all seeds together. The further apart the two are, the fewer known digits "
+                "are lost when the new one is rejected.",
+                {"x_label": "entropy* (nats)", "panels": histogram_panels(contents, groups)},
+            )
+        )
+    return made
+
+
+def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
+    """The answer, put together from the numbers."""
+    order = best_first(parts, chosen, "with_new_entropy", higher=True)
+    if not order:
+        return "No method has numbers yet."
+    best = order[0]
+    text = (
+        f"Over {len(parts.seeds)} splits, calling new what has a high entropy* is right most often with "
+        f"{listed(parts, order[:3], 'with_new_entropy')} (accuracy with “new” as a class), least with "
+        f"{listed(parts, order[-1:], 'with_new_entropy')}. {best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit and "
+        f"loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
+        f"{parts.mean(best.key, 'never'):.3f}."
+    )
+    spread = best_first(parts, chosen, "novel_variance", higher=True)
+    if spread:
+        text += (
+            f" The sampled networks disagree most about the new digit with {listed(parts, spread[:2], 'novel_variance')} (total "
+            f"variance), least with {listed(parts, spread[-1:], 'novel_variance')}."
+        )
+    known = best_first(parts, chosen, "auroc_variance")
+    ahead = [
+        one for one in known if parts.mean(one.key, "auroc_variance") > parts.mean(one.key, "auroc_entropy")
+    ]
+    if known:
+        text += (
+            f" Of the {len(known)} methods that have a total variance, {len(ahead) or 'none'} detect"
+            f"{'s' if len(ahead) == 1 else ''} the new digit better by it than by entropy*."
+        )
+    return text

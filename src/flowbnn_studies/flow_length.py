@@ -1,77 +1,63 @@
-"""Figure 4 of document 000: how long should a planar flow be?"""
+"""Figure 4 of Xiong's report: how long should a planar flow be?"""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flowbnn.convert import to_stochastic
-from flowbnn.data import TensorLoader
 from flowbnn.methods import NoisePosterior, fit, fit_point
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
-from flowbnn_studies.runner.base import CLASSIFICATION, Findings, Metric, Parts, Study, Variant
-from flowbnn_studies.runner.figures import curve, figure
+from flowbnn.options import Count, NonNegative, Positive, options
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
+from flowbnn_studies.runner.figures import curve, panel
 from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
-from flowbnn_studies.two_clusters import load_start, points_of
+from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.two_clusters import points_of
 
 __all__ = ["FlowLength", "Settings"]
 
+# fmt: off
 METRICS = (
-    Metric(
-        "negative_elbo",
-        "Negative ELBO",
-        "lower",
-        ".4f",
-        "KL / N minus the mean log-likelihood of a training point, in nats; of the final network, with many draws.",
-    ),
-    Metric(
-        "log_likelihood",
-        "Log-likelihood",
-        "higher",
-        ".4f",
-        "Expected log-likelihood of a training point, in nats.",
-    ),
-    Metric(
-        "kl",
-        "KL / N",
-        "none",
-        ".5f",
-        "KL of all layers' noise to its prior over the number of points, in nats.",
-    ),
+    Metric("negative_elbo", "Negative ELBO", "lower", ".4f",
+           "KL / N minus the mean log-likelihood of a training point, in nats; of the final network, with many draws."),
+    Metric("log_likelihood", "Log-likelihood", "higher", ".4f", "Expected log-likelihood of a training point, in nats."),
+    Metric("kl", "KL / N", "none", ".5f", "KL of all layers' noise to its prior over the number of points, in nats."),
     *(metric for metric in CLASSIFICATION if metric.key in ("nll", "ece")),
 )
+# fmt: on
 
 
-@dataclass(frozen=True)
+@options
 class Settings:
     """What the study depends on.
 
     Args:
         lengths: of the planar flow at each layer; 0 is the learnable Gaussian alone.
         epochs: as in the figure.
-        weight_lr, noise_lr: the document's.
+        weight_lr, noise_lr: those of the report.
         draws: noise draws for the final ELBO, for each point.
         kl_draws: draws for the final KL.
         spread, train, test, hidden, batch, short_epochs, short_lr, samples: as in ``two-clusters``.
     """
 
     lengths: tuple[int, ...] = (0, 3, 6, 9, 12, 15)
-    epochs: int = 50
-    weight_lr: float = 2e-4
-    noise_lr: float = 2e-3
-    draws: int = 64
-    kl_draws: int = 8192
-    spread: float = 1.95
-    train: int = 8000
-    test: int = 20000
-    hidden: int = 32
-    batch: int = 800
-    short_epochs: int = 12
-    short_lr: float = 1e-3
-    samples: int = 128
+    epochs: Count = 50
+    weight_lr: NonNegative = 2e-4
+    noise_lr: NonNegative = 2e-3
+    draws: Count = 64
+    kl_draws: Count = 8192
+    spread: Positive = 1.95
+    train: Count = 8000
+    test: Count = 20000
+    hidden: Count = 32
+    batch: Count = 800
+    short_epochs: Count = 12
+    short_lr: NonNegative = 1e-3
+    samples: Count = 128
 
 
 class FlowLength(Study):
@@ -80,24 +66,19 @@ class FlowLength(Study):
     name = "flow-length"
     title = "How long should the flow be?"
     description = (
-        "planar flows of length 0 to 15 on the same problem: ELBO, likelihood, KL (document 000, figure 4)"
+        "planar flows of length 0 to 15 on the same problem: ELBO, likelihood, KL (Xiong's report, figure 4)"
     )
     question = (
         "The stochastic MLP of two-clusters is trained with planar flows of different lengths at both layers. Which length "
         "gives the best bound, and is a Gaussian without a flow the worst?"
     )
-    source = "document 000, figure 4"
+    source = "Xiong's report, figure 4"
     settings = Settings
+    # fmt: off
     quick: ClassVar[dict[str, Any]] = {
-        "lengths": (0, 3),
-        "train": 800,
-        "test": 1000,
-        "epochs": 2,
-        "short_epochs": 1,
-        "draws": 4,
-        "kl_draws": 64,
-        "samples": 8,
+        "lengths": (0, 3), "train": 800, "test": 1000, "epochs": 2, "short_epochs": 1, "draws": 4, "kl_draws": 64, "samples": 8,
     }
+    # fmt: on
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         lengths = [Variant(f"length-{n}", f"Length {n}", "plain", cost=1 + n) for n in settings.lengths]
@@ -106,23 +87,16 @@ class FlowLength(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         train, test = points_of(s, job.seed)
-        loader = TensorLoader(
-            *train, batch_size=s.batch, shuffle=True, generator=torch.Generator().manual_seed(job.seed)
-        )
+        loader = shuffled(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
         if job.variant == "plain":
             plain = fit_point(network, loader, lr=s.short_lr, **job.options(s.short_epochs, len(loader)))
             plain.save(job.posterior)
             return {"values": plain.predict(test[0]).cpu().evaluate(test[1])}
         length = int(job.variant.removeprefix("length-"))
-        stochastic = to_stochastic(load_start(job, network), {"*": NormalPlanar(length)})
-        posterior = fit(
-            stochastic,
-            loader,
-            weight_lr=s.weight_lr,
-            noise_lr=s.noise_lr,
-            **job.options(s.epochs, len(loader)),
-        )
+        stochastic = to_stochastic(job.load_start(network), {"*": NormalPlanar(length)})
+        more = job.options(s.epochs, len(loader))
+        posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)
         posterior.save(job.posterior)
         return {
             "values": {
@@ -133,54 +107,35 @@ class FlowLength(Study):
         }
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        variants = [variant for variant in self.variants(settings) if variant.shown]
+        labels = self.shown(settings)
 
-        def lines(name: str, scale: float) -> list[dict[str, Any]]:
+        def lines(name: str, scale: float = 1.0) -> list[dict[str, Any]]:
             return [
-                curve(variant.label, [part["history"][name] for part in parts.of(variant.key)], scale)
-                for variant in variants
+                curve(label, [part["history"][name] for part in parts.of(key)], scale)
+                for key, label in labels.items()
             ]
 
         panels = [
-            {
-                "title": "Negative ELBO",
-                "y_label": "nats per example",
-                "log": False,
-                "lines": lines("elbo", -1.0),
-            },
-            {
-                "title": "Log-likelihood",
-                "y_label": "nats per example",
-                "log": False,
-                "lines": lines("log_likelihood", 1.0),
-            },
-            {
-                "title": "KL",
-                "y_label": "nats per example",
-                "log": False,
-                "lines": lines("kl", 1.0 / settings.train),
-            },
+            panel("Negative ELBO", "nats per example", lines("elbo", -1.0)),
+            panel("Log-likelihood", "nats per example", lines("log_likelihood")),
+            panel("KL", "nats per example", lines("kl", 1.0 / settings.train)),
         ]
         caption = (
-            "As the document's figure 4: mean over seeds of each epoch's mean during training, one draw for each point; "
+            "As figure 4 of Xiong's report: mean over seeds of each epoch's mean during training, one draw for each point; "
             "the band is one standard deviation."
         )
-        curves = figure(
-            "curves",
-            "Training with flows of different lengths",
-            caption,
-            {"x_label": "epoch", "panels": panels},
-        )
+        data = {"x_label": "epoch", "panels": panels}
+        curves = figure("curves", "Training with flows of different lengths", caption, data)
         notes = [
-            "The document's figure shows one run of each length; it finds length 12 best and length 0 worst, without numbers.",
+            "The report's figure shows one run of each length; it finds length 12 best and length 0 worst, without numbers.",
             "All lengths start from the same short-trained network of their seed, and see the same batches.",
             "Tried besides: with learning rates 50 (weights) and 25 (noise) times higher the order is gone. No flow then has the best "
             "bound of three lengths, within chance of the others (negative ELBO 0.1018, length 6 0.1050, length 12 0.1046): flowbnn "
             "run flow-length --seeds 3 --set lengths=0,6,12 --set weight_lr=0.01 --set noise_lr=0.05",
-            *parts.warnings(variants),
+            *parts.warnings(labels),
+            *still_falling(parts, settings.lengths),
         ]
-        rows = [parts.row(variant, METRICS) for variant in variants]
-        notes += still_falling(parts, settings.lengths)
+        rows = [parts.row(key, label, METRICS) for key, label in labels.items()]
         return Findings(answer(parts, settings.lengths), METRICS, rows, [curves], notes)
 
 
@@ -222,19 +177,19 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
         rival = best if best != 0 else order[1]
         gap = paired(bound[0], bound[rival])
         if worst == 0 and gap.clear:
-            text += f" As in the document, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
+            text += f" As in the report, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
         elif worst == 0:
-            text += f" No flow comes last, as in the document, but its distance to length {rival}, {gap.words()}, is within chance."
+            text += f" No flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is within chance."
         else:
             text += (
-                f" Unlike in the document, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
+                f" Unlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
                 f"{order.index(0) + 1} of {len(order)}, {gap.words()} from length {rival}."
             )
     if 12 in lengths:
         text += (
-            " Length 12, the document's best, is best here too."
+            " Length 12, the report's best, is best here too."
             if best == 12
-            else f" Length 12, the document's best, has rank {order.index(12) + 1} of {len(order)} here."
+            else f" Length 12, the report's best, has rank {order.index(12) + 1} of {len(order)} here."
         )
     return text
 
@@ -248,12 +203,12 @@ def still_falling(parts: Parts, lengths: tuple[int, ...], window: int = 5) -> li
             return []
         drops = [sum(h[-window:]) / window - sum(h[-2 * window : -window]) / window for h in histories]
         falls[length] = sum(drops) / len(drops)
-    told = ", ".join(f"{fall:.4f} at length {length}" for length, fall in falls.items())
+    drops_by_length = ", ".join(f"{fall:.4f} at length {length}" for length, fall in falls.items())
     meaning = (
         "part of what separates the lengths is then speed, not what they could reach"
         if 0 in falls and falls[0] > 0 and falls[0] > max(falls[n] for n in lengths if n != 0)
         else "which does not favour any length over no flow"
     )
     return [
-        f"In the last {window} epochs the negative ELBO was below that of the {window} before by {told} nats; {meaning}."
+        f"In the last {window} epochs the negative ELBO was below that of the {window} before by {drops_by_length} nats; {meaning}."
     ]

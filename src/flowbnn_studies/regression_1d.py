@@ -1,68 +1,49 @@
-"""Document 001's toy regression, which is Blundell et al.'s curve: what each method says where it has seen nothing."""
+"""The toy regression of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): what each method says where it has seen nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from flowbnn.candidates import Candidate, best_first, listed
 from flowbnn.data import SPAN, TensorLoader, curve_points, true_curve
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
-from flowbnn.predictive import GaussianPredictive
-from flowbnn_studies.runner.base import Findings, Metric, Parts
-from flowbnn_studies.runner.figures import figure, short
+from flowbnn.options import Count, Positive, options
+from flowbnn.results import Metric, Parts, figure
+from flowbnn_studies.runner.figures import short
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.lineup import Rival
-from flowbnn_studies.runner.rivalry import RivalSettings, RivalStudy, best_by, samples_of, words
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.study import Findings
 
 __all__ = ["Regression1d", "Settings", "growth_of", "scaled"]
 
+# fmt: off
 METRICS = (
-    Metric(
-        "nll", "NLL", "lower", ".3f", "Mean negative log-density of unseen targets in the training range."
-    ),
+    Metric("nll", "NLL", "lower", ".3f", "Mean negative log-density of unseen targets in the training range."),
     Metric("rmse", "RMSE", "lower", ".4f", "Root mean squared error of the mean, in the training range."),
-    Metric(
-        "coverage_90",
-        "Coverage",
-        "none",
-        ".3f",
-        "Share of unseen targets in the training range that lie inside their 90 % interval; 0.9 is right.",
-    ),
-    Metric(
-        "growth",
-        "Growth",
-        "higher",
-        ".1f",
-        "Epistemic standard deviation outside the training range, over that inside; a single network has none.",
-    ),
-    Metric(
-        "coverage_outside",
-        "Coverage outside",
-        "none",
-        ".3f",
-        "Share of targets of the same curve outside the training range that lie inside their 90 % interval.",
-    ),
-    Metric(
-        "nll_outside",
-        "NLL outside",
-        "lower",
-        ".1f",
-        "As NLL, outside the training range, where no method can know the curve.",
-    ),
+    Metric("coverage_90", "Coverage", "none", ".3f",
+           "Share of unseen targets in the training range that lie inside their 90 % interval; 0.9 is right."),
+    Metric("growth", "Growth", "higher", ".1f",
+           "Epistemic standard deviation outside the training range, over that inside; a single network has none."),
+    Metric("coverage_outside", "Coverage outside", "none", ".3f",
+           "Share of targets of the same curve outside the training range that lie inside their 90 % interval."),
+    Metric("nll_outside", "NLL outside", "lower", ".1f",
+           "As NLL, outside the training range, where no method can know the curve."),
 )
+# fmt: on
 
 
-@dataclass(frozen=True)
-class Settings(RivalSettings):
+@options
+class Settings(MethodSettings):
     """What the study depends on.
 
     Args:
         train, test: number of points; as many test points lie outside the training range.
         low, high: the inputs that are drawn and tested; training inputs lie in [0, 0.5].
-        noise: the standard deviation of the targets that all methods are told, the curve's root mean square one.
+        noise: the standard deviation of the targets that all methods are given, the curve's root mean square one.
         hidden: width of the network between its two layers.
         batch: points in a step.
         epochs, lr: of the training.
@@ -72,18 +53,18 @@ class Settings(RivalSettings):
         methods: keys of the methods; none for all.
     """
 
-    train: int = 100
-    test: int = 500
+    train: Count = 100
+    test: Count = 500
     low: float = -0.25
     high: float = 0.75
-    noise: float = 0.063
-    hidden: int = 50
-    batch: int = 25
-    epochs: int = 300
-    lr: float = 1e-2
-    prior: float = 1.0
-    samples: int = 200
-    grid: int = 121
+    noise: Positive = 0.063
+    hidden: Count = 50
+    batch: Count = 25
+    epochs: Count = 300
+    lr: Positive = 1e-2
+    prior: Positive = 1.0
+    samples: Count = 200
+    grid: Count = 121
 
 
 def scaled(inputs: Tensor) -> Tensor:
@@ -103,17 +84,19 @@ def growth_of(inputs: Tensor, deviation: Tensor) -> float | None:
     return beyond / within if within > 0 else None
 
 
-class Regression1d(RivalStudy):
+class Regression1d(MethodStudy):
     """Which methods are unsure where they have seen nothing?"""
 
     name = "regression-1d"
     title = "A curve seen on half of its range"
-    description = "Blundell et al.'s toy regression (document 001): all methods, with the bands of what they do not know"
+    description = (
+        "the toy regression of Blundell et al. 2015: all methods, with the bands of what they do not know"
+    )
     question = (
         "A small network learns a noisy curve from points between 0 and 0.5. Which methods fit it there with the right "
         "spread, and which say that they do not know how it goes on?"
     )
-    source = "document 001, toy regression; the curve of Blundell et al. 2015, section 5.2"
+    source = "Ahn and Lee's lecture, toy regression; the curve of Blundell et al. 2015, section 5.2"
     settings = Settings
     headline = ("nll", "coverage_90", "growth", "coverage_outside")
     specific: ClassVar[dict[str, dict[str, Any]]] = {
@@ -122,28 +105,15 @@ class Regression1d(RivalStudy):
     }
     quick: ClassVar[dict[str, Any]] = {"epochs": 20, "test": 60, "samples": 16, "grid": 41, "hidden": 16}
 
-    def judged(self, job: Job, rival: Rival) -> dict[str, Any]:
+    def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
         network = MLP(1, (s.hidden,), 1)
         generator = torch.Generator().manual_seed(1000 + job.seed)
         inputs, targets = curve_points(s.train, generator)
-        held = curve_points(s.train // 4, generator)
-        loader = TensorLoader(
-            scaled(inputs),
-            targets,
-            batch_size=s.batch,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(job.seed),
-        )
-        posterior = self.fit(
-            job,
-            rival,
-            network,
-            loader,
-            likelihood=Gaussian(noise=s.noise),
-            validation=TensorLoader(scaled(held[0]), held[1], batch_size=s.train),
-            prior_scale=s.prior,
-        )
+        held_out = curve_points(s.train // 4, generator)
+        loader = shuffled((scaled(inputs), targets), s.batch, job.seed)
+        validation = TensorLoader(scaled(held_out[0]), held_out[1], batch_size=s.train)
+        posterior = self.fit(job, candidate, network, loader, validation, likelihood=Gaussian(noise=s.noise))
         content: dict[str, Any] = {"values": _values(posterior, s, generator)}
         if job.seed == 0:
             content["curve"] = _curve(posterior, s)
@@ -151,37 +121,31 @@ class Regression1d(RivalStudy):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        chosen = self.shown(settings, parts)
+        chosen = self.measured(settings, parts)
         notes = [
-            f"The document shows the curve without its formula; ours is that of Blundell et al., with the 0.02 taken as the standard "
-            f"deviation of the noise. All methods are told a noise of {settings.noise:g}, the root mean square of what the "
+            f"The lecture shows the curve without its formula; ours is that of Blundell et al., with the 0.02 taken as the standard "
+            f"deviation of the noise. All methods are given a noise of {settings.noise:g}, the root mean square of what the "
             "formula gives to first order in [0, 0.5]; in truth it is wider where the curve is steep, which no network here can say.",
             f"All methods have the same network (one hidden layer of {settings.hidden}), the same {settings.train} points of their "
             f"seed and {settings.epochs} epochs or what their own settings say; nothing was chosen on the test points.",
-            *self.refusals(settings, parts),
+            *self.remarks(settings, parts),
         ]
-        return Findings(
-            answer(parts, chosen),
-            METRICS,
-            self.rows(settings, parts, METRICS),
-            [gallery(settings, parts, chosen)] if (chosen and 0 in parts.seeds) else [],
-            notes,
-        )
-
-
-def _predict(posterior: Posterior, inputs: Tensor, samples: int) -> GaussianPredictive:
-    return posterior.predict(scaled(inputs), samples_of(posterior, samples), seed=0).cpu()
+        drawn = [gallery(settings, parts, chosen)] if chosen and 0 in parts.seeds else []
+        rows = self.rows(settings, parts, METRICS)
+        return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
 def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> dict[str, float | None]:
     inside = curve_points(s.test, generator)
     left = curve_points(s.test // 2, generator, span=(s.low, SPAN[0]))
     right = curve_points(s.test - s.test // 2, generator, span=(SPAN[1], s.high))
-    values: dict[str, float | None] = dict(_predict(posterior, inside[0], s.samples).evaluate(inside[1]))
+    values: dict[str, float | None] = dict(
+        predict(posterior, scaled(inside[0]), s.samples).evaluate(inside[1])
+    )
     beyond = (torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]]))
-    far = _predict(posterior, beyond[0], s.samples).evaluate(beyond[1])
+    far = predict(posterior, scaled(beyond[0]), s.samples).evaluate(beyond[1])
     axis = torch.linspace(s.low, s.high, s.grid)
-    spread = _predict(posterior, axis.unsqueeze(1), s.samples).epistemic.sqrt().squeeze(1)
+    spread = predict(posterior, scaled(axis.unsqueeze(1)), s.samples).epistemic.sqrt().squeeze(1)
     return {
         **values,
         "growth": growth_of(axis, spread),
@@ -192,24 +156,24 @@ def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> di
 
 def _curve(posterior: Posterior, s: Settings) -> dict[str, Any]:
     axis = torch.linspace(s.low, s.high, s.grid)
-    found = _predict(posterior, axis.unsqueeze(1), s.samples)
+    predictive = predict(posterior, scaled(axis.unsqueeze(1)), s.samples)
     return {
         "x": short(axis),
-        "mean": short(found.mean.squeeze(1)),
-        "epistemic": short(found.epistemic.sqrt().squeeze(1)),
-        "total": short(found.std.squeeze(1)),
+        "mean": short(predictive.mean.squeeze(1)),
+        "epistemic": short(predictive.epistemic.sqrt().squeeze(1)),
+        "total": short(predictive.std.squeeze(1)),
     }
 
 
-def gallery(s: Settings, parts: Parts, chosen: list[Rival]) -> dict[str, Any]:
+def gallery(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> dict[str, Any]:
     """One panel for each method, of the first seed."""
     panels = []
-    for rival in chosen:
-        part = parts.content.get((rival.key, 0), {})
+    for one in chosen:
+        part = parts.content.get((one.key, 0), {})
         if "curve" in part:
             growth = part["values"].get("growth")
             note = "" if growth is None else f"× {growth:.1f}"
-            panels.append({"title": rival.label, "note": note, **part["curve"], "points": part["points"]})
+            panels.append({"title": one.label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
     return figure(
         "bands",
@@ -226,22 +190,22 @@ def gallery(s: Settings, parts: Parts, chosen: list[Rival]) -> dict[str, Any]:
     )
 
 
-def answer(parts: Parts, chosen: list[Rival]) -> str:
+def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    by_nll = best_by(parts, chosen, "nll")
-    growing = best_by(parts, chosen, "growth", higher=True)
-    covering = best_by(parts, chosen, "coverage_outside", higher=True)
+    by_nll = best_first(parts, chosen, "nll")
+    growing = best_first(parts, chosen, "growth", higher=True)
+    covering = best_first(parts, chosen, "coverage_outside", higher=True)
     if not by_nll:
         return "No method has numbers yet."
     text = (
         f"Inside the training range the best probabilities over {len(parts.seeds)} seeds are those of "
-        f"{words(parts, by_nll[:3], 'nll')} (NLL); the worst are {words(parts, by_nll[-1:], 'nll')}."
+        f"{listed(parts, by_nll[:3], 'nll')} (NLL); the worst are {listed(parts, by_nll[-1:], 'nll')}."
     )
     if growing:
-        quiet = [rival for rival in growing if parts.mean(rival.key, "growth") < 2.0]
-        text += f" Outside it the spread grows most with {words(parts, growing[:3], 'growth', '.1f')} (times that inside)"
+        quiet = [one for one in growing if parts.mean(one.key, "growth") < 2.0]
+        text += f" Outside it the spread grows most with {listed(parts, growing[:3], 'growth', '.1f')} (times that inside)"
         text += (
-            f", and less than twice with {words(parts, quiet, 'growth', '.1f')}."
+            f", and less than twice with {listed(parts, quiet, 'growth', '.1f')}."
             if quiet
             else "; with every method that has a spread it at least doubles on average."
         )

@@ -59,8 +59,17 @@ def _ailment(ill: Sequence[LayerHealth]) -> str:
 def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
     """One warning for each ailment, about all the layers that have it; ``each`` has a line for every layer."""
     found = list(healths)
-    ill = ([health for health in found if health.state == state] for state in ("point", "prior"))
-    return [FlowBNNWarning(_ailment(some), [health.message for health in some]) for some in ill if some]
+    ill = {state: [health for health in found if health.state == state] for state in ("point", "prior")}
+    return [
+        FlowBNNWarning(
+            _ailment(some),
+            [health.message for health in some],
+            kind=state,
+            layers=[health.layer for health in some],
+        )
+        for state, some in ill.items()
+        if some
+    ]
 
 
 @torch.no_grad()

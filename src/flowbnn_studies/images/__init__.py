@@ -1,1 +1,1 @@
-"""What the studies on images share: settings, recipes, training, measures, findings and figures."""
+"""The comparison on images of Xiong's report: one study with three configurations."""

@@ -18,22 +18,22 @@ from torch import Tensor
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import Posterior
-from flowbnn_studies.images.measures import predict
-from flowbnn_studies.images.pictures import Pictures
-from flowbnn_studies.images.recipes import make_network
+from flowbnn_studies.images.data import Pictures
+from flowbnn_studies.images.evaluation import predict
 from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training
 from flowbnn_studies.images.training import fit_variant
+from flowbnn_studies.images.variants import make_network
 
 __all__ = ["measure_cost"]
 
 Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
 
 STEPS, PASSES, FEW = 100, 4, 12
-IMAGES, ON_GPU = 500, 2000  # to predict: on a GPU fewer measure how soon Python launches what
+IMAGES, ON_GPU = 500, 2000  # to predict; with fewer on a GPU the launches would be measured
 
 
 class Timed:
-    """A loader that stops each of its passes after a while and notes how long it took."""
+    """A loader that ends each of its passes after some steps and records how long a step took."""
 
     def __init__(self, loader: TensorLoader, steps: int) -> None:
         self.loader, self.steps = loader, min(steps, len(loader))
@@ -68,7 +68,7 @@ class Same:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -102,7 +102,7 @@ def measure_cost(
             for name, training in methods.items():
                 loader = Timed(pictures.loader(training, 0), STEPS)
                 posteriors[name] = train(name, training, loader)
-                steps[name].append(statistics.median(loader.seconds[1:]))  # once it runs smoothly
+                steps[name].append(statistics.median(loader.seconds[1:]))  # the first pass warms up
     predictions = _predict(posteriors, pictures, settings, precision)
     measured = {"step": steps, "memory": memory, "prediction": predictions}
     medians = {
@@ -110,12 +110,12 @@ def measure_cost(
         for name in methods
     }
     ratios = {
-        name: {kind: value / medians["plain"][kind] for kind, value in found.items()}
-        for name, found in medians.items()
+        name: {kind: value / medians["plain"][kind] for kind, value in median.items()}
+        for name, median in medians.items()
     }
-    number = min(_images(pictures), len(pictures.judged))
+    number = min(_images(pictures), len(pictures.tested))
     rows = number * settings.samples
-    where = "a GPU" if pictures.device.type == "cuda" else "a processor"
+    where = "a GPU" if pictures.device.type == "cuda" else "a CPU"
     caption = (
         f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
         f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update; "
@@ -123,10 +123,7 @@ def measure_cost(
         f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images."
     )
     if any(memory.values()):
-        caption += (
-            f" Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and "
-        )
-        caption += "what the steps work in."
+        caption += f" Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and work space."
     return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
 
 
@@ -144,25 +141,15 @@ def _images(pictures: Pictures) -> int:
 def _training(settings: ImageSettings, group: str) -> Training:
     """A method's own noise under the plain network's optimizer, batches and schedule."""
     own: Training = getattr(settings, group)
-    noise = (
-        "prior_scale",
-        "base_scale",
-        "components",
-        "positions",
-        "rate",
-        "dropped",
-        "noise_lr",
-        "warmup",
-        "gamma",
-    )
-    same = {name: getattr(own, name) for name in noise}
+    noise = "prior_scale base_scale components positions rate dropped noise_lr warmup gamma"
+    same = {name: getattr(own, name) for name in noise.split()}
     return replace(settings.plain, epochs=PASSES, average=0.0, **same)
 
 
 def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> float:
     """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
     loader = Same(pictures.loader(training, 0), FEW)
-    gc.collect()  # a recorded step holds its memory until then
+    gc.collect()  # a recorded step keeps its memory until then
     release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if release is not None:  # kept for every stream that ever asked, else
         release()

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flowbnn_studies.images.findings import present
-from flowbnn_studies.images.pictures import KINDS, STRENGTHS
+from flowbnn.results import Parts, figure, reliability_figure, summary
+from flowbnn_studies.images.data import KINDS, STRENGTHS
+from flowbnn_studies.images.findings import RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
-from flowbnn_studies.images.recipes import METHODS, split_key
-from flowbnn_studies.runner.base import Parts, Variant
-from flowbnn_studies.runner.figures import curve, figure, pooled_histogram, reliability_figure
-from flowbnn_studies.runner.statistics import summary
+from flowbnn_studies.images.variants import split_key
+from flowbnn_studies.runner.figures import curve, histogram_panels, panel
+from flowbnn_studies.runner.study import Variant
 
 __all__ = ["figures"]
 
@@ -32,29 +32,31 @@ def figures(
         keys = [(variant, *split_key(variant.key)) for variant in shown]
         return [v for v, r, _, s in keys if r == recipe and (not site or s in ("", site))]
 
-    found = [
-        _training(parts, some("document", "position"), published, source, "position"),
-        _training(parts, some("document", "channel"), None, source, "channel"),
-        _training(parts, some("best"), None, source, ""),
+    made = [
+        training_figure(parts, some("xiong", "position"), published, source, "position"),
+        training_figure(parts, some("xiong", "channel"), None, source, "channel"),
+        training_figure(parts, some("best"), None, source, ""),
     ]
-    for recipe, words in (("best", "the best recipe"), ("document", "the document's recipe")):
-        chosen = some(recipe)
-        if chosen:
-            caption = f"Test images, {words}; bins of all seeds together, the ECE is the mean over seeds."
-            found.append(reliability_figure(f"Accuracy against confidence, {words}", caption, chosen, parts))
-    final = some("best") or some("document")
-    found += [_shift(parts, final), _novelty(parts, final, novel), _cost(parts)]
-    return [one for one in found if one is not None]
+    for recipe in ("best", "xiong"):
+        labels = {variant.key: variant.label for variant in some(recipe)}
+        if labels:
+            words = f"the {RECIPES[recipe]}" if recipe == "best" else RECIPES[recipe]
+            title = f"Accuracy against confidence, {words}"
+            made.append(reliability_figure(f"Test images, {words}.", labels, parts, title))
+    final = some("best") or some("xiong")
+    if final:
+        made += [_shift(parts, final), _novelty(parts, final, novel)]
+    return [one for one in (*made, _cost(parts)) if one is not None]
 
 
-def _training(
+def training_figure(
     parts: Parts, variants: Sequence[Variant], published: Published | None, source: str, site: str
 ) -> dict[str, Any] | None:
-    """The five panels of document 000's figures 5 and 6, with its own curves where they are given.
+    """The five panels of figures 5 and 6 of Xiong's report, with its own curves where they are given.
 
     None where nothing is left to draw: a second figure needs noise at its site.
     """
-    variants = [v for v in variants if v.key != "document-plain"]  # another, shorter training
+    variants = [v for v in variants if v.key != "xiong-plain"]  # another, shorter training
     if published is None and site and not any(split_key(v.key)[2] == site for v in variants):
         return None
     panels = []
@@ -64,101 +66,87 @@ def _training(
         if key == "kl":
             drawn = [v for v in drawn if any(any(part["curves"]["kl"]) for part in parts.of(v.key))]
         lines = [curve(v.label, [part["curves"][stored] for part in parts.of(v.key)], scale) for v in drawn]
-        panel: dict[str, Any] = {"title": title, "y_label": unit, "log": False, "lines": lines}
-        if published is not None and lines:
-            panel["lines"] += _document(published, key, {v.key: v.label for v in drawn})
-            panel["levels"] = [
+        if lines and published is not None:
+            levels = [
                 {"label": label, "value": value} for label, value in published.levels.get(key, {}).items()
             ]
-        if lines:
-            panels.append(panel)
+            lines += _published_lines(published, key, {v.key: v.label for v in drawn})
+            panels.append(panel(title, unit, lines, levels=levels))
+        elif lines:
+            panels.append(panel(title, unit, lines))
     if not panels:
         return None
     if published is not None:
-        title = f"{source.split(', ')[-1].capitalize()} of document 000, redrawn"
-        text = f"The document's recipe, site {site}. Dashed, in the colours of ours: the document's curves; dotted: its levels."
+        title, text = (
+            f"{source.split(', ')[-1].capitalize()} of Xiong's report, redrawn",
+            f"Xiong's recipe, site {site}.",
+        )
     elif site:
-        title, text = f"The same at site {site}", f"The document's recipe with one draw for each {site}."
+        title, text = f"The same at site {site}", f"Xiong's recipe with one draw for each {site}."
     else:
         title, text = "Training, the best recipe", "From scratch, with augmentation."
     text += " Mean over seeds of each epoch; the band is one standard deviation."
-    if any(panel["title"] == PANELS["ece"][0] for panel in panels):
+    if any(one["title"] == PANELS["ece"][0] for one in panels):
         text += " The curves on the test set are for display; no epoch was chosen by them."
-    return figure("curves", title, text, {"x_label": "epoch", "panels": panels})
+    made = figure("curves", title, text, {"x_label": "epoch", "panels": panels})
+    if published is not None:
+        made["published"] = "Dashed, in the colours of ours: the report's curves; dotted: its levels."
+    return made
 
 
-def _document(published: Published, key: str, labels: dict[str, str]) -> list[dict[str, Any]]:
-    """Document 000's curves of a panel, each in the colour of ours."""
+def _published_lines(published: Published, key: str, labels: dict[str, str]) -> list[dict[str, Any]]:
+    """The curves of Xiong's report in a panel, each in the colour of ours."""
     return [
         {
-            "label": f"Document: {METHODS[method].lower().replace('gaussian noise', 'no flow')}",
+            "label": f"Xiong: {words}",
             "x": list(EPOCHS),
             "mean": list(curves[key]),
             "std": None,
             "style": "dashed",
-            "like": labels[f"document-{method}-position"],
+            "like": labels[f"xiong-{method}-position"],
         }
-        for method, curves in (("gaussian", published.gaussian), ("flow", published.flow))
-        if key in curves and f"document-{method}-position" in labels
+        for method, words, curves in (
+            ("gaussian", "no flow", published.gaussian),
+            ("flow", "flow noise", published.flow),
+        )
+        if key in curves and f"xiong-{method}-position" in labels
     ]
 
 
-def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any] | None:
+def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     """Accuracy and ECE against the strength of each corruption."""
-    if not variants:
-        return None
 
     def line(variant: Variant, kind: str, name: str) -> dict[str, Any]:
-        cells = [
-            summary([part["shift"][kind][name][place] for part in parts.of(variant.key)])
-            for place in range(len(STRENGTHS))
-        ]
-        many = len(parts.of(variant.key)) > 1
+        seeds = [part["shift"][kind][name] for part in parts.of(variant.key)]
+        cells = [summary(values) for values in zip(*seeds, strict=True)]
+        spread = [cell["std"] for cell in cells] if len(seeds) > 1 else None
         return {
             "label": variant.label,
             "x": list(STRENGTHS),
             "mean": [cell["mean"] for cell in cells],
-            "std": [cell["std"] for cell in cells] if many else None,
+            "std": spread,
         }
 
     panels = [
-        {
-            "title": f"{kind.capitalize()}: {'accuracy' if name == 'accuracy' else 'ECE'}",
-            "y_label": "",
-            "log": False,
-            "lines": [line(variant, kind, name) for variant in variants],
-        }
-        for name in ("accuracy", "ece")
+        panel(f"{kind.capitalize()}: {words}", "", [line(variant, kind, name) for variant in variants])
+        for name, words in (("accuracy", "accuracy"), ("ece", "ECE"))
         for kind in KINDS
     ]
     caption = "Corrupted test images, five strengths of each kind; mean over seeds, the band is one standard deviation."
-    return figure(
-        "curves",
-        "Under corruption",
-        caption,
-        {"x_label": "strength", "panels": panels, "columns": len(KINDS)},
-    )
+    data = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
+    return figure("curves", "Under corruption", caption, data)
 
 
-def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any] | None:
-    if not variants:
-        return None
-    groups = {"known": "test images", **novel}
-    panels = [
-        {
-            "title": variant.label,
-            "groups": [
-                pooled_histogram(label, [part["entropy"][key] for part in parts.of(variant.key)])
-                for key, label in groups.items()
-            ],
-        }
-        for variant in variants
-    ]
+def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any]:
+    contents = {variant.label: [part["entropy"] for part in parts.of(variant.key)] for variant in variants}
     return figure(
         "histogram",
         "Entropy of known and of novel images",
         "Predictive entropy in nats; all seeds together. Images the network has never seen should lie to the right.",
-        {"x_label": "predictive entropy (nats)", "panels": panels},
+        {
+            "x_label": "predictive entropy (nats)",
+            "panels": histogram_panels(contents, {"known": "test images", **novel}),
+        },
     )
 
 

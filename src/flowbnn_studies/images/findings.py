@@ -2,20 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from flowbnn.metrics import calibration_floor
-from flowbnn_studies.images.measures import RULE
+from flowbnn.results import Metric, Parts, summary
+from flowbnn_studies.images.evaluation import RULE
 from flowbnn_studies.images.published import Published
-from flowbnn_studies.images.recipes import METHODS, SITES, split_key
-from flowbnn_studies.images.settings import ImageSettings
-from flowbnn_studies.runner.base import Metric, Parts, Variant
-from flowbnn_studies.runner.statistics import Paired, paired, summary
+from flowbnn_studies.images.settings import SITES, ImageSettings
+from flowbnn_studies.images.variants import METHODS, split_key
+from flowbnn_studies.runner.statistics import Paired, paired
+from flowbnn_studies.runner.study import Variant
 
-__all__ = ["answer", "comparisons", "notes", "present", "rows"]
+__all__ = ["RECIPES", "answer", "comparisons", "notes", "present", "rows"]
 
-RECIPES = {"document": "document's recipe", "best": "best recipe"}
-JUDGED = ("accuracy", "nll", "ece")
+RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe"}
+PLAIN = {"xiong": "xiong-longer", "best": "best-plain"}
+MAIN = ("accuracy", "nll", "ece")
+VIEWS = {
+    "": "Best means",
+    "mirror_": "Of an image and its mirror image together",
+    "moved_": "Of six views of an image together",
+}
+
+
+def _beyond(metric: Metric) -> bool:
+    """Whether a metric is of corrupted or novel images."""
+    return metric.key in ("shift_accuracy", "shift_ece") or metric.key.startswith("auroc")
 
 
 def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
@@ -23,128 +36,105 @@ def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
     return [variant for variant in variants if variant.shown and parts.of(variant.key)]
 
 
-def rows(
-    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
-) -> list[dict[str, Any]]:
-    """Our rows with document 000's values beside them and what the methods cost, then rows of other sources."""
-    costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
-    shown = present(parts, variants)
-    last = "best" if any(variant.key.startswith("best-") for variant in shown) else "document"
-    found = []
+def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
+    """For variants with fewer seeds than others of their recipe: how many they have, in words."""
+    most: dict[str, int] = {}
     for variant in shown:
-        row = parts.row(variant, metrics, published.rows.get(variant.key))
-        recipe, method, site = split_key(variant.key)
-        ratios = costs.get(f"{method}-{site}" if site else method, {}) if recipe == last else {}
-        row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
-        if missing := unfinished(parts, shown, variant):
-            row["unfinished"] = missing
-        found.append(row)
-    others = {**published.cited, "To be reached": published.target}
-    for number, (label, values) in enumerate(others.items()):
-        cells = {name: summary([], value) for name, value in values.items()}
-        found.append({"key": f"cited-{number}", "label": label, "values": cells, "cited": "yes"})
-    return found
-
-
-def unfinished(parts: Parts, shown: Sequence[Variant], variant: Variant) -> str:
-    """How many of its recipe's seeds a variant has, in words; nothing where it has all that others have."""
-    recipe = split_key(variant.key)[0]
-    most = max(len(parts.of(other.key)) for other in shown if split_key(other.key)[0] == recipe)
-    number = len(parts.of(variant.key))
-    return f"{number} of {most} seeds" if number < most else ""
+        recipe = split_key(variant.key)[0]
+        most[recipe] = max(most.get(recipe, 0), len(parts.of(variant.key)))
+    counts = {v.key: (len(parts.of(v.key)), most[split_key(v.key)[0]]) for v in shown}
+    return {key: f"{number} of {full} seeds" for key, (number, full) in counts.items() if number < full}
 
 
 def finished(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
     """The variants that have as many seeds as the others of their recipe."""
     shown = present(parts, variants)
-    return [variant for variant in shown if not unfinished(parts, shown, variant)]
+    missing = missing_seeds(parts, shown)
+    return [variant for variant in shown if variant.key not in missing]
 
 
-def compare(parts: Parts, first: str, second: str, metric: str) -> Paired | None:
+def rows(
+    parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
+) -> list[dict[str, Any]]:
+    """Our rows with the values of Xiong's report beside them and what the methods cost, then rows of other sources."""
+    costs = parts.of("cost")[0]["ratios"] if parts.of("cost") else {}
+    shown = present(parts, variants)
+    missing = missing_seeds(parts, shown)
+    last = "best" if any(variant.key.startswith("best-") for variant in shown) else "xiong"
+    table = []
+    for variant in shown:
+        row = parts.row(variant.key, variant.label, metrics, published.rows.get(variant.key))
+        recipe, _, method = variant.key.partition("-")
+        ratios = costs.get(method, {}) if recipe == last else {}
+        row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
+        if variant.key in missing:
+            row["unfinished"] = missing[variant.key]
+        table.append(row)
+    others = {**published.cited, "To be reached": published.target}
+    for number, (label, values) in enumerate(others.items()):
+        cells = {name: summary([], value) for name, value in values.items()}
+        table.append({"key": f"cited-{number}", "label": label, "values": cells, "cited": "yes"})
+    return table
+
+
+def compare(parts: Parts, first: str, second: str, metric: Metric) -> Paired | None:
     """The difference of two variants seed by seed; None where they share no seed."""
-    a, b = parts.common(first, second, metric)
+    a, b = parts.common(first, second, metric.key)
     return paired(a, b) if a else None
-
-
-def pairs() -> list[tuple[str, str, str]]:
-    """What is compared: a title and two variants, the second of which is the one to be beaten."""
-    found = []
-    for recipe in RECIPES:
-        plain = "document-longer" if recipe == "document" else "best-plain"
-        name = recipe.capitalize()
-        for site in SITES:
-            for method, rival in (
-                ("flow", "gaussian"),
-                ("mixture", "gaussian"),
-                ("gaussian", "plain"),
-                ("flow", "plain"),
-            ):
-                second = plain if rival == "plain" else f"{recipe}-{rival}-{site}"
-                words = f"{name}: {method} − {rival}, {site}".replace("gaussian", "Gaussian")
-                found.append((words, f"{recipe}-{method}-{site}", second))
-    return found
 
 
 def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """Every comparison on the metrics that count, for a table of their own."""
-    found = []
-    for title, first, second in pairs():
+    table = []
+    pairs = (("flow", "gaussian"), ("mixture", "gaussian"), ("gaussian", "plain"), ("flow", "plain"))
+    for recipe, site, (method, other) in ((r, s, pair) for r in RECIPES for s in SITES for pair in pairs):
+        first, second = (
+            f"{recipe}-{method}-{site}",
+            PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}",
+        )
+        title = f"{recipe.capitalize()}: {method} − {other}, {site}".replace("gaussian", "Gaussian")
         for metric in metrics:
-            counts = metric.key in (*JUDGED, "shift_accuracy", "shift_ece") or metric.key.startswith("auroc")
-            result = compare(parts, first, second, metric.key) if counts else None
+            result = compare(parts, first, second, metric) if metric.key in MAIN or _beyond(metric) else None
             if result is not None and result.number > 1:
-                found.append(
-                    {
-                        "title": title,
-                        "metric": metric.key,
-                        "mean": result.mean,
-                        "low": result.low,
-                        "high": result.high,
-                        "p": result.p,
-                        "number": result.number,
-                    }
-                )
-    return found
+                table.append({"title": title, "metric": metric.key, **asdict(result)})
+    return table
 
 
-def verdict(result: Paired, higher: bool) -> str:
-    """``"better"``, ``"worse"``, or ``"even"`` where the interval holds nought."""
+def verdict(result: Paired, metric: Metric) -> str:
+    """``"better"``, ``"worse"``, or ``"even"`` where the interval includes zero."""
     if not result.clear:
         return "even"
-    return "better" if (result.mean > 0) == higher else "worse"
+    return "better" if (result.mean > 0) == (metric.better == "higher") else "worse"
 
 
 def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> tuple[str, list[str]]:
     """One comparison in words, on accuracy, NLL and ECE, and its verdicts."""
-    told: dict[str, list[str]] = {"better": [], "worse": [], "even": []}
+    lines: dict[str, list[str]] = {"better": [], "worse": [], "even": []}
     for metric in metrics:
-        result = compare(parts, first, second, metric.key) if metric.key in JUDGED else None
-        if result is None:
-            continue
-        span = (
-            f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}" if result.number > 1 else "one seed"
-        )
-        kind = verdict(result, metric.better == "higher")
-        name = metric.label if metric.label.isupper() else metric.label.lower()
-        told[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({span})")
+        result = compare(parts, first, second, metric) if metric.key in MAIN else None
+        if result is not None:
+            one = (
+                f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}"
+                if result.number > 1
+                else "one seed"
+            )
+            name = metric.label if metric.label.isupper() else metric.label.lower()
+            kind = verdict(result, metric)
+            lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({one})")
     words = {"better": "better in ", "worse": "worse in ", "even": "within chance in "}
-    text = "; ".join(words[kind] + _listed(lines) for kind, lines in told.items() if lines)
-    return text, [kind for kind, lines in told.items() for _ in lines]
+    text = "; ".join(words[kind] + _listed(some) for kind, some in lines.items() if some)
+    return text, [kind for kind, some in lines.items() for _ in some]
 
 
 def _elsewhere(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) -> str:
     """Where else the two differ by more than chance: on corrupted and on novel images."""
-    told = []
+    lines = []
     for metric in metrics:
-        if metric.key not in ("shift_accuracy", "shift_ece") and not metric.key.startswith("auroc"):
-            continue
-        result = compare(parts, first, second, metric.key)
-        if result is not None and verdict(result, metric.better == "higher") != "even":
-            kind = verdict(result, metric.better == "higher")
-            told.append(
-                f"{kind} in {metric.label} by {result.mean:+.3f} ({result.low:+.3f} to {result.high:+.3f})"
-            )
-    return f" (besides, {_listed(told)})" if told else ""
+        result = compare(parts, first, second, metric) if _beyond(metric) else None
+        if result is not None and result.clear:
+            interval = f"({result.low:+.3f} to {result.high:+.3f})"
+            lines.append(f"{verdict(result, metric)} in {metric.label} by {result.mean:+.3f} {interval}")
+    return f" (besides, {_listed(lines)})" if lines else ""
 
 
 def _listed(words: list[str]) -> str:
@@ -158,89 +148,69 @@ def _listed(words: list[str]) -> str:
 
 def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published) -> str:
     """The answer, put together from the numbers; its first line is the short one."""
-    told, counted = [], []
-    for recipe, words in RECIPES.items():
-        for site in SITES:
-            text, kinds = statement(parts, f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", metrics)
-            if text:
-                number = len(parts.common(f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", "nll")[0])
-                rest = _elsewhere(parts, f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}", metrics)
-                told.append(f"{words}, {site}, {number} seeds: {text}{rest}")
-                counted += kinds
-    lines = []
-    if counted:
-        better, worse = counted.count("better"), counted.count("worse")
-        if better == len(counted):
-            lead = "Yes"
-        elif better:
+    lines, kinds = [], []
+    for recipe, site in ((recipe, site) for recipe in RECIPES for site in SITES):
+        flow, gaussian = f"{recipe}-flow-{site}", f"{recipe}-gaussian-{site}"
+        text, some = statement(parts, flow, gaussian, metrics)
+        if text:
+            number = len(parts.common(flow, gaussian, "nll")[0])
+            rest = _elsewhere(parts, flow, gaussian, metrics)
+            name = RECIPES[recipe][0].upper() + RECIPES[recipe][1:]
+            lines.append(f"{name}, {site}, {number} seeds: {text}{rest}.")
+            kinds += some
+    if kinds:
+        better, worse = kinds.count("better"), kinds.count("worse")
+        lead = "No" if worse else "Not by more than chance"
+        if better:
             lead = "In some comparisons, and it is worse in others" if worse else "In some comparisons"
-        else:
-            lead = "No" if worse else "Not by more than chance"
-        lines.append(
-            f"Does the flow beat Gaussian noise? {lead}: of {len(counted)} comparisons over seeds (accuracy, NLL and ECE) it is "
-            f"better by more than chance in {better}, worse in {worse}, and within chance in {counted.count('even')}."
+            lead = "Yes" if better == len(kinds) else lead
+        lines.insert(
+            0,
+            f"Does the flow beat Gaussian noise? {lead}: of {len(kinds)} comparisons over seeds (accuracy, NLL and ECE) it is "
+            f"better by more than chance in {better}, worse in {worse}, and within chance in {kinds.count('even')}.",
         )
-        lines += [f"{line[0].upper()}{line[1:]}." for line in told]
-    for recipe, plain in (("document", "document-longer"), ("best", "best-plain")):
-        line = _against_plain(parts, recipe, plain, variants, metrics)
-        lines += [line] if line else []
+    for recipe, trained in (("xiong", "trained as long"), ("best", "trained as well")):
+        keys = [split_key(v.key) for v in finished(parts, variants)]
+        noisy = [f"{recipe}-{method}-{site}" for one, method, site in keys if one == recipe and site]
+        kinds = [kind for key in noisy for kind in statement(parts, key, PLAIN[recipe], metrics)[1]]
+        if kinds:
+            lines.append(
+                f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
+                f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
+            )
     lines += _reached(parts, variants, metrics, published)
     return "\n".join(lines) or "Too little has been trained for an answer."
-
-
-def _against_plain(
-    parts: Parts, recipe: str, plain: str, variants: Sequence[Variant], metrics: Sequence[Metric]
-) -> str:
-    """Noise of any kind against the plain network that was trained as long: how often it wins."""
-    noisy = [
-        v.key for v in finished(parts, variants) if split_key(v.key)[0] == recipe and split_key(v.key)[2]
-    ]
-    kinds: list[str] = []
-    for key in noisy:
-        kinds += statement(parts, key, plain, metrics)[1]
-    if not kinds:
-        return ""
-    trained = "trained as long" if recipe == "document" else "trained as well"
-    return (
-        f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than chance "
-        f"in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
-    )
 
 
 def _reached(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
-    """The best mean of each metric that has a target, whether it gets there, and who gets to all of them; of all seeds."""
-    told = []
-    for prefix, words in (
-        ("", "Best means"),
-        ("mirror_", "Of an image and its mirror image together"),
-        ("moved_", "Of six views of an image together"),
-    ):
-        means = {
-            metric: {v.label: parts.mean(v.key, metric.key) for v in finished(parts, variants)}
-            for metric in metrics
-            if metric.key.startswith(prefix) and metric.key.removeprefix(prefix) in published.target
-        }
-        known = {m: {label: mean for label, mean in of.items() if mean == mean} for m, of in means.items()}
-        known = {metric: of for metric, of in known.items() if of}
-        if not known:
-            continue
-        lines, there = [], set.intersection(*(set(of) for of in known.values()))
-        for metric, of in known.items():
-            wanted, higher = published.target[metric.key.removeprefix(prefix)], metric.better == "higher"
-            arrived = {label for label, mean in of.items() if (mean >= wanted if higher else mean <= wanted)}
-            label = (max if higher else min)(of, key=of.__getitem__)
-            name = metric.label.partition(", ")[0]
-            lines.append(f"{name} {of[label]:.4f} ({label}; {'reaches' if arrived else 'misses'} {wanted:g})")
-            there &= arrived
-        every = [label for label in next(iter(known.values())) if label in there]
-        if len(known) > 1:
-            lines.append(f"all at once: {' / '.join(every) or 'none'}")
-        told.append(
-            f"{words}: {', '.join(lines[:-1])}; {lines[-1]}." if len(lines) > 1 else f"{words}: {lines[0]}."
-        )
-    return told
+    """The best mean of each metric that has a target, whether it gets there, and who reaches all of them."""
+    lines = []
+    for prefix, words in VIEWS.items():
+        reached: list[str] = []
+        everywhere: list[str] | None = None
+        for metric in metrics:
+            name = metric.key.removeprefix(prefix)
+            if not metric.key.startswith(prefix) or name not in published.target:
+                continue
+            all_means = {v.label: parts.mean(v.key, metric.key) for v in finished(parts, variants)}
+            means = {label: mean for label, mean in all_means.items() if mean == mean}
+            if not means:
+                continue
+            target, sign = published.target[name], 1 if metric.better == "higher" else -1
+            there = [label for label, mean in means.items() if sign * mean >= sign * target]
+            best = max(means, key=lambda label: sign * means[label])
+            verb = "reaches" if there else "misses"
+            reached.append(f"{metric.label.partition(', ')[0]} {means[best]:.4f} ({best}; {verb} {target:g})")
+            everywhere = there if everywhere is None else [label for label in everywhere if label in there]
+        if len(reached) > 1:
+            lines.append(
+                f"{words}: {', '.join(reached)}; all at once: {' / '.join(everywhere or []) or 'none'}."
+            )
+        elif reached:
+            lines.append(f"{words}: {reached[0]}.")
+    return lines
 
 
 def notes(
@@ -251,16 +221,16 @@ def notes(
     remarks: Sequence[str] = (),
 ) -> list[str]:
     """How the numbers came about, for the reader who wants to doubt them; ``remarks`` are the study's own."""
-    document, best = (
+    seeds = [
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
         for recipe in RECIPES
-    )
+    ]
     withheld = (
         f"without the {settings.validation} images settings were chosen on" if settings.withhold else "whole"
     )
-    told = [
-        f"The document's recipe has {document} seeds, the best one {best}. A p-value of the exact sign-flip test cannot be below 0.25 "
-        "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t leaves out nought; "
+    lines = [
+        f"Xiong's recipe has {seeds[0]} seeds, the best one {seeds[1]}. A p-value of the exact sign-flip test cannot be below 0.25 "
+        "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t excludes zero; "
         "of many such intervals one in twenty does so by chance.",
         f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other seeds; "
         f"the final training set is {withheld}. The curves of test accuracy and ECE are for display.",
@@ -270,72 +240,55 @@ def notes(
         "The same for every method.",
         "The time of the study is that of all trainings added up, of which several ran side by side on one device.",
         *(f"Cost: {part['caption']}" for part in parts.of("cost")[:1]),
-        "The values of document 000 are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with the "
-        "KL averaged over positions, which tempers it.",
+        "The values of Xiong's report are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with "
+        "the KL averaged over positions, which tempers it.",
     ]
-    told += _by_chance(parts, variants, settings.tested)
-    return (
-        told + _pace(parts, settings, published) + _earlier_rule(parts, variants) + parts.warnings(variants)
-    )
-
-
-def _by_chance(parts: Parts, variants: Sequence[Variant], number: int) -> list[str]:
-    """What chance alone makes of the ECE of the rows."""
     floors = {
-        variant.label: sum(calibration_floor(part["bins"], number) for part in parts.of(variant.key))
-        / len(parts.of(variant.key))
-        for variant in present(parts, variants)
-        if all("bins" in part for part in parts.of(variant.key))
+        v.label: fmean(calibration_floor(part["bins"], settings.tested) for part in parts.of(v.key))
+        for v in present(parts, variants)
+        if all("bins" in part for part in parts.of(v.key))
     }
-    if not floors:
-        return []
-    least, most = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
-    return [
-        f"No ECE is nought: on {number:,} images a network with such confidences shows, when every one of them is exactly right, "
-        f"{floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
-    ]
-
-
-def _earlier_rule(parts: Parts, variants: Sequence[Variant]) -> list[str]:
-    """Rows whose adaptive sampling was measured when its rule was another."""
-    names = [
-        variant.label
-        for variant in present(parts, variants)
+    if floors:
+        least, most = min(floors, key=floors.__getitem__), max(floors, key=floors.__getitem__)
+        lines.append(
+            f"No ECE is zero: on {settings.tested:,} images a network with such confidences shows, when every one of them is exactly "
+            f"right, {floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
+        )
+    lines += _pace(parts, settings, published)
+    earlier = [
+        v.label
+        for v in present(parts, variants)
         if any(
             "adaptive" in part["values"] and part.get("adaptive_rule") != asdict(RULE)
-            for part in parts.of(variant.key)
+            for part in parts.of(v.key)
         )
     ]
-    if not names:
-        return []
-    return [
-        "Adaptive samples and same decisions were measured with an earlier rule, which let an input stop at a tie, in these rows: "
-        f"{', '.join(names)}."
-    ]
+    if earlier:
+        lines.append(
+            "Adaptive samples and same decisions were measured with an earlier rule, which let an input stop at a tie, in these rows: "
+            f"{', '.join(earlier)}."
+        )
+    return lines + parts.warnings({variant.key: variant.label for variant in variants})
 
 
 def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:
-    """How well the document's recipe fits the training images at its end, here and there."""
+    """How well Xiong's recipe fits the training images at its end, here and in the report."""
     own, theirs = [], []
     for method, curves in (("gaussian", published.gaussian), ("flow", published.flow)):
-        ends = [
-            part["curves"]["log_likelihood"][-1]
-            for part in parts.of(f"document-{method}-position")
-            if part.get("curves", {}).get("log_likelihood")
+        likelihoods = [
+            part.get("curves", {}).get("log_likelihood") for part in parts.of(f"xiong-{method}-position")
         ]
+        ends = [values[-1] for values in likelihoods if values]
         if ends:
             own.append(f"{sum(ends) / len(ends):.2f} ({METHODS[method]})")
             theirs.append(f"{curves['log_likelihood'][-1]:.2f}")
     if not own:
         return []
-    unsaid = (
-        "does not state its batch"
-        if settings.document.padding
-        else "states neither its batch nor whether its images were moved and mirrored"
-    )
+    unsaid = "does not state its batch"
+    if not settings.xiong.padding:
+        unsaid = "states neither its batch nor whether its images were moved and mirrored"
     return [
-        f"Document 000 {unsaid}; here the plain network has "
-        f"{settings.start.batch} images in a step and what starts from it {settings.document.batch}. At the end of its recipe the "
-        f"log-likelihood of a training image is {_listed(own)} here, {_listed(theirs)} in its figure: where the two are far apart, "
-        "so are the ECEs, and the document's recipe is not quite this one."
+        f"Xiong's report {unsaid}; here the plain network has {settings.start.batch} images in a step and what starts from it "
+        f"{settings.xiong.batch}. At the end of its recipe the log-likelihood of a training image is {_listed(own)} here, "
+        f"{_listed(theirs)} in its figure: where the two are far apart, so are the ECEs, and this is not quite Xiong's recipe."
     ]

@@ -1,6 +1,6 @@
 """Figures as plain data, in the forms that the report draws."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,28 +8,18 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics import marginal
 from flowbnn.noise import InputNoise, noise_layers
-from flowbnn_studies.runner.base import Parts, Variant
-from flowbnn_studies.runner.statistics import summary
+from flowbnn.results import summary
 
 __all__ = [
     "count_modes_of",
     "curve",
     "density_pair",
     "density_panels",
-    "figure",
     "histogram",
-    "pooled_bins",
-    "pooled_histogram",
-    "reliability_figure",
+    "histogram_panels",
+    "panel",
     "short",
 ]
-
-Bins = list[dict[str, float | None]]
-
-
-def figure(kind: str, title: str, caption: str, data: dict[str, Any]) -> dict[str, Any]:
-    """One figure of ``results.json``."""
-    return {"kind": kind, "title": title, "caption": caption, "data": data}
 
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
@@ -58,28 +48,6 @@ def curve(label: str, histories: Sequence[Sequence[float]], scale: float = 1.0) 
     }
 
 
-def pooled_bins(many: Sequence[Bins]) -> Bins:
-    """Reliability bins of all seeds as one: shares averaged, confidence and accuracy weighed by them.
-
-    >>> one = {"low": 0.5, "high": 1.0, "confidence": 0.9, "accuracy": 1.0, "fraction": 1.0}
-    >>> two = {"low": 0.5, "high": 1.0, "confidence": 0.6, "accuracy": 0.5, "fraction": 0.5}
-    >>> pooled = pooled_bins([[one], [two]])[0]
-    >>> pooled["fraction"], round(pooled["confidence"], 3), round(pooled["accuracy"], 3)
-    (0.75, 0.8, 0.833)
-    """
-    pooled: Bins = []
-    for bins in zip(*many, strict=True):
-        weight = sum(part["fraction"] or 0.0 for part in bins)
-        means: dict[str, float | None] = {"confidence": None, "accuracy": None}
-        if weight:
-            for name in means:
-                means[name] = sum((part["fraction"] or 0.0) * (part[name] or 0.0) for part in bins) / weight
-        pooled.append(
-            {"low": bins[0]["low"], "high": bins[0]["high"], **means, "fraction": weight / len(bins)}
-        )
-    return pooled
-
-
 def histogram(values: Tensor, low: float, high: float, bins: int) -> dict[str, list[float]]:
     """Shares of the values in equal bins; what lies outside counts in the outermost ones.
 
@@ -95,10 +63,32 @@ def histogram(values: Tensor, low: float, high: float, bins: int) -> dict[str, l
     }
 
 
-def pooled_histogram(label: str, many: Sequence[Mapping[str, list[float]]]) -> dict[str, Any]:
-    """Histograms of all seeds, which share their edges, averaged."""
-    fractions = torch.tensor([part["fraction"] for part in many], dtype=torch.float64).mean(0)
-    return {"label": label, "edges": many[0]["edges"], "fraction": short(fractions, 6)}
+def histogram_panels(
+    contents: Mapping[str, Sequence[Mapping[str, Any]]], groups: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """A panel for each label: histograms by group, averaged over seeds, which share their edges.
+
+    Args:
+        contents: by label, the histograms of each seed by group.
+        groups: label of every group.
+    """
+
+    def pooled(label: str, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        fractions = torch.tensor([one["fraction"] for one in many], dtype=torch.float64).mean(0)
+        return {"label": label, "edges": many[0]["edges"], "fraction": short(fractions, 6)}
+
+    return [
+        {
+            "title": title,
+            "groups": [pooled(label, [one[key] for one in seeds]) for key, label in groups.items()],
+        }
+        for title, seeds in contents.items()
+    ]
+
+
+def panel(title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A panel of curves."""
+    return {"title": title, "y_label": unit, "log": False, "lines": list(lines), **more}
 
 
 def _farthest(noise: InputNoise, number: int) -> list[int]:
@@ -118,14 +108,14 @@ def density_panels(model: nn.Module, layers: Sequence[str], number: int) -> list
         noise = noise_layers(model)[layer]
         assert isinstance(noise, InputNoise)
         for dimension in _farthest(noise, number):
-            found = marginal(model, layer, dimension)
+            density = marginal(model, layer, dimension)
             panels.append(
                 {
                     "title": f"{layer}, noise dimension {dimension}",
-                    "x": short(found.grid),
-                    "posterior": short(found.density),
-                    "prior": short(found.prior),
-                    "modes": found.modes,
+                    "x": short(density.grid),
+                    "posterior": short(density.density),
+                    "prior": short(density.prior),
+                    "modes": density.modes,
                 }
             )
     return panels
@@ -169,16 +159,3 @@ def count_modes_of(many: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     several = sum(number > 1 for number in modes)
     verb = "has" if several < 2 else "have"
     return f"Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} {verb} more than one mode."
-
-
-def reliability_figure(title: str, caption: str, variants: Iterable[Variant], parts: Parts) -> dict[str, Any]:
-    """Accuracy against confidence for every variant, the bins of all seeds together."""
-    models = [
-        {
-            "label": variant.label,
-            "ece": parts.mean(variant.key, "ece"),
-            "bins": pooled_bins([part["bins"] for part in parts.of(variant.key)]),
-        }
-        for variant in variants
-    ]
-    return figure("reliability", title, caption, {"models": models})

@@ -1,7 +1,9 @@
-"""One variant with one seed: where it keeps its state, and whether it is done."""
+"""One variant with one seed: what it depends on, where it keeps its state, and how it is done."""
 
-import json
+import os
+import platform
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -9,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flowbnn_studies.runner.store import plain, read_json, write_json
+from flowbnn.methods import PointPosterior
+from flowbnn.results import plain, read_json, recorded_warnings, write_json
+from flowbnn.training import alone, processes
 
-__all__ = ["Job", "cosine"]
+__all__ = ["Job", "cosine", "work"]
 
 POSTERIOR = "posterior.safetensors"
+GPUS = ("cuda", "gpu")
 
 
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
-    """Learning rates that fall to nought over the run, along a cosine."""
+    """Learning rates that fall to zero over the run, along a cosine."""
     return CosineAnnealingLR(optimizer, steps)
 
 
@@ -33,7 +39,7 @@ class Job:
         settings: the study's settings.
         folder: of the study's results.
         after: key of the variant whose network this one starts from.
-        resume: go on from the checkpoint of a run that was cut.
+        resume: go on from the checkpoint of a run that was interrupted.
         accelerator, precision: where and how to compute, as in :class:`~flowbnn.training.TrainingOptions`.
         devices, num_nodes, strategy: on how many devices; the result does not depend on it.
         acceleration: how steps are taken on a GPU, which changes their time.
@@ -77,69 +83,44 @@ class Job:
         """The trained network it starts from."""
         return self.folder / "checkpoints" / f"{self.after}-seed{self.seed}" / POSTERIOR
 
+    def load_start(self, network: nn.Module) -> nn.Module:
+        """The network it starts from, in the architecture of ``network``."""
+        return PointPosterior.load(self.start, network).model
+
     def identity(self) -> dict[str, Any]:
         """Everything the result depends on: a stored part or checkpoint is used only if all of it is the same.
 
-        Settings may say what of them a variant depends on, by a method ``relevant(variant)``.
+        Settings may say which of them a variant depends on, by a method ``relevant(variant)``.
         """
         relevant = getattr(self.settings, "relevant", None)
-        return json.loads(
-            json.dumps(
-                plain(
-                    {
-                        "study": self.study,
-                        "variant": self.variant,
-                        "seed": self.seed,
-                        "settings": relevant(self.variant) if relevant else asdict(self.settings),
-                        "after": self.after,
-                        "accelerator": self.accelerator,
-                        "precision": self.precision,
-                        "flowbnn": version("flowbnn"),
-                    }
-                )
-            )
-        )
+        names = ("study", "variant", "seed", "after", "accelerator", "precision")
+        settings = relevant(self.variant) if relevant else asdict(self.settings)
+        own = {name: getattr(self, name) for name in names}
+        return plain({**own, "settings": settings, "flowbnn": version("flowbnn")})
 
-    def stored(self, network: bool = True, anywhere: bool = False) -> dict[str, Any] | None:
+    def stored(self, network: bool = False, anywhere: bool = False) -> dict[str, Any] | None:
         """The result of an earlier run of this very job, or None.
 
         Args:
             network: only if its trained network is there too.
             anywhere: whatever the device and the precision it was made with.
         """
-        found, own = read_json(self.part), self.identity()
-        there = (found or {}).get("identity")
-        if anywhere and isinstance(there, dict):
-            there = {**there, "accelerator": self.accelerator, "precision": self.precision}
-        if found is None or there != own or (network and not self.posterior.exists()):
+        part = read_json(self.part) or {}
+        identity, content = part.get("identity"), part.get("content")
+        if not isinstance(identity, dict) or not isinstance(content, dict):
             return None
-        content = found.get("content")
-        if not isinstance(content, dict):
+        free = {"accelerator": self.accelerator, "precision": self.precision} if anywhere else {}
+        if {**identity, **free} != self.identity() or (network and not self.posterior.exists()):
             return None
-        stored = found["identity"]
-        machine = {"device": stored["accelerator"], "torch": "?", "python": "?", **content.get("machine", {})}
-        return {
-            **content,
-            "machine": {
-                **machine,
-                **{name: stored[name] for name in ("accelerator", "precision", "flowbnn")},
-            },
-        }
-
-    def content(self, anywhere: bool = False) -> dict[str, Any] | None:
-        """What the findings are made of: the stored result, without its network."""
-        return self.stored(network=False, anywhere=anywhere)
+        made = {name: identity[name] for name in ("accelerator", "precision", "flowbnn")}
+        return {**content, "machine": {**content["machine"], **made}}
 
     def begin(self) -> None:
-        """Make the state folder; a checkpoint that another kind of run left there is thrown away."""
+        """Make the state folder; a checkpoint that another kind of run left there is deleted."""
         mark = self.state / "identity.json"
         if not self.resume or read_json(mark) != self.identity():
             shutil.rmtree(self.state, ignore_errors=True)
             write_json(mark, self.identity())
-
-    def finish(self, content: dict[str, Any]) -> None:
-        """Store the result."""
-        write_json(self.part, {"identity": self.identity(), "content": content})
 
     def options(self, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
         """Options for the fit functions; about ten checkpoints in a run, since each waits for the disk."""
@@ -158,3 +139,41 @@ class Job:
             "progress": False,
             "optimizer": partial(torch.optim.Adam, fused=True) if self.accelerator == "cpu" else None,
         }
+
+
+def work(job: Job) -> Job:
+    """Do one job and store its result; with one thread, so that the numbers do not depend on the machine's cores."""
+    from flowbnn_studies import get_study
+
+    started = time.monotonic()
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        alone(job.begin)
+        torch.manual_seed(job.seed)
+        with recorded_warnings() as warned:
+            content = get_study(job.study).train(job)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random)
+    machine = {
+        "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if job.accelerator in GPUS:
+        machine["acceleration"] = job.acceleration  # which changes times
+    content |= {"warnings": warned, "seconds": time.monotonic() - started, "machine": machine}
+    alone(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
+    return job
+
+
+def device_name(accelerator: str) -> str:
+    """The machine, in words.
+
+    >>> device_name("cpu").startswith("cpu, ")
+    True
+    """
+    if accelerator in GPUS and torch.cuda.is_available():
+        return f"cuda, {torch.cuda.get_device_name(0)}"
+    return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError, nearest
 from flowbnn_studies.data import (
     CORRUPTIONS,
     CropAndFlip,
@@ -35,12 +34,12 @@ class Pictures:
 
     Args:
         learned: the images to learn from, in bytes on the device.
-        judged: those to test on: the test set, or the validation images when settings are chosen.
+        tested: those to test on: the test set, or the validation images when settings are chosen.
         strangers: sets of images the network has never seen; one called ``"noise"`` is made when asked for.
     """
 
     learned: ImageSet
-    judged: ImageSet
+    tested: ImageSet
     strangers: dict[str, ImageSet | None]
 
     @property
@@ -58,7 +57,7 @@ class Pictures:
     @property
     def test(self) -> Pair:
         """The images to test on as the network takes them, and their labels."""
-        return self.learned.normalizer()(self.judged.images), self.judged.labels
+        return self.learned.normalizer()(self.tested.images), self.tested.labels
 
     def loader(self, training: Training, seed: int) -> TensorLoader:
         """Shuffled batches of equal size; the few images that fill no batch differ from epoch to epoch."""
@@ -74,20 +73,20 @@ class Pictures:
 
     def novel(self, number: int) -> dict[str, Tensor]:
         """At most ``number`` images of every kind the network has never seen, as it takes them."""
-        found = {}
+        novel = {}
         for key, images in self.strangers.items():
             if images is None:
                 generator = torch.Generator().manual_seed(0)
-                shape = self.judged.images.shape[1:]
-                strange = novel_noise(min(number, len(self.judged)), shape, generator, self.device)
+                shape = self.tested.images.shape[1:]
+                strange = novel_noise(min(number, len(self.tested)), shape, generator, self.device)
             else:
                 strange = images.images[:number]
-            found[key] = self.learned.normalizer()(strange)
-        return found
+            novel[key] = self.learned.normalizer()(strange)
+        return novel
 
     def corrupted(self, kind: str, strength: int, number: int) -> Pair:
         """The first ``number`` test images corrupted, as the network takes them, and their labels; the same for all methods."""
-        some = self.judged.subset(slice(0, number))
+        some = self.tested.subset(slice(0, number))
         generator = torch.Generator().manual_seed(strength)
         return self.learned.normalizer()(corrupt(some.to_unit(), kind, strength, generator)), some.labels
 
@@ -106,21 +105,26 @@ def load_pictures(
         data: ``"fashion-mnist"`` or ``"cifar10"``.
         novel: kinds of images the network has never seen: names of sets, or ``"noise"``.
         device: where they are to lie.
-        validation: judge on images put aside from the training set, and do not open the test set at all.
+        validation: test on images put aside from the training set, and do not open the test set at all.
     """
-    read = _Reader(settings)
+
+    def read(name: str, split: str) -> ImageSet:
+        if settings.source == "files":
+            return _read(name, split)
+        return generated_images(settings.generated // (1 if split == "train" else 4), name, split)
+
     learned = read(data, "train")
     if validation or settings.withhold:
         learned, aside = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
-    judged = aside if validation else read(data, "test")
+    tested = aside if validation else read(data, "test")
     colour = learned.images.shape[1] == 3
     strangers: dict[str, ImageSet | None] = {}
     for name in () if validation else novel:
-        found = None if name == "noise" else read(name, "test")
-        if found is not None and colour:
-            found = found.in_colour(learned.images.shape[-1])
-        strangers[name] = None if found is None else found.to(device)
-    return Pictures(learned.to(device), judged.to(device), strangers)
+        images = None if name == "noise" else read(name, "test")
+        if images is not None and colour:
+            images = images.in_colour(learned.images.shape[-1])
+        strangers[name] = None if images is None else images.to(device)
+    return Pictures(learned.to(device), tested.to(device), strangers)
 
 
 @lru_cache(maxsize=6)
@@ -129,25 +133,8 @@ def _read(name: str, split: str) -> ImageSet:
     return load_images(name, split)
 
 
-class _Reader:
-    """Reads published sets, or makes sets of their shapes."""
-
-    def __init__(self, settings: ImageSettings) -> None:
-        if settings.source not in ("files", "generated"):
-            raise FlowBNNError(
-                f"there is no source '{settings.source}'{nearest(settings.source, ['files', 'generated'])}"
-            )
-        self.settings = settings
-
-    def __call__(self, name: str, split: str) -> ImageSet:
-        if self.settings.source == "files":
-            return _read(name, split)
-        number = self.settings.generated if split == "train" else self.settings.generated // 4
-        return generated_images(number, name, split)
-
-
 def generated_images(number: int, name: str, split: str) -> ImageSet:
-    """Pictures of the shape of a published set: waves whose direction and length tell the class, under noise.
+    """Pictures of the shape of a published set: waves whose direction and length encode the class, under noise.
 
     >>> generated_images(20, "cifar10", "test")
     ImageSet(cifar10, test: 20 images of 3x32x32 in 10 classes)

@@ -1,0 +1,249 @@
+"""The methods that comparisons try, each with its settings, and how one of them is measured.
+
+The list names every method there is, so that tables, figures and the command line call them by the same names.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from math import isnan
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowbnn.diagnostics.cost import PeakMemory, clock
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.methods import METHODS, MLE, SGLD, MemberPosterior, Method, Posterior, make_method
+from flowbnn.methods.base import LikelihoodName
+from flowbnn.metrics import novelty_auroc, reliability
+from flowbnn.posterior.forward import device_of
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn.results import Parts
+
+__all__ = [
+    "CANDIDATES",
+    "FAMILIES",
+    "PLAIN",
+    "Candidate",
+    "best_first",
+    "find_candidates",
+    "listed",
+    "measure",
+]
+
+FAMILIES = {  # the name in figures, and the colour that the report gives it
+    "point": ("one network", "slate"),
+    "dropout": ("dropout", "green"),
+    "ensemble": ("ensembles", "olive"),
+    "variational": ("variational weights", "crimson"),
+    "laplace": ("Laplace", "amber"),
+    "chain": ("Markov chains", "violet"),
+    "noise": ("node noise", "vermillion"),
+}
+PLAIN = "mle"  # times are ratios to those of the plain network
+HOURS = 100_000  # above this many weights HMC and NUTS take hours
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One method with its settings.
+
+    Args:
+        key: short name, used in files and on the command line.
+        label: name in tables and figures.
+        method: name in :data:`~flowbnn.methods.METHODS`.
+        family: one of :data:`FAMILIES`.
+        settings: those that differ from the method's defaults.
+        own: common settings that it does not take over, because they mean another thing to it.
+        cost: of one training, roughly, as a multiple of the plain network's: the expensive ones are started first.
+        held_out: whether it learns from held-out data, as calibration does.
+        most_weights: larger networks are skipped, because it would take hours.
+        short: settings for a given number of epochs and of batches per epoch, where the defaults do not suit so few.
+    """
+
+    key: str
+    label: str
+    method: str
+    family: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    cost: float = 1.0
+    held_out: bool = False
+    most_weights: int | None = None
+    short: Callable[[int, int | None], Mapping[str, Any]] | None = None
+
+    @property
+    def colour(self) -> str:
+        return FAMILIES[self.family][1]
+
+    def make(
+        self, specific: Mapping[str, Any] | None = None, batches: int | None = None, **common: Any
+    ) -> Method:
+        """The method with those ``common`` settings that it has, then its own, then the ``specific`` ones."""
+        known = {one.name for one in fields(METHODS[self.method])} - set(self.own)
+        given = {name: value for name, value in common.items() if name in known}
+        suited = self.short(given["epochs"], batches) if self.short and "epochs" in given else {}
+        return make_method(self.method, **{**given, **suited, **self.settings, **(specific or {})})
+
+
+def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
+    """As many of SGLD's snapshots as fit into a short run, with fewer cycles where not even two do."""
+    usual = SGLD()
+    for cycles in (usual.cycles, 1, 0) if epochs and batches is not None else ():
+        for samples in range(usual.samples, 1, -1):
+            with suppress(FlowBNNError):
+                SGLD(cycles=cycles, samples=samples).plan(epochs * (batches or 1))
+                return {"cycles": cycles, "samples": samples}
+    return {}
+
+
+def _short_swag(epochs: int, batches: int | None) -> dict[str, Any]:
+    """Let SWAG collect two sets of weights in two or three epochs."""
+    if epochs == 3:
+        return {"begin": 1 / 3}
+    return {"per_epoch": 2} if epochs == 2 else {}
+
+
+_CHAIN = {"samples": 50, "warmup": 50, "chains": 2}
+_PRIOR = ("prior_scale",)  # that of the noise, or of Laplace, means another thing than that of the weights
+# fmt: off
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("mle", "Maximum likelihood", "mle", "point"),
+    Candidate("map", "MAP", "map", "point"),
+    Candidate("temperature", "Temperature scaling", "temperature", "point", cost=1.2, held_out=True),
+    Candidate("mc-dropout", "MC dropout", "mc-dropout", "dropout", cost=2),
+    Candidate("ensemble", "Deep ensemble of 5", "ensemble", "ensemble", {"members": 5}, cost=5),
+    Candidate("swag", "SWAG", "swag", "ensemble", cost=1.5, short=_short_swag),
+    Candidate("bbb", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
+    Candidate("bbb-mixture", "Bayes by Backprop, mixture prior", "bayes-by-backprop", "variational",
+              {"prior": "scale-mixture"}, cost=2.5),
+    Candidate("mnf", "Multiplicative flows", "mnf", "variational", cost=5),
+    Candidate("laplace", "Laplace, last layer", "laplace", "laplace", own=_PRIOR, cost=1.5),
+    Candidate("laplace-all", "Laplace, all layers", "laplace", "laplace", {"layers": "all"}, _PRIOR, cost=2),
+    Candidate("sgld", "SGLD", "sgld", "chain", own=("optimizer",), cost=3, short=_short_sgld),
+    Candidate("hmc", "HMC", "hmc", "chain", {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
+    Candidate("nuts", "NUTS", "nuts", "chain", {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
+    Candidate("noise-gaussian", "Node noise, Gaussian", "node-noise", "noise", {"kind": "gaussian"}, _PRIOR, cost=2),
+    Candidate("noise-mixture", "Node noise, mixture", "node-noise", "noise", {"kind": "mixture"}, _PRIOR, cost=3),
+    Candidate("noise-planar", "Node noise, planar flow", "node-noise", "noise", {"kind": "planar"}, _PRIOR, cost=4),
+)
+# fmt: on
+
+
+def find_candidates(keys: Iterable[str]) -> list[Candidate]:
+    """Candidates in the order of the tables, by their key, by the name of their method, or by a glob of keys.
+
+    >>> [one.key for one in find_candidates(["node-noise", "map", "laplace"])]
+    ['map', 'laplace', 'noise-gaussian', 'noise-mixture', 'noise-planar']
+    """
+    chosen: set[str] = set()
+    for key in keys:
+        by_key = {one.key for one in CANDIDATES if one.key == key}
+        by_method = {one.key for one in CANDIDATES if one.method == key}
+        matches = by_key or by_method or {one.key for one in CANDIDATES if fnmatchcase(one.key, key)}
+        if not matches:
+            names = [name for one in CANDIDATES for name in (one.key, one.method)]
+            raise FlowBNNError(
+                f"there is no method '{key}' to compare{nearest(key, names)}", argument="methods"
+            )
+        chosen |= matches
+    return [one for one in CANDIDATES if one.key in chosen]
+
+
+def best_first(
+    parts: Parts, candidates: Iterable[Candidate], metric: str, higher: bool = False
+) -> list[Candidate]:
+    """The candidates that have a metric, the best first."""
+    known = [one for one in candidates if not isnan(parts.mean(one.key, metric))]
+    return sorted(known, key=lambda one: parts.mean(one.key, metric), reverse=higher)
+
+
+def listed(parts: Parts, candidates: Iterable[Candidate], metric: str, form: str = ".3f") -> str:
+    """Candidates with their means, for a sentence."""
+    return ", ".join(f"{one.label} {parts.mean(one.key, metric):{form}}" for one in candidates)
+
+
+REPEATS, ENOUGH = 3, 2.0  # a prediction is timed so often, unless that takes more seconds than this
+
+
+def kept_numbers(posterior: Posterior) -> int:
+    """How many real numbers a posterior keeps in order to predict; of a list of networks, those of the list.
+
+    >>> loader = [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))]
+    >>> kept_numbers(MLE(epochs=1).fit(nn.Linear(3, 2), loader, progress=False))  # 3 * 2 + 2
+    8
+    """
+    inner = getattr(posterior, "posterior", posterior)  # temperature scaling wraps the posterior it scales
+    replaced = {f"network.{name}" for name in inner.names} if isinstance(inner, MemberPosterior) else set()
+    kept = {value.data_ptr(): value for name, value in inner.tensors().items() if name not in replaced}
+    return sum(value.numel() for value in kept.values() if value.is_floating_point())
+
+
+def sample_count(posterior: Posterior, wanted: int) -> int:
+    """Networks to average: each once where there are few (or one), else as many as wanted."""
+    few = posterior.default_samples == 1 or isinstance(posterior, MemberPosterior)
+    return min(wanted, posterior.default_samples) if few else wanted
+
+
+def warm_up(network: nn.Module, loader: Iterable[Any], likelihood: LikelihoodName = "auto") -> None:
+    """Train and predict on one batch, so that what torch does once per process is not counted on the first method."""
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise FlowBNNError("the training loader gives no batch", argument="train_loader")
+    posterior = MLE(epochs=2).fit(network, [batch], likelihood=likelihood, progress=False, accelerator="cpu")
+    posterior.predict([batch], 1, progress=False)
+
+
+def measure(
+    method: Method,
+    network: nn.Module,
+    train: Iterable[Any],
+    test: Iterable[Any],
+    *,
+    novel: Any = None,
+    samples: int = 128,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit one method on a copy of a network and evaluate it: plain values, the metrics under ``values``.
+
+    Args:
+        method: from :mod:`flowbnn.methods`.
+        network: copied by the fit.
+        train, test: loaders.
+        novel: inputs unlike the training data, or a loader of them.
+        samples: networks averaged in a prediction.
+        options: of the fit, such as ``likelihood``, ``validation`` and ``seed``.
+    """
+    memory = PeakMemory(device_of(network))
+    started = clock()
+    posterior = method.fit(network, train, **{"progress": False, **options})
+    device = device_of(posterior.model)
+    seconds = clock(device) - started
+    number = sample_count(posterior, samples)
+    times: list[float] = []
+    while not times or (len(times) < REPEATS and sum(times) < ENOUGH):
+        started = clock(device)
+        predictive, targets = posterior.predict_with_targets(test, number, seed=0, progress=False)
+        times.append(clock(device) - started)
+    if targets is None:
+        raise FlowBNNError(
+            "the test loader must give (inputs, targets), not inputs alone", argument="test_loader"
+        )
+    peak, predictive = memory.read(), predictive.cpu()
+    values: dict[str, float | None] = dict(predictive.evaluate(targets))
+    if novel is not None:
+        strange = posterior.predict(novel, number, seed=0, progress=False).cpu()
+        values["auroc"] = novelty_auroc(_uncertainty(predictive), _uncertainty(strange))
+    values |= {"train_seconds": seconds, "predict_seconds": min(times)}
+    values |= {"parameters": float(kept_numbers(posterior)), "memory": peak}
+    content: dict[str, Any] = {"values": values, "samples": number}
+    if isinstance(predictive, CategoricalPredictive):
+        content["bins"] = reliability(predictive.probabilities, targets)
+    return content
+
+
+def _uncertainty(predictive: Any) -> Tensor:
+    """Predictive entropy of classes, epistemic variance of numbers."""
+    entropy = getattr(predictive, "entropy", None)
+    return predictive.epistemic.sum(-1) if entropy is None else entropy

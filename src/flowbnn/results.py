@@ -1,0 +1,300 @@
+"""Numbers over seeds, as ``results.json`` has them: columns, rows, figures as plain data, and files that appear whole or not at all."""
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.posterior.batches import is_batch, split_batch, tensors_of
+from flowbnn.training.randomness import Randomness, loader_generators, seed_all
+
+__all__ = [
+    "CLASSIFICATION",
+    "Metric",
+    "Parts",
+    "digest",
+    "figure",
+    "fingerprint",
+    "plain",
+    "pooled_bins",
+    "read_json",
+    "recorded_warnings",
+    "reliability_figure",
+    "summary",
+    "write_json",
+]
+
+Bins = list[dict[str, float | None]]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the table.
+
+    Args:
+        key: name in the rows.
+        label: head of the column.
+        better: ``"higher"``, ``"lower"`` or ``"none"``.
+        format: how a number is written, as in :func:`format`.
+        definition: one sentence.
+        group: metrics of different groups stand in tables of their own.
+    """
+
+    key: str
+    label: str
+    better: str
+    format: str
+    definition: str
+    group: str = ""
+
+
+# fmt: off
+CLASSIFICATION = (
+    Metric("accuracy", "Accuracy", "higher", ".4f", "Share of unseen inputs whose most probable class is right."),
+    Metric("nll", "NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
+    Metric("ece", "ECE", "lower", ".4f",
+           "Expected calibration error: gap between confidence and accuracy in 15 equal bins, weighted by their share."),
+    Metric("brier", "Brier", "lower", ".4f", "Squared distance to the one-hot label, summed over classes."),
+)
+# fmt: on
+
+
+def summary(values: Sequence[float | None], published: float | None = None) -> dict[str, Any]:
+    """Mean and standard deviation (over ``n - 1``) with the value of every seed.
+
+    >>> summary([1.0, 2.0, 3.0], published=2.5)
+    {'mean': 2.0, 'std': 1.0, 'per_seed': [1.0, 2.0, 3.0], 'published': 2.5}
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    complete = len(known) == len(values) > 0
+    return {
+        "mean": statistics.fmean(known) if complete else None,
+        "std": statistics.stdev(known) if complete and len(known) > 1 else None,
+        "per_seed": list(values),
+        "published": published,
+    }
+
+
+class Parts:
+    """What was measured, by the key of a method (or of a variant of a study) and the seed; a key has the seeds it was trained with.
+
+    A part is a dictionary of plain values: the metrics under ``values``, and whatever the figures need.
+    """
+
+    def __init__(self, seeds: Sequence[int], content: Mapping[tuple[str, int], dict[str, Any]]) -> None:
+        self.seeds, self.content = list(seeds), dict(content)
+
+    def of(self, key: str) -> list[dict[str, Any]]:
+        """The parts of one key, in the order of the seeds."""
+        return [self.content[key, seed] for seed in self.seeds if (key, seed) in self.content]
+
+    def values(self, key: str, metric: str) -> list[Any]:
+        """One metric of one key, a value (or None) for each seed."""
+        return [part["values"].get(metric) for part in self.of(key)]
+
+    def mean(self, key: str, metric: str) -> float:
+        """The mean over seeds; NaN where a seed has no value."""
+        mean = summary(self.values(key, metric))["mean"]
+        return math.nan if mean is None else mean
+
+    def common(self, first: str, second: str, metric: str) -> tuple[list[float], list[float]]:
+        """One metric of two keys, at the seeds where both have it."""
+        shared = [
+            seed for seed in self.seeds if (first, seed) in self.content and (second, seed) in self.content
+        ]
+        pairs = [
+            [self.content[key, seed]["values"].get(metric) for key in (first, second)] for seed in shared
+        ]
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        return [a for a, _ in both], [b for _, b in both]
+
+    def row(
+        self, key: str, label: str, metrics: Iterable[Metric], published: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """A row of the table, with published values beside ours."""
+        cells = {
+            metric.key: summary(self.values(key, metric.key), (published or {}).get(metric.key))
+            for metric in metrics
+            if any(value is not None for value in self.values(key, metric.key))
+        }
+        return {"key": key, "label": label, "values": cells}
+
+    def warnings(self, labels: Mapping[str, str]) -> list[str]:
+        """What the fits warned about, by key, with the number of seeds; layers with the same problem share a line."""
+        lines = []
+        for key, label in labels.items():
+            parts = self.of(key)
+            counts = Counter(
+                pair
+                for part in parts
+                for pair in dict.fromkeys((one["text"], one["layer"]) for one in part.get("warnings", []))
+            )
+            places: dict[str, list[str]] = {}
+            for (text, layer), count in counts.items():
+                times = f"{count} of {len(parts)} seeds"
+                places.setdefault(text, []).append(f"{layer} ({times})" if layer else f"(in {times})")
+            for text, where in places.items():
+                lines.append(f"{label}: {text} {'' if where[0][0] == '(' else 'at '}{', '.join(where)}")
+        return lines
+
+
+HEALTH = {"point": "the noise has collapsed to a point", "prior": "the noise has fallen back onto its prior"}
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[dict[str, str]]]:
+    """Collect the library's own warnings as plain values, one for each layer they name; all others pass."""
+    ours: list[dict[str, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FlowBNNWarning)
+        yield ours
+    for one in caught:
+        if not isinstance(one.message, FlowBNNWarning):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            continue
+        fields = one.message.fields
+        text = HEALTH.get(fields.get("kind", ""), str(one.message))
+        ours += [{"text": text, "layer": layer} for layer in fields.get("layers") or [""]]
+
+
+def figure(kind: str, title: str, caption: str, data: dict[str, Any]) -> dict[str, Any]:
+    """One figure, in a form that the report draws."""
+    return {"kind": kind, "title": title, "caption": caption, "data": data}
+
+
+def pooled_bins(many: Sequence[Bins]) -> Bins:
+    """Reliability bins of all seeds as one: shares averaged, confidence and accuracy weighted by them.
+
+    >>> one = {"low": 0.5, "high": 1.0, "confidence": 0.9, "accuracy": 1.0, "fraction": 1.0}
+    >>> two = {"low": 0.5, "high": 1.0, "confidence": 0.6, "accuracy": 0.5, "fraction": 0.5}
+    >>> pooled = pooled_bins([[one], [two]])[0]
+    >>> pooled["fraction"], round(pooled["confidence"], 3), round(pooled["accuracy"], 3)
+    (0.75, 0.8, 0.833)
+    """
+    pooled: Bins = []
+    for bins in zip(*many, strict=True):
+        weight = sum(part["fraction"] or 0.0 for part in bins)
+        means: dict[str, float | None] = {"confidence": None, "accuracy": None}
+        if weight:
+            for name in means:
+                means[name] = sum((part["fraction"] or 0.0) * (part[name] or 0.0) for part in bins) / weight
+        edges = {"low": bins[0]["low"], "high": bins[0]["high"]}
+        pooled.append({**edges, **means, "fraction": weight / len(bins)})
+    return pooled
+
+
+def reliability_figure(
+    caption: str, labels: Mapping[str, str], parts: Parts, title: str = "Accuracy against confidence"
+) -> dict[str, Any]:
+    """Accuracy against confidence for every key."""
+    models = [
+        {
+            "label": label,
+            "ece": parts.mean(key, "ece"),
+            "bins": pooled_bins([part["bins"] for part in parts.of(key)]),
+        }
+        for key, label in labels.items()
+    ]
+    caption += " Bins of all seeds together; the ECE is the mean over seeds."
+    return figure("reliability", title, caption.strip(), {"models": models})
+
+
+def plain(value: Any) -> Any:
+    """Plain values for JSON: tensors and tuples become lists, NaN and infinity become null.
+
+    >>> plain({"a": torch.tensor([1.0, float("nan")]), "b": (1, 2.5)})
+    {'a': [1.0, None], 'b': [1, 2.5]}
+    """
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    """Write a file beside ``path``, flush it, and rename it to ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(plain(content), file, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise FlowBNNError(f"cannot write '{path}' ({error.strerror or error})", kind="file") from None
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no file or it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def fingerprint(data: Any, inputs: bool = True) -> dict[str, Any] | None:
+    """The number of examples and a checksum that does not depend on their order; None for no data.
+
+    The loader is read from a fixed seed, so that one which shuffles and drops its last batch gives the same examples every time. The
+    ``inputs`` of a loader that augments at random are left out.
+
+    >>> x, y = torch.randn(6, 3), torch.arange(6)
+    >>> fingerprint([(x, y)]) == fingerprint([(x[3:], y[3:]), (x[:3], y[:3])]), fingerprint([(x, y)]) == fingerprint([(-x, y)])
+    (True, False)
+    """
+    if data is None:
+        return None
+    generators = loader_generators(data)
+    randomness = Randomness(generators)
+    before = randomness.state()
+    seed_all(0)
+    for generator in generators:
+        generator.manual_seed(0)
+    count = total = 0
+    try:
+        for batch in [data] if is_batch(data) else data:
+            given, targets = split_batch(batch)
+            tensors = [*tensors_of(given)] * inputs + [*tensors_of(targets)]
+            aligned = len({len(tensor) if tensor.ndim else -1 for tensor in tensors}) == 1
+            for example in zip(*tensors, strict=True) if aligned else [tensors]:
+                checksum = hashlib.sha256(b"".join(map(digest, example))).digest()
+                count, total = count + 1, total + int.from_bytes(checksum[:8], "big")
+    except FlowBNNError:
+        return None  # the fits say what is wrong with the data
+    finally:
+        randomness.restore(before)
+    return {"examples": count, "checksum": f"{total % 2**64:016x}"}
+
+
+def digest(tensor: Tensor) -> bytes:
+    """A checksum of a tensor's shape and values."""
+    dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
+    return (
+        hashlib.sha256(dense.flatten().view(torch.uint8).numpy().tobytes()).digest()
+        + str(tuple(dense.shape)).encode()
+    )
+
+
+def digests(tensor: Tensor) -> list[bytes]:
+    """One for each example."""
+    return [digest(row) for row in tensor.detach().cpu()]

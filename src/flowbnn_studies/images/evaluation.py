@@ -1,0 +1,185 @@
+"""Evaluating one trained variant on the test images, on novel ones and on corrupted ones; the same for all methods."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from flowbnn.methods import PointPosterior, Posterior
+from flowbnn.metrics import calibration_error, novelty_auroc, reliability
+from flowbnn.posterior.adaptive import Adaptive
+from flowbnn.posterior.views import View
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn.results import CLASSIFICATION, Metric
+from flowbnn_studies.data import mirrored, moved
+from flowbnn_studies.images.data import KINDS, STRENGTHS, Pictures
+from flowbnn_studies.images.settings import ImageSettings, Training
+from flowbnn_studies.runner.figures import histogram
+
+__all__ = ["RULE", "by_views", "evaluate", "image_metrics", "predict", "score"]
+
+RULE = Adaptive()
+ROWS = 16384  # in one pass on a GPU, whose memory several jobs share
+MIRROR = (
+    "Of the mean of every network's predictions for the image and for its mirror image (test-time augmentation); where there "
+    "are many networks with half of them, so that it costs the same."
+)
+MOVED = (
+    "Of the mean of every network's predictions for six views: the image and its mirror image, as they are and moved by one pixel "
+    "along either diagonal; where there are many networks with a sixth of them, so that it costs no more."
+)
+
+
+def _moved_and_mirrored(step: int) -> View:
+    return lambda images: mirrored(moved(step, step)(images))
+
+
+# five besides the image itself
+VIEWS: tuple[View, ...] = (
+    mirrored,
+    *(view for step in (1, -1) for view in (moved(step, step), _moved_and_mirrored(step))),
+)
+
+
+def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
+    """The columns of the table; ``novel`` names the kinds of images the network has never seen."""
+    shift, cost = "Novel and corrupted images", "Cost"
+    entropy = "Probability that a novel image ({}) has a higher predictive entropy than a test image; 0.5 is guessing."
+    mutual = "The same ({}) by the mutual information of label and network; a single network has none."
+    views = {
+        "mirror": ("two views", MIRROR, "An image and its mirror image together"),
+        "moved": ("six views", MOVED, "Six views of an image together"),
+    }
+    adaptive = (
+        f"Share of the samples that adaptive sampling spends on the test images, with a tolerance of {RULE.tolerance} in "
+        f"probability or a decision certain to {100 * RULE.certainty:g} %."
+    )
+    # fmt: off
+    return (
+        *CLASSIFICATION,
+        *(Metric(f"auroc_{k}", f"AUROC {name}", "higher", ".3f", entropy.format(name), shift) for k, name in novel.items()),
+        *(Metric(f"mi_{k}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shift) for k, name in novel.items()),
+        Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
+               "Accuracy under noise, blur, brightness and contrast, mean over the four and five strengths.", shift),
+        Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
+        *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)
+          for prefix, (words, definition, group) in views.items() for m in CLASSIFICATION[:3]),
+        Metric("step", "Training step", "lower", ".2f", "Time of a training step over the plain network's.", cost),
+        Metric("memory", "Training memory", "lower", ".2f", "Peak memory in training over the plain network's.", cost),
+        Metric("prediction", "Prediction", "lower", ".2f",
+               "Time of a prediction with all samples over the plain network's time for as many rows.", cost),
+        Metric("minutes", "Minutes", "none", ".2f",
+               "Of one training, its curves included, while other trainings ran on the same device.", cost),
+        Metric("adaptive", "Adaptive samples", "lower", ".3f", adaptive, cost),
+        Metric("agreement", "Same decisions", "higher", ".4f", "Share of test images decided as with all samples.", cost),
+    )
+    # fmt: on
+
+
+def predict(
+    posterior: Posterior,
+    images: Tensor,
+    samples: int,
+    precision: str,
+    adaptive: Adaptive | None = None,
+    views: Sequence[View] = (),
+) -> CategoricalPredictive:
+    """The predictive on the device, with the same draws for all images and at every call, in the precision of the training."""
+    half = images.device.type == "cuda" and precision.startswith("bf16")
+    return posterior.predict(
+        images,
+        1 if isinstance(posterior, PointPosterior) else samples,
+        seed=0,
+        adaptive=adaptive,
+        views=views,
+        max_batch=ROWS if images.device.type == "cuda" else None,
+        precision="bf16" if half else None,
+        progress=False,
+    )
+
+
+def score(
+    posterior: Posterior, pair: tuple[Tensor, Tensor], samples: int, precision: str
+) -> dict[str, float]:
+    """Accuracy, NLL, Brier score and ECE."""
+    return predict(posterior, pair[0], samples, precision).evaluate(pair[1])
+
+
+def by_views(
+    posterior: Posterior,
+    pair: tuple[Tensor, Tensor],
+    settings: ImageSettings,
+    training: Training,
+    precision: str,
+) -> dict[str, float]:
+    """Accuracy, NLL and ECE of several views of an image together, as far as training has seen such views.
+
+    The image and its mirror image where training mirrors; six views where it moves images as well and ``settings.moved`` asks for
+    them. With as many fewer networks, so that as many images are seen.
+    """
+    values: dict[str, float] = {}
+    several = {"mirror": VIEWS[:1]} if training.flip else {}
+    if training.flip and training.padding and settings.moved:
+        several["moved"] = VIEWS
+    for prefix, views in several.items():
+        networks = max(1, settings.samples // (1 + len(views)))
+        seen = predict(posterior, pair[0], networks, precision, views=views).evaluate(pair[1])
+        values |= {f"{prefix}_{name}": seen[name] for name in ("accuracy", "nll", "ece")}
+    return values
+
+
+def _curves(posterior: Posterior, number: int) -> dict[str, list[float]]:
+    """What is kept of a training's history: terms of the bound in nats per image, accuracy and ECE where they were recorded."""
+    history = posterior.history
+    names = {"elbo": "elbo", "log_likelihood": "log_likelihood", "kl": "kl"}
+    names |= {"accuracy": "validation_accuracy", "ece": "validation_ece"}
+    return {
+        name: [round((1.0 / number if name == "kl" else 1.0) * value, 6) for value in history[stored]]
+        for name, stored in names.items()
+        if stored in history
+    }
+
+
+def evaluate(
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, training: Training, precision: str
+) -> dict[str, Any]:
+    """Everything the table and the figures need of one trained network."""
+    images, labels = pictures.test
+    noisy = not isinstance(posterior, PointPosterior)
+    known = predict(posterior, images, settings.samples, precision)
+    values = known.evaluate(labels)
+    values["minutes"] = posterior.history.seconds / 60
+    content: dict[str, Any] = {
+        "values": values,
+        "curves": _curves(posterior, pictures.num_data),
+        "bins": reliability(known.probabilities, labels),
+    }
+    if noisy and settings.samples > RULE.start:
+        sparing = predict(posterior, images, settings.samples, precision, RULE)
+        values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
+        values["agreement"] = float((sparing.labels == known.labels).double().mean())
+        content["adaptive_rule"] = asdict(RULE)
+        del sparing
+    del known
+    values |= by_views(posterior, pictures.test, settings, training, precision)
+    # of the same number of samples as what it is compared with
+    few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
+    content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}
+    for key, strange in pictures.novel(settings.shift_images).items():
+        novel = predict(posterior, strange, settings.shift_samples, precision)
+        values[f"auroc_{key}"] = novelty_auroc(few.entropy, novel.entropy)
+        if noisy:
+            values[f"mi_{key}"] = novelty_auroc(few.mutual_information, novel.mutual_information)
+        content["entropy"][key] = histogram(novel.entropy, 0.0, 2.4, 24)
+    content["shift"] = {kind: {"accuracy": [], "ece": []} for kind in KINDS}
+    for kind, curves in content["shift"].items():
+        for strength in STRENGTHS:
+            corrupted, truth = pictures.corrupted(kind, strength, settings.shift_images)
+            predictive = predict(posterior, corrupted, settings.shift_samples, precision)
+            curves["accuracy"].append(float((predictive.labels == truth).double().mean()))
+            curves["ece"].append(calibration_error(predictive.probabilities, truth))
+    for name in ("accuracy", "ece"):
+        numbers = [value for curves in content["shift"].values() for value in curves[name]]
+        values[f"shift_{name}"] = sum(numbers) / len(numbers)
+    return content

@@ -1,0 +1,128 @@
+"""What a study is: one figure or table of the literature, as variants that are trained once for every seed.
+
+To add one, subclass :class:`Study`: a class of settings, the list of variants, ``train`` for one variant and one seed, and
+``findings``, which makes rows, figures and an answer from what ``train`` returned. Everything else (processes, checkpoints, resuming,
+``results.json``) is the same for all studies and lives in :mod:`flowbnn_studies.runner.run`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.results import Metric, Parts
+from flowbnn_studies.runner.job import Job
+
+__all__ = ["Findings", "Study", "Variant"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of doing it.
+
+    Args:
+        key: short name, used in files.
+        label: name in the table and the figures.
+        after: key of the variant whose trained network it starts from, or None.
+        shown: whether it has a row of its own.
+        cost: of one training against the others; the expensive ones are started first, so that all processes end together.
+        seeds: how many it is trained with; None takes the study's own number.
+        alone: started when all others are done, with nothing beside it, because it measures time.
+    """
+
+    key: str
+    label: str
+    after: str | None = None
+    shown: bool = True
+    cost: float = 1.0
+    seeds: int | None = None
+    alone: bool = False
+
+
+@dataclass
+class Findings:
+    """What a study makes of its parts. A figure may have ``published``: a sentence of its caption that trial runs leave out."""
+
+    answer: str
+    metrics: Sequence[Metric]
+    rows: list[dict[str, Any]]
+    figures: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Study:
+    """One figure or table. Subclasses fill in the class attributes and the three methods.
+
+    ``headline`` names the metrics of the console's table (none: accuracy, NLL, ECE); ``quick`` the settings of a trial run;
+    ``accelerator`` what "auto" means (small networks are fastest on a CPU; "auto" prefers a GPU); ``partial`` whether findings can be
+    made while variants are missing; ``keeps_networks`` whether trained networks stay when no training needs them any more.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    description: ClassVar[str]
+    question: ClassVar[str]
+    source: ClassVar[str]
+    settings: ClassVar[type[Any]]
+    headline: ClassVar[tuple[str, ...]] = ()
+    seeds: ClassVar[int] = 5
+    quick: ClassVar[dict[str, Any]] = {}
+    accelerator: ClassVar[str] = "cpu"
+    partial: ClassVar[bool] = False
+    keeps_networks: ClassVar[bool] = True
+
+    def folder(self, settings: Any) -> str:
+        """The name of the results' folder."""
+        return self.name
+
+    def heading(self, settings: Any) -> str:
+        """The title of the results."""
+        return self.title
+
+    def variants(self, settings: Any) -> tuple[Variant, ...]:
+        """What is trained, in the order of the table; a variant comes after the one it starts from."""
+        raise NotImplementedError
+
+    def train(self, job: Job) -> dict[str, Any]:
+        """Train and evaluate one variant with one seed; plain values, the metrics under ``values``."""
+        raise NotImplementedError
+
+    def findings(self, settings: Any, parts: Parts) -> Findings:
+        """Rows, figures and the answer, from the numbers alone."""
+        raise NotImplementedError
+
+    def check(self, settings: Any, jobs: Sequence[Job]) -> None:
+        """Raise one line if the jobs cannot be run, before the results of an earlier run are cleared for them."""
+
+    def shown(self, settings: Any) -> dict[str, str]:
+        """Keys and labels of the variants that have a row."""
+        return {variant.key: variant.label for variant in self.variants(settings) if variant.shown}
+
+    def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
+        """The settings, with changes by name; ``quick`` gives a trial run whose numbers mean nothing.
+
+        A setting inside a group is named ``group.name``, and the group may be a glob: ``{"flow_*.noise_lr": 0.01}``.
+        """
+        settings = self.settings(**(self.quick if quick else {}))
+        for name, value in changes.items():
+            glob, _, inner = name.partition(".")
+            known: dict[str, Any] = {one: part for one, part in vars(settings).items() if is_dataclass(part)}
+            groups = {group: part for group, part in known.items() if inner and fnmatchcase(group, glob)}
+            if inner and not groups:
+                raise FlowBNNError(f"there is no setting '{name}'{nearest(glob, known)}", argument=name)
+            parts = {group: replace(part, **{inner: value}) for group, part in groups.items()}
+            settings = replace(settings, **(parts or {name: value}))
+        return settings
+
+    def describe_settings(self, settings: Any) -> dict[str, Any]:
+        """The settings as plain values."""
+        return asdict(settings)
+
+    def run(self, settings: Any = None, out: str | Path = "results", **options: Any) -> dict[str, Any]:
+        """Run the study and write ``out/<folder>/results.json``; see :func:`flowbnn_studies.run_study`."""
+        from flowbnn_studies.runner.run import run_study
+
+        return run_study(self, settings=settings, out=out, **options)
