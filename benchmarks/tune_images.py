@@ -26,7 +26,7 @@ import torch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies import get_study
 from flowbnn_studies.cli import _setting as parse_setting
-from flowbnn_studies.runner.planning import suited
+from flowbnn_studies.runner.run import best_place
 
 SHOWN = (
     *("accuracy", "nll", "ece", "brier"),
@@ -77,7 +77,7 @@ def trial(task: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     warnings.simplefilter("ignore", FlowBNNWarning)
     try:
-        report = study.trial(
+        report = study.tune(
             settings,
             task["method"],
             task["seed"],
@@ -98,7 +98,7 @@ def tasks_of(given: argparse.Namespace) -> list[dict[str, Any]]:
     for method in given.method:
         if method not in known:
             raise SystemExit(f"there is no method '{method}'; there are: {', '.join(known)}")
-    accelerator, precision = suited(study, given.accelerator, given.precision)
+    accelerator, precision = best_place(study, given.accelerator, given.precision)
     if given.jobs < 1:
         raise SystemExit(f"--jobs is at least 1, not {given.jobs}")
     fixed = [parse_setting(pair) for pair in given.changes]

@@ -12,9 +12,9 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import FlowNoise
+from flowbnn.results import fingerprint
 from flowbnn.training import load_tensors, save_tensors
 from flowbnn.transforms import Radial
-from flowbnn_studies.comparing.fingerprint import fingerprint
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()

@@ -1,10 +1,10 @@
 """Answers are made of the numbers: turn the numbers round and the words turn."""
 
-from flowbnn_studies import Parts, Variant
-from flowbnn_studies.digits_figures import answer as digits_answer
+from flowbnn_studies import Parts
+from flowbnn_studies.digits import answer as digits_answer
 from flowbnn_studies.flow_length import answer as length_answer
 from flowbnn_studies.flow_length import still_falling
-from flowbnn_studies.two_clusters_figures import answer as clusters_answer
+from flowbnn_studies.two_clusters import answer as clusters_answer
 
 SEEDS = [0, 1, 2, 3]
 WOBBLE = [0.0, 0.0002, -0.0001, 0.0001]
@@ -35,7 +35,7 @@ def clusters(plain, flow, gaussian, longer):
 def test_two_clusters_says_yes_no_and_who_deserves_it():
     good = clusters(plain=0.09, flow=0.004, gaussian=0.02, longer=0.03)
     assert good.startswith("Yes")
-    assert "at most the document's 0.009" in good
+    assert "at most the published 0.009" in good
     assert "does more than the longer training" in good
     assert "worse than the flow" in good
     same = clusters(plain=0.09, flow=0.004, gaussian=0.004, longer=0.004)
@@ -43,7 +43,7 @@ def test_two_clusters_says_yes_no_and_who_deserves_it():
     assert "within chance" in same
     bad = clusters(plain=0.01, flow=0.05, gaussian=0.02, longer=0.005)
     assert bad.startswith("No:")
-    assert "above the document's 0.009" in bad
+    assert "above the published 0.009" in bad
     assert "in its favour" in bad
     assert "better than the flow" in bad
 
@@ -54,10 +54,10 @@ def lengths(**bounds):
 
 
 def test_flow_length_names_the_best_and_whether_no_flow_is_worst():
-    document = lengths(n0=0.13, n3=0.11, n12=0.10)
-    assert "length 12 has the best bound" in document
-    assert "no flow is the worst" in document
-    assert "best here too" in document
+    published = lengths(n0=0.13, n3=0.11, n12=0.10)
+    assert "length 12 has the best bound" in published
+    assert "no flow is the worst" in published
+    assert "best here too" in published
     other = lengths(n0=0.10, n3=0.11, n12=0.13)
     assert "length 0 has the best bound" in other
     assert "length 12 the worst" in other
@@ -67,12 +67,12 @@ def test_flow_length_names_the_best_and_whether_no_flow_is_worst():
     assert "within chance" in close
 
 
-VARIANTS = [Variant(key, key.title()) for key in ("plain", "dropout", "gaussian", "flow")]
+LABELS = {key: key.title() for key in ("plain", "dropout", "gaussian", "flow")}
 
 
 def digits(**changes):
     base = {"nll": 0.1, "auroc": 0.9, "accuracy": 0.98}
-    return digits_answer(parts(**{v.key: {**base, **changes.get(v.key, {})} for v in VARIANTS}), VARIANTS)
+    return digits_answer(parts(**{key: {**base, **changes.get(key, {})} for key in LABELS}), LABELS)
 
 
 def test_digits_names_the_best_and_compares_flow_with_gaussian():

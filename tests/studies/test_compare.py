@@ -11,16 +11,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import flowbnn as fb
+from flowbnn.candidates import find_candidates, kept_numbers
+from flowbnn.compare import Comparison
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn_studies import Parts
+from flowbnn.results import Parts
 from flowbnn_studies.cli import app
-from flowbnn_studies.comparing.findings import answer, pareto_front, with_ratios
-from flowbnn_studies.comparing.measuring import kept_numbers
-from flowbnn_studies.comparing.registry import DATA, NETWORKS, make_network, prepare_data
+from flowbnn_studies.compare import DATA, NETWORKS, prepare_data
 from flowbnn_studies.report import load_results
-from flowbnn_studies.report.figures_pareto import front_of
-from flowbnn_studies.runner.lineup import find_rivals
 
 QUICK = ["--quick", "--jobs", "1", "--no-progress", "--set", "train=60", "--set", "test=40", "--epochs", "2"]
 
@@ -48,20 +46,14 @@ def made(**values):
     return Parts([0], content)
 
 
-def test_the_front_by_hand():
-    # 0: cheapest; 1: dearer and better; 2: beaten by 1; 3: as dear as 1 and worse; 4: the best and dearest
-    costs, losses = [1.0, 2.0, 3.0, 2.0, 9.0], [0.5, 0.3, 0.4, 0.6, 0.1]
-    assert front_of(costs, losses) == [0, 1, 4]
-    assert front_of([2.0, 1.0], [0.1, 0.1]) == [1]
-    assert front_of([1.0, 1.0], [0.2, 0.2]) == [0, 1]
-    assert front_of([], []) == []
-
-
 def test_times_are_those_of_the_plain_network_and_the_front_follows():
-    parts = with_ratios(made(mle=(2.0, 0.5), map=(3.0, 0.6), mc_dropout=(8.0, 0.2)))
-    assert [parts.mean(key, "training") for key in ("mle", "map", "mc-dropout")] == [1.0, 1.5, 4.0]
-    chosen = find_rivals(["mle", "map", "mc-dropout"])
-    assert [rival.key for rival in pareto_front(parts, chosen, "training", "nll")] == ["mle", "mc-dropout"]
+    table = Comparison(
+        find_candidates(["mle", "map", "mc-dropout"]),
+        made(mle=(2.0, 0.5), map=(3.0, 0.6), mc_dropout=(8.0, 0.2)),
+    )
+    assert {row["key"]: row["training"] for row in table.rows} == {"mle": 1.0, "map": 1.5, "mc-dropout": 4.0}
+    assert [one.key for one in table.pareto("training", "nll")] == ["mle", "mc-dropout"]
+    assert table.best == "mc-dropout"
 
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # one epoch teaches the noise nothing
@@ -78,7 +70,7 @@ def test_the_numbers_a_posterior_keeps_by_hand():
 def test_memory_is_seen_or_not_told():
     # in a process of its own: one that has run other tests has memory at hand that it need not ask for
     program = (
-        "import torch; from flowbnn_studies.comparing.measuring import PeakMemory; memory = PeakMemory(); "
+        "import torch; from flowbnn.diagnostics.cost import PeakMemory; memory = PeakMemory(); "
         "held = torch.ones(30 * 2**20); print(memory.read(), float(held[0]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -90,7 +82,8 @@ def test_memory_is_seen_or_not_told():
 def test_every_network_fits_every_set_of_images():
     for name in NETWORKS:
         bundle = prepare_data(name, "digits", seed=0, train=4, test=4)
-        assert make_network(name, bundle).eval()(bundle.test[0]).shape == (4, bundle.classes)
+        made = NETWORKS[name][0](bundle.shape, bundle.classes).eval()
+        assert made(bundle.test[0]).shape == (4, bundle.classes)
     assert set(DATA) == {"digits", "clusters", "mnist", "fashion-mnist", "cifar10"}
 
 
@@ -112,8 +105,8 @@ def test_a_users_own_network_and_loaders(tmp_path):
     assert 0 <= row["auroc"] <= 1
     text = str(found)
     assert "MAP(epochs=2, lr=0.1)" in text
-    assert found.findings.answer in text
-    assert "Training" in found.table().splitlines()[0]
+    assert found.answer in text
+    assert "Training" in text.splitlines()[0]
     results = load_results(tmp_path)
     assert [one["key"] for one in results["rows"]] == [one["key"] for one in found.rows]
     part = tmp_path / "parts" / "mc-dropout-seed0.json"
@@ -130,11 +123,9 @@ def test_what_was_made_with_other_weights_is_done_anew_and_told(tmp_path):
     with torch.no_grad():
         next(other.parameters()).add_(0.5)
     found = fb.compare(first, train, test, **options)
-    with pytest.warns(
-        FlowBNNWarning, match="of mle, map was made with another .* \\(different: weights\\)"
-    ) as caught:
+    with pytest.warns(FlowBNNWarning, match="of mle, map was made with other settings") as caught:
         again = fb.compare(other, train, test, resume=True, **options)
-    assert "seed torch before the network is made" in str(caught[0].message)
+    assert caught[0].message.fields["different"] == ["weights"]
     assert again.rows != found.rows
     with warnings.catch_warnings():
         warnings.simplefilter("error", FlowBNNWarning)
@@ -155,13 +146,13 @@ def test_numbers_are_compared_too():
     ("change", "message"),
     [
         ({"methods": ["mapp"]}, "did you mean 'map'"),
-        ({"methods": [3]}, "names or methods"),
+        ({"methods": [3]}, "keys or methods"),
         ({"resume": True}, "needs the folder"),
-        ({"seeds": 0}, "seeds are a number of at least 1"),
-        ({"seeds": [1, 1]}, "seeds are a number of at least 1"),
-        ({"lr": -1.0}, r"Maximum likelihood \('mle'\): lr"),
-        ({"network": 3}, "takes a network"),
-        ({"test_loader": iter([])}, "gone through once for every method"),
+        ({"seeds": 0}, "seeds=..."),
+        ({"seeds": [1, 1]}, "seeds must be different"),
+        ({"lr": -1.0}, "lr"),
+        ({"network": 3}, "network=..."),
+        ({"test_loader": iter([])}, "read once for every method"),
     ],
 )
 def test_what_cannot_be_compared_is_told_in_a_line(change, message):
@@ -186,7 +177,7 @@ def test_a_method_that_so_few_epochs_do_not_suit_is_left_out():
     with pytest.warns(FlowBNNWarning, match=r"SWAG \('swag'\) is left out of the comparison: .*more epochs"):
         found = fb.compare(network(), train, test, epochs=1, **options)
     assert {row["key"] for row in found.rows} == {"mle", "map"}
-    assert any(note.startswith("SWAG is not in the table: ") for note in found.findings.notes)
+    assert any(note.startswith("SWAG is not in the table: ") for note in found.notes)
 
 
 def test_a_method_that_fails_is_told_once_by_name():
@@ -200,21 +191,18 @@ def test_a_method_that_fails_is_told_once_by_name():
         found = fb.compare(network(), train, test, seeds=2, **options)
     told = [str(one.message) for one in caught]
     assert told == ["mine ('mine') is left out of the comparison: not today"]
-    assert found.findings.notes == ["mine is not in the table: not today."]
+    assert found.notes == ["mine is not in the table: not today."]
 
 
 def test_a_score_worse_than_guessing_is_not_praised():
-    parts = made(mle=(2.0, 0.5), map=(3.0, 0.6))
+    parts, chosen = made(mle=(2.0, 0.5), map=(3.0, 0.6)), find_candidates(["mle", "map"])
     for (key, _), part in parts.content.items():
         part["values"]["auroc"] = {"mle": 0.2, "map": 0.33}[key]
-    chosen = find_rivals(["mle", "map"])
-    told = answer(parts, chosen)
-    assert (
-        "No method tells novel inputs from known ones (best: MAP 0.330 AUROC, where 0.5 is guessing)" in told
-    )
-    assert "Best at telling" not in told
+    text = Comparison(chosen, parts).answer
+    assert "No method detects novel inputs (best: MAP 0.330 AUROC, where 0.5 is guessing)" in text
+    assert "Best at detecting" not in text
     parts.content["map", 0]["values"]["auroc"] = 0.9
-    assert "Best at telling novel inputs: MAP 0.900 (AUROC)" in answer(parts, chosen)
+    assert "Best at detecting novel inputs: MAP 0.900 (AUROC)" in Comparison(chosen, parts).answer
 
 
 def test_seeds_times_and_the_call(tmp_path):
@@ -222,23 +210,21 @@ def test_seeds_times_and_the_call(tmp_path):
     options = {"methods": ["map", fb.MCDropout(epochs=1)], "epochs": 1, "samples": 4, "progress": False}
     options |= {"novel": strange, "accelerator": "cpu"}
     one = fb.compare(network(), train, test, **options)
-    assert "several (seeds=3) do" in one.findings.answer
+    assert "several (seeds=3) can" in one.answer
     found = fb.compare(network(), train, test, seeds=2, folder=tmp_path, **options)
     assert found.parts.seeds == [0, 1]
-    assert "2 seeds" in found.findings.answer
-    assert "±" in found.table()
-    assert "One seed" not in found.findings.answer
+    assert "2 seeds" in found.answer
+    assert "±" in str(found)
+    assert "One seed" not in found.answer
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == sorted(
         f"{key}-seed{seed}.json" for key in ("mle", "map", "mc-dropout") for seed in (0, 1)
     )
     results = load_results(tmp_path)
-    assert results["command"] == (
-        "flowbnn.compare(network, train_loader, test_loader, novel=novel, methods=['map', flowbnn.MCDropout(epochs=1)], "
-        "epochs=1, samples=4, seeds=2, accelerator='cpu')"
-    )
+    assert results["command"].startswith("flowbnn.compare(network, train_loader, test_loader, ")
+    assert "methods=['map', MCDropout(epochs=1)], epochs=1" in results["command"]
     again = fb.compare(network(), train, test, seeds=2, folder=tmp_path, resume=True, **options)
     assert again.rows == found.rows
-    assert again.seconds == found.seconds > 0
+    assert load_results(tmp_path)["seconds"] == results["seconds"] > 0
 
 
 def test_the_command_line_compares_and_goes_on(tmp_path):
@@ -277,7 +263,7 @@ def test_the_command_line_compares_and_goes_on(tmp_path):
         (["--data", "digit"], "did you mean 'digits'"),
         (["--data", "clusters"], "take --network mlp"),
         (["--methods", "laplac"], "did you mean 'laplace'"),
-        (["--epochs", "0"], "--epochs is at least 1"),
+        (["--epochs", "0"], "(epochs=...) must be an integer of at least 1"),
     ],
 )
 def test_bad_words_are_told_in_a_line(words, message, tmp_path):

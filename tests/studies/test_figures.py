@@ -6,13 +6,13 @@ from torch import nn
 
 from flowbnn import NormalAffine, NormalPlanar, to_stochastic
 from flowbnn.noise import noise_layers
+from flowbnn.results import pooled_bins
 from flowbnn_studies.runner.figures import (
     curve,
     density_pair,
     density_panels,
     histogram,
-    pooled_bins,
-    pooled_histogram,
+    histogram_panels,
 )
 
 
@@ -40,8 +40,11 @@ def test_pooled_bins_weigh_by_share_and_keep_empty_ones_empty():
 def test_histograms_hold_everything_once():
     found = histogram(torch.tensor([-1.0, 0.0, 0.49, 0.5, 1.0, 7.0]), 0.0, 1.0, 2)
     assert found["fraction"] == pytest.approx([0.5, 0.5])
-    pooled = pooled_histogram("x", [found, {"edges": found["edges"], "fraction": [1.0, 0.0]}])
-    assert pooled["fraction"] == pytest.approx([0.75, 0.25])
+    other = {"edges": found["edges"], "fraction": [1.0, 0.0]}
+    (panel,) = histogram_panels({"title": [{"x": found}, {"x": other}]}, {"x": "label"})
+    assert panel["title"] == "title"
+    assert panel["groups"][0]["label"] == "label"
+    assert panel["groups"][0]["fraction"] == pytest.approx([0.75, 0.25])
 
 
 def test_densities_are_densities_of_the_dimensions_that_moved():

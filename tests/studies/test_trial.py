@@ -5,27 +5,27 @@ from flowbnn_studies.report import write_report
 from flowbnn_studies.report.console import console_lines
 from flowbnn_studies.report.tables import make_table
 
-WORDS = "(generated images, a trial of the program: the numbers mean nothing)"
+WORDS = "(generated images, a trial run: the numbers mean nothing)"
 
 
 def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path):
     study = get_study("lenet-fashion")
     changes = {"generated": 80, "shift_images": 8, "*.batch": 40, "*.epochs": 1, "rounds": 0}
     settings = study.make_settings(quick=True, **changes)
-    only = ["document-longer", "document-flow-position", "document-gaussian-position"]
+    only = ["xiong-longer", "xiong-flow-position", "xiong-gaussian-position"]
     options = {"out": tmp_path, "seeds": 1, "progress": False, "accelerator": "cpu", "only": only}
     real = study.run(settings, **options)
     assert any(row.get("cited") for row in real["rows"])
-    marked = study.run(settings, **options, collect=True, smoke=True)
+    marked = study.run(settings, **options, collect=True, trial=True)
     assert marked["title"] == f"LeNet on Fashion-MNIST {WORDS}"
     assert "mean nothing" in marked["answer"]
     assert "mean nothing" in marked["notes"][0]
     assert not any(row.get("cited") for row in marked["rows"])
     assert not any(cell["published"] for row in marked["rows"] for cell in row["values"].values())
     first, redrawn = real["figures"][0], marked["figures"][0]
-    assert any(line["label"].startswith("Document:") for line in first["data"]["panels"][0]["lines"])
+    assert any(line["label"].startswith("Xiong:") for line in first["data"]["panels"][0]["lines"])
     for panel in redrawn["data"]["panels"]:
-        assert not any(line["label"].startswith("Document:") for line in panel["lines"])
+        assert not any(line["label"].startswith("Xiong:") for line in panel["lines"])
         assert not panel.get("levels")
     assert "Dashed" in first["caption"]
     assert "Dashed" not in redrawn["caption"]
@@ -33,15 +33,15 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     assert not any(cell.best for cell in cells)
     told = "\n".join(console_lines(marked))
     assert WORDS in told
-    assert "published" not in told.split(WORDS)[1].split("document")[0]
+    assert "published" not in told.split(WORDS)[1].split("Xiong's")[0]
     page = write_report([{**marked, "figures": []}], tmp_path / "page.html").read_text()
     assert WORDS in page
     assert "Bold with a dot: the best" not in page
 
 
 def test_a_trial_of_another_study_has_tiny_settings():
-    from flowbnn_studies.runner.trial import mark_trial
+    from flowbnn_studies.runner.run import mark_trial
 
-    marked = mark_trial({"title": "Digits", "rows": [], "figures": [], "notes": []})
-    assert marked["title"] == "Digits (tiny settings, a trial of the program: the numbers mean nothing)"
+    marked = mark_trial({"title": "Digits", "rows": [], "notes": []}, [])
+    assert marked["title"] == "Digits (tiny settings, a trial run: the numbers mean nothing)"
     assert "generated" not in marked["answer"]

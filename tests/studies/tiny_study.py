@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from flowbnn.options import options
 from flowbnn_studies import _STUDIES, Findings, Metric, Study, Variant, register_study
 
 METRIC = Metric("score", "Score", "higher", ".3f", "A number.")
 
 
-@dataclass(frozen=True)
+@options
 class Settings:
     slope: float = 2.0
     epochs: int = 1
@@ -38,7 +38,7 @@ class Tiny(Study):
         return {"values": {"score": job.settings.slope * (job.seed + 1) + (job.variant == "more")}}
 
     def findings(self, settings, parts):
-        rows = [parts.row(variant, [METRIC]) for variant in self.variants(settings)]
+        rows = [parts.row(variant.key, variant.label, [METRIC]) for variant in self.variants(settings)]
         return Findings(f"{parts.mean('more', 'score'):.1f}", [METRIC], rows, [])
 
 

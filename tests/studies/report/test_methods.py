@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from flowbnn.candidates import CANDIDATES
 from flowbnn_studies import digits as digits_study
 from flowbnn_studies import two_clusters as clusters_study
-from flowbnn_studies.images.recipes import image_variants
+from flowbnn_studies.images.variants import image_variants
 from flowbnn_studies.report.figures import make_plot, study_colours
 from flowbnn_studies.report.methods import METHODS, method_of
-from flowbnn_studies.runner.lineup import RIVALS
 
 
 def test_every_method_of_every_study_has_its_colour() -> None:
@@ -31,7 +31,7 @@ def test_every_method_of_every_study_has_its_colour() -> None:
             seen.add(names[0])
     assert seen == set(expected)
     families: dict[str, set[str]] = {}
-    for rival in RIVALS:
+    for rival in CANDIDATES:
         kind = method_of(rival.label)
         assert kind is not None, rival.label
         families.setdefault(rival.family, set()).add(kind.name)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from flowbnn.candidates import find_candidates
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results, write_report
-from flowbnn_studies.runner.lineup import find_rivals
 
 FEW = ("mle", "mc-dropout", "noise-gaussian")
 SETTINGS = {
@@ -41,7 +41,7 @@ def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
     assert {row["key"] for row in results["rows"]} == set(FEW)
     colours = {row["key"]: row["colour"] for row in results["rows"]}
-    assert colours == {rival.key: rival.colour for rival in find_rivals(FEW)}
+    assert colours == {candidate.key: candidate.colour for candidate in find_candidates(FEW)}
     for row in results["rows"]:
         assert row["values"]["nll"]["mean"] == row["values"]["nll"]["per_seed"][0]
     page = write_report([results], tmp_path / "page.html").read_text()

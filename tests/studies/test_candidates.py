@@ -1,35 +1,39 @@
-"""The line-up of methods, and what the studies of all methods measure, worked out by hand."""
+"""The candidates, and what the studies of all methods measure, worked out by hand."""
 
 import math
 
 import pytest
 import torch
 
+from flowbnn.candidates import CANDIDATES, FAMILIES, find_candidates
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import METHODS
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies import Parts, get_study
+from flowbnn_studies.elephant import accuracy_with_new, threshold_for, uncertainty
 from flowbnn_studies.regression_1d import growth_of, scaled
-from flowbnn_studies.runner.lineup import FAMILIES, RIVALS, find_rivals, rivals
-from flowbnn_studies.runner.rejecting import accuracy_with_new, threshold_for, uncertainty
 
 
-def test_every_method_has_a_rival_and_every_rival_a_method():
-    assert {rival.method for rival in RIVALS} == set(METHODS)
-    assert len({rival.key for rival in RIVALS}) == len({rival.label for rival in RIVALS}) == len(RIVALS)
-    assert {rival.family for rival in RIVALS} <= set(FAMILIES)
-    for rival in rivals():
-        made = rival.make(epochs=7, lr=0.5, prior_scale=2.0)
-        assert made.name == rival.method
+def test_every_method_has_a_candidate_and_every_candidate_a_method():
+    assert {candidate.method for candidate in CANDIDATES} == set(METHODS)
+    assert (
+        len({candidate.key for candidate in CANDIDATES})
+        == len({candidate.label for candidate in CANDIDATES})
+        == len(CANDIDATES)
+    )
+    assert {candidate.family for candidate in CANDIDATES} <= set(FAMILIES)
+    for candidate in CANDIDATES:
+        made = candidate.make(epochs=7, lr=0.5, prior_scale=2.0)
+        assert made.name == candidate.method
         assert made.epochs == 7
         assert (
-            rival.method != "node-noise" or made.prior_scale == 0.5
+            candidate.method != "node-noise" or made.prior_scale == 0.5
         )  # that of the noise, not of the weights
 
 
 def test_short_runs_get_settings_that_suit_them():
-    swag, sgld = find_rivals(["swag", "sgld"])
+    swag, sgld = find_candidates(["swag", "sgld"])
     for epochs in (2, 3, 4, 5):
         made = swag.make(epochs=epochs)
         assert made.first >= 1
@@ -44,12 +48,16 @@ def test_short_runs_get_settings_that_suit_them():
     assert sgld.make(epochs=3, batches=20).cycles == 4
 
 
-def test_rivals_are_found_by_key_or_method():
-    assert [rival.key for rival in find_rivals(["bayes-by-backprop", "mle"])] == ["mle", "bbb", "bbb-mixture"]
-    assert [rival.key for rival in find_rivals(["laplace", "map"])] == ["map", "laplace"]
-    assert [rival.key for rival in find_rivals(["laplace*"])] == ["laplace", "laplace-all"]
+def test_candidates_are_found_by_key_or_method():
+    assert [candidate.key for candidate in find_candidates(["bayes-by-backprop", "mle"])] == [
+        "mle",
+        "bbb",
+        "bbb-mixture",
+    ]
+    assert [candidate.key for candidate in find_candidates(["laplace", "map"])] == ["map", "laplace"]
+    assert [candidate.key for candidate in find_candidates(["laplace*"])] == ["laplace", "laplace-all"]
     with pytest.raises(FlowBNNError, match="did you mean 'laplace'"):
-        find_rivals(["laplac"])
+        find_candidates(["laplac"])
 
 
 def test_the_curve_by_hand():
@@ -90,7 +98,7 @@ def test_the_ring_is_a_ring():
         ring(5, -1.0)
 
 
-def test_the_documents_uncertainties_by_hand():
+def test_the_uncertainties_by_hand():
     # two networks: (0.9, 0.1, 0) and (0.5, 0.1, 0.4); p* = (0.7, 0.1, 0.2)
     samples = torch.tensor([[[0.9, 0.1, 0.0]], [[0.5, 0.1, 0.4]]], dtype=torch.float64)
     found = CategoricalPredictive.from_probabilities(samples)
@@ -105,7 +113,7 @@ def test_the_threshold_keeps_the_share_it_says():
     assert threshold_for(scores, 0.95) == 19.0
     assert threshold_for(scores, 1.0) == 20.0
     assert threshold_for(scores, 0.01) == 1.0
-    with pytest.raises(FlowBNNError, match="share above 0"):
+    with pytest.raises(FlowBNNError, match="kept"):
         threshold_for(scores, 0.0)
 
 
@@ -123,7 +131,7 @@ def test_answers_follow_the_numbers():
     from flowbnn_studies.clusters_2d import answer as ring_answer
     from flowbnn_studies.regression_1d import answer as curve_answer
 
-    chosen = find_rivals(["map", "mc-dropout"])
+    chosen = find_candidates(["map", "mc-dropout"])
 
     def parts(**values):
         return Parts([0], {(key.replace("_", "-"), 0): {"values": value} for key, value in values.items()})
