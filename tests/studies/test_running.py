@@ -67,7 +67,7 @@ def test_more_seeds_add_to_those_that_are_done(study, tmp_path):
     assert results["seeds"] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("change", [{"settings": Settings(slope=3.0)}, {"precision": "64-true"}])
+@pytest.mark.parametrize("change", [{"settings": Settings(slope=3.0)}, {"precision": "bf16-mixed"}])
 def test_parts_of_other_settings_are_not_used(study, tmp_path, change):
     run(study, tmp_path)
     left_over = tmp_path / "tiny" / "checkpoints" / "base-seed0" / "last.safetensors"
