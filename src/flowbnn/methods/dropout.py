@@ -13,7 +13,6 @@ differ.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -146,8 +145,3 @@ class DropoutPosterior(Posterior):
         for index in samples:
             torch.manual_seed(generator_of(seed, index).initial_seed())
             yield prediction.network
-
-    @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``."""
-        return cls.restore(network, *cls.read(path), path)

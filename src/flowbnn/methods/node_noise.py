@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,8 +102,6 @@ class NoisePosterior(Posterior):
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
-        from copy import deepcopy
-
         network = deepcopy(self.model).eval()
         hold_noise(network, "shared", samples=1, seed=seed)
         return network
@@ -147,7 +145,7 @@ class NoisePosterior(Posterior):
         return {**super().document(), "recipes": recipes}
 
     @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
+    def load(cls, path: Any, network: nn.Module) -> "Posterior":
         """Read a saved posterior.
 
         Args:
@@ -170,6 +168,8 @@ class NoisePosterior(Posterior):
             network = to_stochastic(
                 network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
             )
+        else:
+            network = deepcopy(network)
         restored = cls.restore(network, tensors, document, path)
         for layer in noise_layers(restored.model).values():
             layer.fitted = True

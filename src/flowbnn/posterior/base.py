@@ -21,9 +21,10 @@ some of these networks, its samples, for a batch of inputs. Everything else is d
 torch.Size([5, 3])
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import wraps
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import Count, Positive, options, takes
+from flowbnn.options import Count, Positive, checked, options, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.batches import Collected, call, failure, grouped, is_batch, move, sharing, split_batch
 from flowbnn.posterior.forward import Forward, Kept, casting, device_of, dtype_of, evaluating
@@ -167,10 +168,33 @@ class Prediction(Forward):
         self.stack.close()
 
 
+TAKES_TURNS = {
+    "sample",
+    "draws",
+    "log_prob",
+    "member",
+    "mean_network",
+}  # methods that read the network, beside predict and save
+
+
+def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a posterior wait for the predictions of other threads."""
+
+    @wraps(method)
+    def wait(self: "Posterior", *args: Any, **kwargs: Any) -> Any:
+        with self.kept.lock:
+            return method(self, *args, **kwargs)
+
+    return wait
+
+
 class Posterior:
     """Networks that agree with the data, and the observation model of their outputs.
 
-    To write one, define :meth:`outputs`; for saving also ``document``, ``extra_tensors`` and ``load``.
+    To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`restored` where it has more than a
+    network, a likelihood and a history.
+
+    Predictions of several threads take turns, since they put other weights in the network's place: see :class:`Kept`.
 
     Args:
         model: the network.
@@ -183,6 +207,11 @@ class Posterior:
     default_samples: int = 128
     compiles: bool = False  # whether predictions may pass the network through torch.compile
     only_shared: bool = False  # whether a draw always serves all inputs
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in TAKES_TURNS & vars(cls).keys():
+            setattr(cls, name, _take_turns(vars(cls)[name]))
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -325,6 +354,22 @@ class Posterior:
         """Log-density of weights, where the method has one."""
         raise FlowBNNError(f"a {type(self).__name__} has no density that could be computed; it can predict")
 
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the posterior besides the network's and the likelihood's, for saving."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Plain values of the posterior besides its tensors, for saving."""
+        return {}
+
+    @classmethod
+    def restored(cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]) -> "Posterior":
+        """The posterior again, from one with its network, likelihood and history, and from what ``state`` and ``settings`` gave.
+
+        Whatever it raises says that the file is damaged.
+        """
+        return cls(point.model, point.likelihood, point.history)
+
     def document(self) -> dict[str, Any]:
         """What is saved beside the tensors."""
         return {
@@ -332,21 +377,33 @@ class Posterior:
             "likelihood": self.likelihood.to_dict(),
             "history": self.history.to_dict(),
             "modules": kinds_of(self.model),
+            "settings": self.settings(),
         }
-
-    def save(self, path: str | Path) -> Path:
-        """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
-        return save_tensors(path, self.tensors(), self.document())
 
     def tensors(self) -> dict[str, Tensor]:
         """What is saved: the network, the likelihood, and what more the posterior has."""
-        tensors = {f"network.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"likelihood.{name}": value for name, value in self.likelihood.state_dict().items()}
-        return tensors | self.extra_tensors()
+        parts = {
+            "network": self.model.state_dict(),
+            "likelihood": self.likelihood.state_dict(),
+            "posterior": self.state(),
+        }
+        return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
 
-    def extra_tensors(self) -> dict[str, Tensor]:
-        """What is saved besides the network and the likelihood."""
-        return {}
+    def save(self, path: str | Path) -> Path:
+        """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
+        with self.kept.lock:
+            return save_tensors(path, self.tensors(), self.document())
+
+    @classmethod
+    def load(cls, path: "str | Path | Stored", network: nn.Module) -> "Posterior":
+        """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
+        tensors, document = cls.read(path)
+        point = Posterior.restore(deepcopy(network), tensors, document, path)
+        state = {name: value.to(device_of(network)) for name, value in _part(tensors, "posterior").items()}
+        try:
+            return cls.restored(point, state, document.get("settings", {}))
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
 
     @classmethod
     def read(cls, path: "str | Path | Stored") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -354,34 +411,43 @@ class Posterior:
         tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind != cls.kind:
-            raise FlowBNNError(f"'{path}' holds a {kind or 'file of another kind'}, not a {cls.kind}")
-        for name in cls.parts:
-            if not isinstance(document.get(name), dict):
-                raise FlowBNNError(f"'{path}' is damaged: it has no {name}")
-        for name, value in tensors.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise FlowBNNError(f"'{path}' is damaged: '{name}' holds NaN or infinity")
+            raise FlowBNNError(
+                f"'{path}' holds a {kind or 'file of another kind'}, not a {cls.kind}", kind="file"
+            )
+        bad = first_nonfinite_tensor(iter(tensors.items()))
+        lost = next(
+            (f"it has no {name}" for name in cls.parts if not isinstance(document.get(name), dict)), ""
+        )
+        if bad or lost:
+            raise FlowBNNError(
+                f"'{path}' is damaged: {lost or f'{bad!r} holds NaN or infinity'}", kind="file"
+            )
         return tensors, document
 
     @classmethod
     def restore(
         cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any
     ) -> "Posterior":
-        """Fill ``model`` with stored tensors; it stays untouched if they do not fit."""
+        """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit."""
         try:
             likelihood = make_likelihood(document["likelihood"])
             history = History.from_dict(document["history"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FlowBNNError(f"'{path}' is damaged: {error}") from None
-        for prefix, target in (("network.", model), ("likelihood.", likelihood)):
-            given = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            check_architecture(target, given, path)
+            raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
+        filled = {"network": model, "likelihood": likelihood}
+        for part, target in filled.items():
+            check_architecture(target, _part(tensors, part), path)
         warn_of_other_kinds(model, document.get("modules") or {}, path)
-        for prefix, target in (("network.", model), ("likelihood.", likelihood)):
-            target.load_state_dict(
-                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            )
+        for part, target in filled.items():
+            target.load_state_dict(_part(tensors, part))
         return cls(model, likelihood, history)
+
+
+def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with this part."""
+    return {
+        name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")
+    }
 
 
 class Stored:
@@ -394,25 +460,22 @@ class Stored:
         return str(self.path)
 
 
+@checked
 def load_posterior(path: "str | Path | Stored", network: nn.Module) -> Posterior:
     """Read what ``posterior.save(path)`` wrote, of whatever method, into a copy of ``network``, the plain network it was made from.
 
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
-    if not isinstance(network, nn.Module):
-        raise FlowBNNError(
-            f"a posterior is loaded into a network (nn.Module) like the one it was made from, not into a {type(network).__name__}"
-        )
     _, document = path.contents if isinstance(path, Stored) else load_tensors(path)
     kind = document.get("kind") if isinstance(document, dict) else None
     kinds: dict[str, Any] = {found.kind: found for found in _descendants(Posterior)}
-    if not isinstance(kind, str) or kind not in kinds or not hasattr(kinds[kind], "load"):
+    if kind not in kinds:
         raise FlowBNNError(
-            f"'{path}' holds a {kind or 'file of another kind'}, which is no posterior of this version"
+            f"'{path}' holds a {kind or 'file of another kind'}, which is no posterior of this version",
+            kind="file",
         )
-    # a copy, as fit makes one: a second posterior read into the same network must not change the first
-    return kinds[kind].load(path, deepcopy(network))
+    return kinds[kind].load(path, network)
 
 
 def _descendants(kind: type[Posterior]) -> Iterator[type[Posterior]]:

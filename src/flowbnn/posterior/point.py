@@ -1,7 +1,6 @@
 """The posterior of a single network."""
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,8 +32,3 @@ class PointPosterior(Posterior):
         """The weights of the one network, ``samples`` times."""
         own = self.model.named_parameters()
         return {name: value.detach().expand(samples, *value.shape).clone() for name, value in own}
-
-    @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``."""
-        return cls.restore(network, *cls.read(path), path)

@@ -6,7 +6,6 @@ a network, saving and loading are done here.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -162,46 +161,6 @@ class WeightPosterior(Posterior):
         for values in self.stream(samples, prediction):
             exchange.fill(values)
             yield prediction.network
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors of the posterior besides the network's own."""
-        raise NotImplementedError(f"{type(self).__name__} must define state()")
-
-    def settings(self) -> dict[str, Any]:
-        """Plain values of the posterior besides its tensors."""
-        return {}
-
-    @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "WeightPosterior":
-        """The posterior of a network that has its weights back, from what :meth:`state` and :meth:`settings` gave.
-
-        Raises KeyError, ValueError or TypeError where these are not such.
-        """
-        raise NotImplementedError(f"{cls.__name__} must define restored(point, state, settings)")
-
-    def document(self) -> dict[str, Any]:
-        return {**super().document(), "settings": self.settings()}
-
-    def extra_tensors(self) -> dict[str, Tensor]:
-        return {f"posterior.{name}": value for name, value in self.state().items()}
-
-    @classmethod
-    def load(cls, path: str | Path, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
-        tensors, document = cls.read(path)
-        state = {k.removeprefix("posterior."): v for k, v in tensors.items() if k.startswith("posterior.")}
-        settings = document.get("settings", {})
-        own = dict(network.named_parameters(remove_duplicate=False))
-        device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-        before = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
-        point = Posterior.restore(network, tensors, document, path)
-        try:
-            return cls.restored(point, {k: v.to(device) for k, v in state.items()}, settings)
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-            network.load_state_dict(before)
-            raise FlowBNNError(f"'{path}' is damaged: {error}") from None
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

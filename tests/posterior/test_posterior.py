@@ -1,0 +1,134 @@
+"""The contract of a posterior: threads take turns, copies begin anew, and inputs that cannot be cut go through whole."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.methods.temperature import TemperedPosterior
+from flowbnn.posterior import MemberPosterior, PredictOptions
+from flowbnn.posterior.forward import Forward, Kept, record
+
+
+def members() -> MemberPosterior:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    weights = {
+        name: value.detach() + torch.randn(5, *value.shape) for name, value in network.named_parameters()
+    }
+    return MemberPosterior(network, fb.Categorical(), weights)
+
+
+def noise() -> fb.NoisePosterior:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalPlanar(1)}), fb.Categorical())
+
+
+@pytest.mark.parametrize("make", [members, noise])
+def test_threads_take_turns(make):
+    posterior, x = make(), torch.randn(16, 4)
+    alone = [posterior.predict(x, 3, seed=seed).probabilities for seed in range(4)]
+    draws = [posterior.draws(3, seed=seed) for seed in range(4)]
+    wrong: list = []
+
+    def work(seed):
+        for _ in range(5):
+            if not torch.equal(posterior.predict(x, 3, seed=seed).probabilities, alone[seed]):
+                wrong.append("predict")
+            if any(
+                not torch.equal(value, draws[seed][name])
+                for name, value in posterior.draws(3, seed=seed).items()
+            ):
+                wrong.append("draws")
+            posterior.sample(seed=seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_copy_begins_with_nothing_kept():
+    posterior = members()
+    posterior.predict(torch.zeros(2, 4), 2)
+    assert posterior.kept.values
+    assert not copy.deepcopy(posterior).kept.values
+    assert TemperedPosterior(posterior, 2.0).kept is posterior.kept, "one network, one lock"
+
+
+class Graph(nn.Module):
+    """Each node hears its neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, nodes, edges):
+        heard = torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
+        return self.fc(nodes + heard)
+
+
+class Bags(nn.Module):
+    """Words in bags of different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.fc = nn.EmbeddingBag(7, 4), nn.Linear(4, 3)
+
+    def forward(self, words, offsets):
+        return self.fc(self.words(words, offsets))
+
+
+@pytest.mark.parametrize(
+    ("network", "inputs", "count"),
+    [
+        (Graph(), (torch.randn(5, 4), torch.randint(5, (2, 9))), 5),
+        (Bags(), (torch.randint(7, (9,)), torch.tensor([0, 2, 6])), 3),
+        (Bags(), {"words": torch.randint(7, (9,)), "offsets": torch.tensor([0, 2, 6])}, 3),
+    ],
+)
+def test_inputs_that_cannot_be_cut_go_through_whole(network, inputs, count):
+    truth = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
+    posterior = fb.PointPosterior(network, fb.Categorical())
+    for options in ({}, {"max_batch": 1}, {"adaptive": 0.01, "samples": 20}):
+        found = posterior.predict(inputs, **options)
+        torch.testing.assert_close(found.probabilities, truth.softmax(-1).detach())
+    loader = [(inputs, torch.zeros(count, dtype=torch.long))] * 2
+    outputs, _, targets = posterior.collect(loader, PredictOptions())
+    assert outputs.shape == (1, 2 * count, 3)
+    assert len(targets) == 2 * count
+
+
+def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
+    passes: list = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            passes.append(len(x))
+            return super().forward(x)
+
+    posterior = fb.PointPosterior(Counted(4, 3), fb.Categorical())
+    posterior.predict(torch.zeros(50, 4))
+    assert passes == [2, 50]
+    posterior.predict(torch.zeros(50, 4))
+    assert passes == [2, 50, 50]
+    failed = record(nn.Linear(4, 3), torch.zeros(2, 5))
+    assert failed.error is not None
+    assert failed.flops is None
+    assert Forward(nn.Linear(4, 3), Kept()).full_pass(torch.zeros(2, 5)) >= 16
+
+
+def test_a_recording_shows_operations_and_calls():
+    shown = record(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), torch.zeros(2, 1, 4, 4), ["2"]
+    )
+    assert shown.flops == 2 * (2 * 4 * 9) + 2 * 8 * 3
+    call = shown.calls["2"]
+    assert (call.inputs, call.outputs, call.count) == ((2, 8), (2, 3), 1)
+    assert (call.before, call.after) == (2 * 2 * 72, 2 * shown.flops)
