@@ -103,12 +103,14 @@ import torch.distributions as d
 before = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
           d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
           torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
-          torch.are_deterministic_algorithms_enabled(), list(warnings.filters))
+          torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+          torch.backends.cuda.matmul.allow_tf32, list(warnings.filters))
 import flowbnn
 after = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
          d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
          torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
-         torch.are_deterministic_algorithms_enabled())
+         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+         torch.backends.cuda.matmul.allow_tf32)
 assert before[:-1] == after
 assert "matplotlib.pyplot" not in __import__("sys").modules
 """

@@ -119,10 +119,10 @@ def test_the_strength_of_a_decision_by_hand():
 @pytest.mark.parametrize(
     ("spent", "line"),
     [
-        (torch.ones(4, dtype=torch.long), "a vector of 5 whole numbers"),
-        (torch.ones(5), "a vector of 5 whole numbers, not torch.float32"),
-        (torch.tensor([0, 1, 2, 3, 4]), "1 to 8 samples here, but spent runs from 0 to 4"),
-        (torch.tensor([1, 1, 1, 1, 9]), "from 1 to 9"),
+        (torch.ones(4, dtype=torch.long), "a vector of 5 integers"),
+        (torch.ones(5), "a vector of 5 integers .* not torch.float32"),
+        (torch.tensor([0, 1, 2, 3, 4]), "from 1 to 8"),
+        (torch.tensor([1, 1, 1, 1, 9]), "from 1 to 8"),
     ],
 )
 def test_counts_that_do_not_fit(spent, line):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import calibration_error, calibration_floor, reliability
@@ -28,9 +27,6 @@ def test_confidence_of_exactly_one_shares_the_last_bin() -> None:
     probabilities, targets = two_classes([1.0, 0.99], torch.float32), torch.tensor([1, 0])
     assert calibration_error(probabilities, targets) == pytest.approx(abs(0.5 - 0.995), abs=1e-7)
     assert reliability(probabilities, targets)[-1]["fraction"] == 1.0
-    # the reason for our own: torchmetrics opens a sixteenth bin
-    other = multiclass_calibration_error(probabilities, targets, num_classes=2, n_bins=15)
-    assert other.item() == pytest.approx((1 + 0.01) / 2, abs=1e-6)
 
 
 def test_rounding_above_one_is_not_taken_for_logits() -> None:
@@ -40,7 +36,6 @@ def test_rounding_above_one_is_not_taken_for_logits() -> None:
     targets = torch.tensor([0, 0])
     expected = calibration_error(probabilities, targets)
     assert calibration_error(above, targets) == pytest.approx(expected, abs=1e-6)
-    assert abs(multiclass_calibration_error(above, targets, num_classes=2).item() - expected) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -104,14 +99,18 @@ def test_more_adaptive_bins_than_inputs() -> None:
     assert value == pytest.approx((0.4 + 0.8) / 2, abs=1e-15)
 
 
-def test_against_torchmetrics_away_from_the_edges() -> None:
+def test_against_a_loop_over_bins() -> None:
     generator = torch.Generator().manual_seed(1)
     probabilities = (2 * torch.randn(500, 5, generator=generator, dtype=torch.float64)).softmax(-1)
     targets = torch.randint(5, (500,), generator=generator)
-    other = multiclass_calibration_error(probabilities, targets, num_classes=5, n_bins=15)
-    assert calibration_error(probabilities, targets) == pytest.approx(
-        other.item(), abs=1e-6
-    )  # it sums in float32
+    confidence, labels = probabilities.max(-1)
+    error = 0.0
+    for k in range(15):
+        inside = (confidence > k / 15) & (confidence <= (k + 1) / 15)
+        if inside.any():
+            gap = (labels == targets)[inside].double().mean() - confidence[inside].mean()
+            error += float(inside.double().mean() * gap.abs())
+    assert calibration_error(probabilities, targets) == pytest.approx(error, abs=1e-12)
 
 
 def test_reliability_bars_sum_to_the_calibration_error_and_are_json() -> None:
@@ -129,11 +128,11 @@ def test_reliability_bars_sum_to_the_calibration_error_and_are_json() -> None:
 
 def test_bad_input() -> None:
     probabilities, targets = two_classes([0.6]), torch.tensor([0])
-    with pytest.raises(FlowBNNError, match="unknown kind 'adaptiv'; did you mean 'adaptive'"):
+    with pytest.raises(FlowBNNError, match="kind=.*did you mean 'adaptive'"):
         calibration_error(probabilities, targets, kind="adaptiv")  # type: ignore[arg-type]
-    with pytest.raises(FlowBNNError, match="bins must be at least 1, not 0"):
+    with pytest.raises(FlowBNNError, match="bins=.*at least 1, got 0"):
         calibration_error(probabilities, targets, bins=0)
-    with pytest.raises(FlowBNNError, match="bins must be at least 1"):
+    with pytest.raises(FlowBNNError, match="bins=.*at least 1, got -1"):
         reliability(probabilities, targets, bins=-1)
 
 
@@ -147,15 +146,15 @@ def test_floor_is_the_mean_error_of_a_classifier_that_is_right_about_itself() ->
                 probabilities,
                 (torch.rand(2000, generator=generator, dtype=torch.float64) > confidence).long(),
             )
-            for _ in range(2000)
+            for _ in range(600)
         ]
     )
     floor = calibration_floor(probabilities)
     assert floor == calibration_floor(reliability(probabilities, torch.zeros(2000, dtype=torch.long)), 2000)
     # the confidences of a bin are not quite equal: the floor is a little above the mean, by less than a hundredth of it
-    chance = float(errors.std()) / 2000**0.5
+    chance = float(errors.std()) / 600**0.5
     assert floor == pytest.approx(float(errors.mean()), abs=4 * chance + 0.01 * floor)
-    assert 4 * chance < 0.04 * floor
+    assert 4 * chance < 0.08 * floor
 
 
 def test_floor_by_hand() -> None:
@@ -173,9 +172,9 @@ def test_floor_shrinks_with_the_root_of_the_number() -> None:
 
 
 def test_floor_needs_a_number_of_inputs() -> None:
-    with pytest.raises(FlowBNNError, match="at least 1, not 0"):
+    with pytest.raises(FlowBNNError, match="at least 1.*got 0"):
         calibration_floor([], 0)
-    with pytest.raises(FlowBNNError, match="at least 1, not None"):
+    with pytest.raises(FlowBNNError, match="give the number of inputs"):
         calibration_floor(reliability(two_classes([0.9]), torch.tensor([0])))
     with pytest.raises(FlowBNNError, match=r"probabilities"):
         calibration_floor(torch.tensor([[0.9, 0.4]]))

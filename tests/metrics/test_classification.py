@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torchmetrics.functional.classification import multiclass_accuracy
+from sklearn.metrics import accuracy_score
 
 from flowbnn import metrics
 from flowbnn.errors import FlowBNNError
@@ -31,12 +31,11 @@ def test_nll_of_an_impossible_target_is_infinite() -> None:
     assert metrics.negative_log_likelihood(torch.tensor([[1.0, 0.0]]), torch.tensor([1])) == math.inf
 
 
-def test_accuracy_against_torchmetrics() -> None:
+def test_accuracy_against_sklearn() -> None:
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.rand(50, 4, generator=generator).softmax(-1)
     targets = torch.randint(4, (50,), generator=generator)
-    other = multiclass_accuracy(probabilities, targets, num_classes=4, average="micro")
-    assert metrics.accuracy(probabilities, targets) == pytest.approx(other.item(), abs=1e-7)
+    assert metrics.accuracy(probabilities, targets) == accuracy_score(targets, probabilities.argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -46,19 +45,19 @@ def test_any_precision(dtype: torch.dtype) -> None:
 
 
 BAD = [
-    (torch.tensor([[2.0, -1.0]]), torch.tensor([0]), "in 1 of 1 rows; apply softmax"),
-    (torch.tensor([[float("nan"), 1.0], [0.5, 0.5]]), torch.tensor([0, 0]), "not finite in 1 of 2 rows"),
+    (torch.tensor([[2.0, -1.0]]), torch.tensor([0]), "1 of 1 rows; apply softmax"),
+    (torch.tensor([[float("nan"), 1.0], [0.5, 0.5]]), torch.tensor([0, 0]), "must be finite.* 1 of 2 rows"),
     (torch.tensor([0.5, 0.5]), torch.tensor([0]), r"must be \[B, C\]"),
     (torch.full((2, 1, 2), 0.5), torch.tensor([0]), "average over the samples first"),
-    (torch.tensor([[1, 0]]), torch.tensor([0]), "must be floating point"),
-    (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "no inputs to score"),
+    (torch.tensor([[1, 0]]), torch.tensor([0]), "must be a floating point tensor"),
+    (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "at least one row"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([2]), r"label 2 \(1 of 1 labels are outside the 2 classes\)"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([-1]), "label -1"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([0.0]), "targets.long"),
-    (torch.tensor([[0.5, 0.5]]), torch.tensor([[0, 1]]), r"one-hot targets use targets.argmax"),
+    (torch.tensor([[0.5, 0.5]]), torch.tensor([[0, 1]]), r"targets.argmax\(-1\) of one-hot"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1]), r"must be \[1\]"),
-    (torch.tensor([[0.5, 0.5]]), [0], "must be a tensor, not list"),
-    ([[0.5, 0.5]], torch.tensor([0]), "must be a tensor, not list"),
+    (torch.tensor([[0.5, 0.5]]), [0], "targets=.* must be a Tensor, got a list"),
+    ([[0.5, 0.5]], torch.tensor([0]), "probabilities=.* must be a Tensor, got a list"),
 ]
 
 

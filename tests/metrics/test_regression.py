@@ -26,9 +26,9 @@ def test_a_vector_of_targets_is_a_column_never_a_broadcast() -> None:
 
 def test_bad_input() -> None:
     column = torch.zeros(2, 1)
-    with pytest.raises(FlowBNNError, match="targets are not finite in 1 places"):
+    with pytest.raises(FlowBNNError, match="targets not finite in 1 of 2 rows"):
         root_mean_squared_error(column, torch.tensor([0.0, float("nan")]))
-    with pytest.raises(FlowBNNError, match="predictions is not finite in 1 of 2 rows"):
+    with pytest.raises(FlowBNNError, match="predictions not finite in 1 of 2 rows"):
         root_mean_squared_error(torch.tensor([[0.0], [math.inf]]), column)
     with pytest.raises(FlowBNNError, match=r"predictions must be \[B, D\]"):
         root_mean_squared_error(torch.zeros(2), torch.zeros(2))

@@ -39,11 +39,13 @@ def test_a_constant_uncertainty_gives_the_error_rate() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(FlowBNNError, match="uncertainty holds NaN in 1 of 1"):
+    with pytest.raises(FlowBNNError, match="uncertainty .*without NaN"):
         risk_coverage(torch.tensor([float("nan")]), torch.tensor([True]))
     with pytest.raises(FlowBNNError, match=r"correct must be a boolean tensor of shape \[2\]"):
         risk_coverage(torch.zeros(2), torch.tensor([1, 0]))
     with pytest.raises(FlowBNNError, match="boolean tensor"):
         risk_coverage(torch.zeros(2), torch.tensor([True]))
-    with pytest.raises(FlowBNNError, match="coverage must be above 0 and at most 1"):
+    with pytest.raises(FlowBNNError, match="correct=.* must be a Tensor"):
+        risk_coverage(torch.zeros(2), [True, False])
+    with pytest.raises(FlowBNNError, match="coverage=.*above 0 and of at most 1"):
         risk_coverage(torch.zeros(1), torch.tensor([True])).risk_at(0.0)

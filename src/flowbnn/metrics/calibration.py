@@ -7,15 +7,11 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError
 from flowbnn.metrics.checks import check_scored
+from flowbnn.options import Count, checked
 
 __all__ = ["ReliabilityBin", "calibration_error", "calibration_floor", "reliability"]
-
-# torchmetrics.multiclass_calibration_error is not used. It puts a confidence of exactly 1 into a bin of its own (0.505 where
-# 0.495 is right for confidences 1 and 0.99), takes a row that rounding left at 1 + 1e-7 for logits and applies softmax to
-# everything (0.229 for the same rows), bins NaN in silence, and has no adaptive or classwise form. The tests hold ours
-# against it where none of this matters.
 
 
 class ReliabilityBin(TypedDict):
@@ -28,10 +24,11 @@ class ReliabilityBin(TypedDict):
     fraction: float
 
 
+@checked
 def calibration_error(
     probabilities: Tensor,
     targets: Tensor,
-    bins: int = 15,
+    bins: Count = 15,
     kind: Literal["equal", "adaptive", "classwise"] = "equal",
 ) -> float:
     r"""Expected calibration error, the mean gap between confidence and accuracy weighed by each bin's share of the inputs:
@@ -56,18 +53,16 @@ def calibration_error(
     0.0
     """
     probabilities, targets = check_scored(probabilities, targets)
-    _check_bins(bins)
     if kind == "classwise":
         classes = range(probabilities.shape[-1])
         return sum(_gap(*_equal(probabilities[:, c], targets == c, bins)) for c in classes) / len(classes)
-    if kind not in ("equal", "adaptive"):
-        raise FlowBNNError(f"unknown kind '{kind}'{nearest(kind, ['equal', 'adaptive', 'classwise'])}")
     confidence, labels = probabilities.max(-1)
     fill = _equal if kind == "equal" else _adaptive
     return _gap(*fill(confidence, labels == targets, bins))
 
 
-def reliability(probabilities: Tensor, targets: Tensor, bins: int = 15) -> list[ReliabilityBin]:
+@checked
+def reliability(probabilities: Tensor, targets: Tensor, bins: Count = 15) -> list[ReliabilityBin]:
     r"""The bars of a reliability diagram (DeGroot & Fienberg, 1983): equal-width bins ``(low, high]`` of the confidence.
 
     ``fraction`` is the bin's share of the inputs, so that ``calibration_error`` is the sum of
@@ -82,7 +77,6 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: int = 15) -> list[
     {'low': 0.75, 'high': 1.0, 'confidence': 0.875, 'accuracy': 0.5, 'fraction': 0.5}
     """
     probabilities, targets = check_scored(probabilities, targets)
-    _check_bins(bins)
     confidence, labels = probabilities.max(-1)
     count, sum_confidence, sum_correct = (
         part.tolist() for part in _equal(confidence, labels == targets, bins)
@@ -99,18 +93,19 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: int = 15) -> list[
     ]
 
 
+@checked
 def calibration_floor(
-    given: Tensor | Sequence[ReliabilityBin], number: int | None = None, bins: int = 15
+    given: Tensor | Sequence[ReliabilityBin], number: Count | None = None, bins: Count = 15
 ) -> float:
     r"""The calibration error that is left when every probability is right: what chance alone makes of a test set of this size.
 
     Of the :math:`n_b` inputs in a bin of mean confidence :math:`c_b`, a perfectly calibrated classifier gets a binomial number right,
-    and the mean distance of its share from :math:`c_b` is not nought (de Moivre's formula):
+    and the mean distance of its share from :math:`c_b` is not zero (de Moivre's formula):
 
     .. math:: \mathrm{floor} = \sum_b \frac{n_b}{n} \, \mathbb E \left| \tfrac1{n_b} \mathrm{Bin}(n_b, c_b) - c_b \right| , \qquad
         \mathbb E \, |\mathrm{Bin}(m, p) - m p| = 2 k \tbinom mk p^k (1 - p)^{m - k + 1} , \; k = \lfloor m p \rfloor + 1 .
 
-    An error near its floor cannot be told from none; it says nothing to compare two classifiers below it. The confidences within a
+    An error near its floor cannot be told from zero, and does not rank two classifiers. The confidences within a
     bin are taken as equal, which overstates the floor by a few parts in a thousand for 15 bins.
 
     Args:
@@ -124,8 +119,10 @@ def calibration_floor(
     """
     if isinstance(given, Tensor):
         given, number = reliability(given, given.argmax(-1), bins), len(given)
-    if number is None or number < 1:
-        raise FlowBNNError(f"number is that of the inputs the bars were counted on, at least 1, not {number}")
+    if number is None:
+        raise FlowBNNError(
+            "give the number of inputs that the bars were counted on", kind="value", argument="number"
+        )
     total = 0.0
     for bar in given:
         count, chance = round(number * bar["fraction"]), bar["confidence"]
@@ -140,11 +137,6 @@ def calibration_floor(
                 + (count - above + 1) * math.log1p(-chance)
             )
     return total / number
-
-
-def _check_bins(bins: int) -> None:
-    if bins < 1:
-        raise FlowBNNError(f"bins must be at least 1, not {bins}")
 
 
 def _equal(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from flowbnn.metrics.checks import average, check_scored
+from flowbnn.options import checked
 
 __all__ = ["accuracy", "brier_score", "negative_log_likelihood"]
 
 
-# torchmetrics.multiclass_accuracy is not used: it counts a NaN row as a prediction, and its float32 quotient turns nine
-# right of ten into 0.89999998.
+@checked
 def accuracy(probabilities: Tensor, targets: Tensor) -> float:
     r"""Share of inputs whose most probable class is the target: :math:`\frac1B \sum_i 1[\arg\max_c p_{ic} = y_i]`.
 
@@ -22,8 +22,9 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> float:
     return average(probabilities.argmax(-1) == targets)
 
 
+@checked
 def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> float:
-    r"""Mean of :math:`-\log p_{i y_i}`, in nats; a proper score (Good, 1952), infinite when a target had probability nought.
+    r"""Mean of :math:`-\log p_{i y_i}`, in nats; a proper score (Good, 1952), infinite when a target had probability zero.
 
     From samples, :meth:`flowbnn.predictive.CategoricalPredictive.nll` is more exact: it never leaves the log domain.
 
@@ -34,6 +35,7 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> float:
     return average(-torch.log(probabilities.gather(-1, targets.unsqueeze(-1))))
 
 
+@checked
 def brier_score(probabilities: Tensor, targets: Tensor) -> float:
     r"""Mean squared distance of the probabilities to the one-hot target, *summed* over classes (Brier, 1950):
 

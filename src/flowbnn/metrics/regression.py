@@ -1,4 +1,4 @@
-"""Scores of predicted numbers and of their intervals."""
+"""Scores of predicted values and of their intervals."""
 
 import math
 
@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics.checks import as_float, average, check_real_targets
+from flowbnn.metrics.checks import as_float, average, check_finite, check_values
+from flowbnn.options import checked
 
 __all__ = ["interval_coverage", "root_mean_squared_error"]
 
 
+@checked
 def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     r""":math:`\sqrt{\frac{1}{BD} \sum_{id} (\hat y_{id} - y_{id})^2}`, in the target's own unit.
 
@@ -20,10 +22,11 @@ def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     3.5355...
     """
     predictions = _matrix(predictions, "predictions")
-    targets = check_real_targets(targets, predictions.shape).to(predictions.device)
+    targets = check_values(targets, predictions.shape).to(predictions.device)
     return math.sqrt(average((predictions - targets).square()))
 
 
+@checked
 def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     r"""Share of targets inside their interval: :math:`\frac{1}{BD} \sum_{id} 1[l_{id} \le y_{id} \le h_{id}]`.
 
@@ -34,17 +37,18 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     """
     low, high = _matrix(low, "low"), _matrix(high, "high")
     if low.shape != high.shape or (low > high).any():
-        raise FlowBNNError("low and high must have one shape, and low must not lie above high")
-    targets = check_real_targets(targets, low.shape).to(low.device)
+        raise FlowBNNError("low and high must have one shape, and low must not lie above high", kind="value")
+    targets = check_values(targets, low.shape).to(low.device)
     return average((low <= targets) & (targets <= high))
 
 
-def _matrix(values: Tensor, name: str) -> Tensor:
+def _matrix(values: torch.Tensor, name: str) -> Tensor:
     values = as_float(values, name)
     if values.ndim != 2 or not values.numel():
-        raise FlowBNNError(f"{name} must be [B, D] with at least one row, not {list(values.shape)}")
-    if not torch.isfinite(values).all():
         raise FlowBNNError(
-            f"{name} is not finite in {int((~torch.isfinite(values)).any(-1).sum())} of {len(values)} rows"
+            f"{name} must be [B, D] with at least one row, not {list(values.shape)}",
+            kind="shape",
+            argument=name,
         )
+    check_finite(values, name)
     return values

@@ -315,7 +315,9 @@ class Posterior:
         try:
             return self._predictive(outputs, spent)
         except NotFinite as error:
-            raise FlowBNNError(error.told + self._why_not_finite(inputs, options)) from None
+            why, bad = self._why_not_finite(inputs, options), error.fields
+            message = f"samples are not finite for {bad['inputs']} of {bad['total']} inputs: {why}"
+            raise FlowBNNError(message, **bad) from None
 
     def _why_not_finite(self, inputs: Any, options: PredictOptions) -> str:
         """Which parameter or layer spoils the samples, and what to do about it."""

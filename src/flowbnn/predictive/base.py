@@ -1,6 +1,12 @@
-"""The contract of a predictive, and what all of them share."""
+r"""The contract of a predictive, and what all of them share.
+
+A predictive holds the outputs of S samples for B inputs, **samples first**: ``[S, B, K]``. It stands for the equal mixture of the S
+sampled predictions, :math:`p(y \mid x) = \frac1S \sum_s p(y \mid x, z_s)`, and every number it gives is one of that mixture, with
+the batch axis first: mean, variance, entropy ``[B, ...]``.
+"""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self
@@ -8,12 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, shown
 
 __all__ = ["Predictive", "check_samples", "check_shape", "quantile_levels", "spent_samples"]
 
 
-class Predictive:
+class Predictive(ABC):
     """What every predictive can do: be cut, joined and moved along its inputs, and name its uncertainties.
 
     A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
@@ -38,9 +44,9 @@ class Predictive:
         return self._of(*(function(tensor) for tensor in self._tensors), spent=spent)
 
     @property
+    @abstractmethod
     def samples(self) -> Tensor:
         """What each sample predicts, ``[S, B, K]``."""
-        raise NotImplementedError(f"{type(self).__name__} must define samples")
 
     @property
     def num_samples(self) -> int:
@@ -92,25 +98,19 @@ class Predictive:
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Self:
         """The same predictive for some of the inputs; one integer gives a predictive of one input."""
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"input {index} of {len(self)}")
-            index = slice(index % len(self), index % len(self) + 1)
-        try:
-            return self._each(lambda tensor: tensor[:, index])
-        except IndexError as error:
-            raise FlowBNNError(f"cannot pick those of {len(self)} inputs: {error}".splitlines()[0]) from None
+        chosen = [index] if isinstance(index, int) else index
+        return self._each(lambda tensor: tensor[:, chosen])
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Predictives of several batches as one; all need the same number of samples."""
         parts = list(parts)
-        if not parts:
-            raise FlowBNNError("there are no predictives to join; was the loader empty?")
-        shapes = {(part.num_samples, part._tensors[0].shape[-1]) for part in parts}
-        if len(shapes) > 1 or len({type(part) for part in parts}) > 1:
+        kinds = {(type(part), part.num_samples, part._tensors[0].shape[-1]) for part in parts}
+        if len(kinds) != 1:
             raise FlowBNNError(
-                f"predictives to join must be of one kind, with the same samples and outputs, not (S, K) {sorted(shapes)}"
+                f"predictives to join must be of one kind, with the same samples and outputs; there are {len(kinds)} kinds "
+                f"in {len(parts)} parts",
+                kind="shape",
             )
         ragged = any(part._spent is not None for part in parts)
         spent = torch.cat([part.samples_spent for part in parts]).unsqueeze(0) if ragged else None
@@ -140,44 +140,48 @@ class Predictive:
         return error.masked_fill(self._counts(self.samples) == 1.0, math.inf)
 
     @property
+    @abstractmethod
     def sampling_error(self) -> Tensor:
         """How far more samples would move an input's prediction, ``[B]``: what adaptive sampling watches."""
-        raise NotImplementedError(f"{type(self).__name__} must define sampling_error")
 
     def uncertainty(self, by: str) -> Tensor:
         """The uncertainty called ``by``, one of :attr:`uncertainties`, as :meth:`decide` compares it."""
         if by not in self.uncertainties:
-            raise FlowBNNError(f"unknown uncertainty '{by}'{nearest(by, self.uncertainties)}")
+            raise FlowBNNError(
+                f"unknown uncertainty '{by}'{nearest(by, self.uncertainties)}", kind="value", argument="by"
+            )
         return getattr(self, by)
 
-    def _told(self, samples: int) -> str:
-        """The number of samples in words, for the representation."""
+    def _samples_text(self) -> str:
+        """The number of samples, for the representation."""
         if self._spent is None or not len(self):
-            return str(samples)
+            return str(self.num_samples)
         return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
 
     def _above(self, threshold: float, by: str) -> Tensor:
+        uncertainty, most = self.uncertainty(by), 1.0 if by in self.shares else math.inf
         try:
-            threshold = float(threshold)  # a quantile of other inputs' uncertainties is a tensor
+            limit = float(threshold)  # a quantile of other inputs' uncertainties is a tensor
         except (TypeError, ValueError, RuntimeError):
-            raise FlowBNNError(f"abstain_above is a number, not a {type(threshold).__name__}") from None
-        if math.isnan(threshold):
-            raise FlowBNNError("abstain_above is NaN; give a number, or infinity to answer always")
-        uncertainty = self.uncertainty(by)  # which knows the names
-        if threshold < 0 or (by in self.shares and 1 < threshold < math.inf):
-            bounds = "from 0 to 1" if by in self.shares else "at least 0"
+            limit = math.nan
+        if not (0.0 <= limit <= most or limit == math.inf):
+            bounds = "from 0 to 1" if by in self.shares else "of at least 0"
             raise FlowBNNError(
-                f"by={by!r} abstain_above is {bounds}, not {threshold}; infinity answers always"
+                f"abstain_above must be a number {bounds} by={by!r}, or infinity to answer always, got {shown(threshold)}",
+                kind="value",
+                argument="abstain_above",
             )
-        return uncertainty > threshold
+        return uncertainty > limit
 
 
 class NotFinite(FlowBNNError):
-    """Samples that hold NaN or infinity."""
+    """Samples that hold NaN or infinity, for ``inputs`` of ``total`` inputs."""
 
-    def __init__(self, number: int, total: int) -> None:
-        self.told = f"samples are not finite for {number} of {total} inputs: "
-        super().__init__(f"{self.told[:-2]}; look for NaN in the inputs or weights")
+    def __init__(self, inputs: int, total: int) -> None:
+        message = (
+            f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
+        )
+        super().__init__(message, kind="not finite", inputs=inputs, total=total)
 
 
 def check_samples(bad: Tensor) -> None:
@@ -187,12 +191,12 @@ def check_samples(bad: Tensor) -> None:
 
 
 def check_shape(values: Tensor, name: str, wanted: str) -> None:
-    if values.ndim != 3:
+    if values.ndim != 3 or not values.shape[0]:
         raise FlowBNNError(
-            f"{name} must be {wanted}, samples first, not {list(values.shape)}; flatten other axes into B"
+            f"{name} must be {wanted}, samples first, with at least one sample, not {list(values.shape)}; flatten other axes into B",
+            kind="shape",
+            argument=name,
         )
-    if not values.shape[0]:
-        raise FlowBNNError(f"{name} {list(values.shape)} hold no samples; draw at least one")
 
 
 def spent_samples(spent: Tensor | None, values: Tensor) -> Tensor | None:
@@ -200,23 +204,21 @@ def spent_samples(spent: Tensor | None, values: Tensor) -> Tensor | None:
     if spent is None:
         return None
     samples, inputs = values.shape[:2]
-    if spent.shape != (inputs,) or spent.is_floating_point() or spent.is_complex():
+    fits = spent.shape == (inputs,) and not spent.is_floating_point()
+    if not fits or (inputs and (int(spent.min()) < 1 or int(spent.max()) > samples)):
         raise FlowBNNError(
-            f"spent must be a vector of {inputs} whole numbers, not {spent.dtype} {list(spent.shape)}"
-        )
-    if inputs and (int(spent.min()) < 1 or int(spent.max()) > samples):
-        raise FlowBNNError(
-            f"an input has 1 to {samples} samples here, but spent runs from {int(spent.min())} to {int(spent.max())}"
+            f"spent must be a vector of {inputs} integers from 1 to {samples}, not {spent.dtype} {list(spent.shape)}",
+            kind="value",
+            argument="spent",
         )
     return spent.to(values.device, torch.int64).unsqueeze(0)
 
 
 def quantile_levels(q: float | Sequence[float], closed: bool) -> list[float]:
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
-    for level in levels:
-        if not (0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0):
-            ends = "from 0 to 1" if closed else "between 0 and 1, ends excluded"
-            raise FlowBNNError(f"quantiles must lie {ends}, not {level}")
-    if not levels:
-        raise FlowBNNError("there are no quantiles to give; name at least one")
+    if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
+        ends = "from 0 to 1" if closed else "between 0 and 1, ends excluded"
+        raise FlowBNNError(
+            f"quantiles must be one or more numbers {ends}, not {levels}", kind="value", argument="q"
+        )
     return levels

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import accuracy, brier_score, calibration_error
-from flowbnn.metrics.checks import as_float, average, check_class_targets, check_mass, check_probabilities
+from flowbnn.metrics.checks import as_float, average, check_classes, check_probabilities
+from flowbnn.options import Probability, checked
 from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
 
 __all__ = ["ABSTAIN", "CategoricalPredictive"]
@@ -45,7 +46,9 @@ class CategoricalPredictive(Predictive):
         check_shape(logits, "logits", "[S, B, C]")
         if logits.shape[-1] < 2:
             raise FlowBNNError(
-                "logits have a single class; for one logit per input use CategoricalPredictive.from_bernoulli"
+                "logits have a single class; for one logit per input use CategoricalPredictive.from_bernoulli",
+                kind="shape",
+                argument="logits",
             )
         self._tensors, self._spent = (logits,), spent_samples(spent, logits)
         self._tensors = (self._present(F.log_softmax(logits, dim=-1), math.nan),)
@@ -74,7 +77,11 @@ class CategoricalPredictive(Predictive):
         if logits.ndim == 2:
             logits = logits.unsqueeze(-1)
         if logits.ndim != 3 or logits.shape[-1] != 1:
-            raise FlowBNNError(f"Bernoulli logits must be [S, B] or [S, B, 1], not {list(logits.shape)}")
+            raise FlowBNNError(
+                f"Bernoulli logits must be [S, B] or [S, B, 1], not {list(logits.shape)}",
+                kind="shape",
+                argument="logits",
+            )
         return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), spent)
 
     @property
@@ -168,7 +175,7 @@ class CategoricalPredictive(Predictive):
         .. math:: \min_{c \ne \hat y} \; \bar d_c \sqrt n / \hat\sigma(d_c), \qquad d_{sc} = p_{s \hat y} - p_{sc} .
 
         The differences are taken within samples (paired), so that what moves both classes alike does not count. Infinite where all
-        samples agree to the last digit, nought with one sample.
+        samples agree to the last digit, zero with one sample.
         """
         samples, top = self.samples, self.labels.unsqueeze(-1)
         lead = samples.gather(-1, top.expand(self.num_samples, -1, -1)) - samples
@@ -204,20 +211,20 @@ class CategoricalPredictive(Predictive):
         # torch.quantile refuses more than 16 million numbers; samples that an input did not have come last
         ordered = self.samples.sort(0).values
         steps = (self.samples_spent - 1).to(ordered.dtype).view(1, -1, 1).expand(1, *ordered.shape[1:])
-        found = []
+        quantiles = []
         for level in levels:
             place = level * steps
             low, high = (ordered.gather(0, end.long()) for end in (place.floor(), place.ceil()))
-            found.append(torch.lerp(low, high, place - place.floor()))
-        return torch.cat(found)
+            quantiles.append(torch.lerp(low, high, place - place.floor()))
+        return torch.cat(quantiles)
 
-    def credible_set(self, mass: float = 0.9) -> Tensor:
+    @checked
+    def credible_set(self, mass: Probability = 0.9) -> Tensor:
         """The fewest classes that together have at least this predictive probability, as booleans ``[B, C]``.
 
         >>> CategoricalPredictive.from_probabilities(torch.tensor([[[0.6, 0.1, 0.3]]])).credible_set(0.9)
         tensor([[ True, False,  True]])
         """
-        mass = check_mass(mass)
         ordered, order = self.probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         # 0.6 + 0.3 must count as 0.9 whichever way it was rounded
@@ -239,16 +246,16 @@ class CategoricalPredictive(Predictive):
         }
 
     def _targets(self, targets: Tensor) -> Tensor:
-        return check_class_targets(targets, *self.log_samples.shape[1:]).to(self.log_samples.device)
+        return check_classes(targets, *self.log_samples.shape[1:]).to(self.log_samples.device)
 
     def __repr__(self) -> str:
-        samples, inputs, classes = self.log_samples.shape
+        _, inputs, classes = self.log_samples.shape
         text = ""
         if inputs:
             means = [average(x) for x in (self.confidence, self.entropy, self.aleatoric, self.epistemic)]
             text = "; confidence {:.3f}, entropy {:.3f} = aleatoric {:.3f} + epistemic {:.3f}".format(*means)
         return (
-            f"CategoricalPredictive(samples={self._told(samples)}, inputs={inputs}, classes={classes}{text})"
+            f"CategoricalPredictive(samples={self._samples_text()}, inputs={inputs}, classes={classes}{text})"
         )
 
 

@@ -1,4 +1,4 @@
-"""Predicted numbers."""
+"""Predicted real values."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import root_mean_squared_error
-from flowbnn.metrics.checks import as_float, average, check_mass, check_real_targets
+from flowbnn.metrics.checks import as_float, average, check_values
 from flowbnn.numerics import monotone_root
+from flowbnn.options import Probability, checked
 from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
 
 __all__ = ["Decision", "GaussianPredictive", "Interval"]
 
 
 class Decision(NamedTuple):
-    """Predicted ``values`` and, in the same shape, where the answer is better left unsaid."""
+    """Predicted ``values`` and, in the same shape, whether to abstain from them."""
 
     values: Tensor
     abstained: Tensor
@@ -32,11 +33,11 @@ class Interval(NamedTuple):
 
 
 class GaussianPredictive(Predictive):
-    r"""Numbers from S samples of a Gaussian: the mixture :math:`\frac1S \sum_s \mathcal N(\mu_s, \sigma_s^2)`.
+    r"""Real values from S samples of a Gaussian: the mixture :math:`\frac1S \sum_s \mathcal N(\mu_s, \sigma_s^2)`.
 
     Args:
         mean: ``[S, B, D]``.
-        variance: of the noise, above nought; a number, or a tensor that broadcasts to the mean's shape.
+        variance: of the noise, above zero; a number, or a tensor that broadcasts to the mean's shape.
         spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
 
     >>> prediction = GaussianPredictive(torch.tensor([[[1.0]], [[3.0]]]), 0.25)  # 2 samples, 1 input, 1 output
@@ -51,13 +52,7 @@ class GaussianPredictive(Predictive):
     def __init__(self, mean: Tensor, variance: Tensor | float, spent: Tensor | None = None) -> None:
         mean = as_float(mean, "mean")
         check_shape(mean, "mean", "[S, B, D]")
-        variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
-        try:
-            variance = variance.expand(mean.shape)
-        except RuntimeError:
-            raise FlowBNNError(
-                f"variance {list(variance.shape)} does not fit the mean {list(mean.shape)}"
-            ) from None
+        variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device).expand(mean.shape)
         self._tensors, self._spent = (mean, variance), spent_samples(spent, mean)
         check_samples(
             ~(torch.isfinite(self._present(mean, 0.0)) & torch.isfinite(self._present(variance, 1.0)))
@@ -65,7 +60,9 @@ class GaussianPredictive(Predictive):
         self._tensors = (self._present(mean, math.nan), self._present(variance, math.nan))
         if (self._present(variance, 1.0) <= 0).any():
             raise FlowBNNError(
-                "variance must be above 0 everywhere; is it a log-variance or a standard deviation?"
+                "variance must be above 0 everywhere; is it a log-variance or a standard deviation?",
+                kind="value",
+                argument="variance",
             )
 
     @property
@@ -145,9 +142,10 @@ class GaussianPredictive(Predictive):
         ends = self._present(each, math.inf).amin(0), self._present(each, -math.inf).amax(0)
         return sign * monotone_root(gap, *ends)
 
-    def interval(self, mass: float = 0.9) -> Interval:
+    @checked
+    def interval(self, mass: Probability = 0.9) -> Interval:
         """The central interval of this predictive mass, equal tails left out on both sides; ends are ``[B, D]``."""
-        tail = (1.0 - check_mass(mass)) / 2
+        tail = (1.0 - mass) / 2
         return Interval(*self.quantiles([tail, 1.0 - tail]))
 
     def decide(self, abstain_above: float, by: str = "std") -> Decision:
@@ -175,12 +173,12 @@ class GaussianPredictive(Predictive):
         }
 
     def _targets(self, targets: Tensor) -> Tensor:
-        return check_real_targets(targets, self.samples.shape[1:]).to(self.samples)
+        return check_values(targets, self.samples.shape[1:]).to(self.samples)
 
     def __repr__(self) -> str:
-        samples, inputs, outputs = self.samples.shape
+        _, inputs, outputs = self.samples.shape
         text = ""
         if inputs:
             means = [average(x) for x in (self.variance, self.aleatoric, self.epistemic)]
             text = "; variance {:.3g} = aleatoric {:.3g} + epistemic {:.3g}".format(*means)
-        return f"GaussianPredictive(samples={self._told(samples)}, inputs={inputs}, outputs={outputs}{text})"
+        return f"GaussianPredictive(samples={self._samples_text()}, inputs={inputs}, outputs={outputs}{text})"
