@@ -48,7 +48,7 @@ class Exploding(nn.Module):
         (lambda m: fb.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), warmup=2.0, **QUIET), "between 0 and 1"),
         (lambda m: fb.fit(m, loader(), epochs=0, **QUIET), "epochs"),
-        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "the options of a run are"),
+        (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "no option 'epoch'; did you mean 'epochs'"),
         (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "labels run from 0 to 3"),
         (lambda m: fb.fit(m, nan_at(100), **QUIET), "NaN|nan"),
         (lambda m: fb.fit_point(m, loader(), **QUIET), "fit_point trains plain networks"),

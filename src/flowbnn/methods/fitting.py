@@ -88,7 +88,6 @@ class Objective(nn.Module):
         super().__init__()
         self.network, self.likelihood, self.loss = network, likelihood, loss
         self.capturable, self.check_batch = check_batch is not None, check_batch
-        self.dtype = dtype_of(network)
 
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         device = device_of(self.network).type
@@ -98,14 +97,15 @@ class Objective(nn.Module):
 
         def outputs(inputs: Any) -> Tensor:
             with torch.autocast(device, half):
-                return self.outputs(inputs).float()
+                return self.outputs(inputs)
 
         with torch.autocast(device, enabled=False):
             return self.loss(outputs, batch, clock)
 
     def outputs(self, inputs: Any) -> Tensor:
         """What the network gives."""
-        return call(self.network, cast(inputs, self.dtype))
+        outputs = call(self.network, cast(inputs, dtype_of(self.network)))
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 @contextmanager

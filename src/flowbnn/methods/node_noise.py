@@ -234,6 +234,14 @@ def fit(
     if not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
         raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
     settings = run_options(epochs, options, "fitting the noise", list(signature(fit).parameters)[2:-1])
+    if settings.precision in ("bf16-true", "16-true"):
+        warnings.warn(
+            FlowBNNWarning(
+                f"precision={settings.precision!r} keeps the noise itself in half precision, which is too coarse for flows; "
+                "'bf16-mixed' keeps noise and flows in float32",
+                kind="precision",
+            )
+        )
     chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
     align_batch_axes(model, inputs)
     idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))

@@ -98,8 +98,8 @@ class Recorder:
             return "several processes take part"
         if not getattr(objective, "capturable", False):
             return "its objective is not marked capturable"
-        if options.precision == "16-mixed":
-            return "precision '16-mixed' scales the loss, which a recording cannot"
+        if options.precision not in ("32-true", "bf16-mixed"):
+            return f"precision {options.precision!r} scales or casts in ways that a recording cannot"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
             group.get("fused") for group in optimizer.param_groups
         )

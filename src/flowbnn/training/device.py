@@ -16,7 +16,8 @@ from flowbnn.training.options import TrainingOptions
 
 __all__ = ["Process", "keep_memory", "many_shapes", "move_batch", "open_process", "unconcerned"]
 
-HALF = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class Process:
@@ -35,7 +36,7 @@ class Process:
         self.device = (
             torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         )
-        self.half = HALF[options.precision]
+        self.half, self.dtype = MIXED.get(options.precision), TRUE.get(options.precision)
         if self.half == torch.float16 and kind != "cuda":
             raise FlowBNNError(
                 "precision='16-mixed' needs a CUDA device: use 'bf16-mixed'",
@@ -52,7 +53,7 @@ class Process:
 
     def wrap(self, objective: nn.Module, optimizer: Optimizer) -> nn.Module:
         """The objective on this device, as the loop calls it."""
-        return objective.to(self.device)
+        return objective.to(self.device, self.dtype)
 
     def share_out(self, loader: Any) -> Any:
         """The loader of this process's rows of every batch."""

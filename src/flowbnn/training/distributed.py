@@ -293,7 +293,7 @@ class Worker(Process):
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
 
     def wrap(self, objective: nn.Module, optimizer: Optimizer) -> nn.Module:
-        objective = objective.to(self.device)
+        objective = super().wrap(objective, optimizer)
         # layers may be idle, in all batches or in some; running statistics are those of the first process at the end of an epoch
         ids = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(

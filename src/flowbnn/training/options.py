@@ -103,7 +103,8 @@ class TrainingOptions:
             The loader's batches are the *global* ones, of which each process takes its share: batch size, learning rate and
             result are those of one process.
         strategy: of several devices: ``"ddp"`` keeps a copy of the weights on each, ``"fsdp"`` shards them; ``"auto"`` is ``"ddp"``.
-        precision: ``"32-true"``, ``"bf16-mixed"`` (layers compute in bfloat16) or ``"16-mixed"`` (float16, loss scaling, CUDA only).
+        precision: of the weights; in ``"bf16-mixed"`` layers compute in bfloat16 while weights stay in float32, in ``"16-mixed"``
+            (CUDA only) in float16, with loss scaling.
         acceleration: how steps on one CUDA device are taken. ``"graph"`` records a step once, forward, backward and update, as a
             CUDA graph and replays it; ``"compile"`` compiles it with ``torch.compile`` first, which takes a minute and pays for
             long runs. In half precision both also lay convolutions out channels-last. ``"auto"`` is ``"graph"`` where that is
@@ -129,7 +130,7 @@ class TrainingOptions:
     devices: Count | Literal["auto"] = 1
     num_nodes: Count = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"] = "32-true"
     acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: Seed | None = None
     progress: bool = True
