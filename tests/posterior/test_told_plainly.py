@@ -136,9 +136,7 @@ def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
     posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
     path = posterior.save(tmp_path / "a.safetensors")
     other = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    with pytest.warns(
-        FlowBNNWarning, match=r"of other layers: '1' was ReLU and is Tanh; its predictions"
-    ):
+    with pytest.warns(FlowBNNWarning, match=r"of other layers: '1' was ReLU and is Tanh; its predictions"):
         fb.load_posterior(path, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
