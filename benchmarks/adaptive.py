@@ -88,10 +88,10 @@ def main() -> None:
         x, y = x[: -arguments.images], y[: -arguments.images]
     judged = "validation" if arguments.validation else "test"
     loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
-    options = {"epochs": arguments.epochs, "progress": True, "accelerator": arguments.device}
-    fb.fit_point(network, loader, lr=1e-3, **options)
+    options = {"progress": True, "accelerator": arguments.device}
+    network = fb.MLE(epochs=arguments.epochs).fit(network, loader, **options).model
     rules = {"conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(length=2), "*": fb.NormalAffine()}
-    posterior = fb.fit(fb.to_stochastic(network, rules), loader, **options)
+    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=arguments.epochs, **options)
     images, labels = images[: arguments.images], labels[: arguments.images]
     posterior.predict(images[:256], 16)  # finds the plan
     count = arguments.samples

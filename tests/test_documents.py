@@ -45,12 +45,7 @@ def test_the_readmes_program_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict = {}
-    exec(
-        code.replace("epochs=20", "epochs=2, progress=False").replace(
-            "epochs=10", "epochs=2, progress=False"
-        ),
-        names,
-    )
+    exec(code.replace("epochs=20", "epochs=2").replace("epochs=10", "epochs=2"), names)
     told = capsys.readouterr().out
     assert "novelty_auroc" in told
     assert names["novel"].probabilities.shape == (10, 9)

@@ -30,7 +30,6 @@ from flowbnn.methods import (
     Temperature,
     evaluate,
     fit,
-    fit_point,
     load_posterior,
     temper,
 )
@@ -90,7 +89,6 @@ __all__ = [
     "describe",
     "evaluate",
     "fit",
-    "fit_point",
     "freeze",
     "hold_noise",
     "load_posterior",

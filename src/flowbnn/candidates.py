@@ -113,7 +113,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("map", "MAP", "map", "point"),
     Candidate("temperature", "Temperature scaling", "temperature", "point", cost=1.2, held_out=True),
     Candidate("mc-dropout", "MC dropout", "mc-dropout", "dropout", cost=2),
-    Candidate("ensemble", "Deep ensemble of 5", "ensemble", "ensemble", {"members": 5}, cost=5),
+    Candidate("ensemble", "Deep ensemble of 5", "deep-ensemble", "ensemble", {"members": 5}, cost=5),
     Candidate("swag", "SWAG", "swag", "ensemble", cost=1.5, short=_short_swag),
     Candidate("bbb", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
     Candidate("bbb-mixture", "Bayes by Backprop, mixture prior", "bayes-by-backprop", "variational",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowbnn.convert import to_stochastic
 from flowbnn.data import Digits, load_digits
-from flowbnn.methods import Posterior, fit, fit_point
+from flowbnn.methods import Posterior, fit
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
 from flowbnn.models import SmallConv
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
@@ -25,7 +25,7 @@ from flowbnn_studies.runner.figures import (
     short,
 )
 from flowbnn_studies.runner.job import Job, cosine
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import fit_plain, shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
@@ -117,13 +117,13 @@ class DigitsStudy(Study):
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
         posterior: Posterior
         if job.after is None:
-            posterior = fit_point(network, loader, lr=s.weight_lr, **job.options(s.start_epochs, len(loader)))
+            posterior = fit_plain(network, loader, s.weight_lr, **job.options(s.start_epochs, len(loader)))
             posterior.save(job.posterior)
             return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
         start = job.load_start(network)
         more = {**job.options(s.epochs, len(loader)), "schedule": cosine}
         if job.variant == "plain":
-            posterior = fit_point(start, loader, lr=s.weight_lr, **more)
+            posterior = fit_plain(start, loader, s.weight_lr, **more)
         else:
             stochastic = to_stochastic(start, rules_of(s, job.variant))
             posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from flowbnn.convert import to_stochastic
-from flowbnn.methods import NoisePosterior, fit, fit_point
+from flowbnn.methods import NoisePosterior, fit
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import fit_plain, shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.two_clusters import points_of
@@ -90,7 +90,7 @@ class FlowLength(Study):
         loader = shuffled(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
         if job.variant == "plain":
-            plain = fit_point(network, loader, lr=s.short_lr, **job.options(s.short_epochs, len(loader)))
+            plain = fit_plain(network, loader, s.short_lr, **job.options(s.short_epochs, len(loader)))
             plain.save(job.posterior)
             return {"values": plain.predict(test[0]).cpu().evaluate(test[1])}
         length = int(job.variant.removeprefix("length-"))

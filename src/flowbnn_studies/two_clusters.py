@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader, best_possible, clusters, true_probability
-from flowbnn.methods import Posterior, fit, fit_point
+from flowbnn.methods import Posterior, fit
 from flowbnn.metrics import reliability
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalPlanar
@@ -25,7 +25,7 @@ from flowbnn_studies.runner.figures import (
     short,
 )
 from flowbnn_studies.runner.job import Job, cosine
-from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.methods import fit_plain, shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
@@ -109,12 +109,12 @@ class TwoClusters(Study):
         network = MLP(2, (s.hidden,), 2)
         posterior: Posterior
         if job.variant == "plain":
-            posterior = fit_point(network, loader, lr=s.short_lr, **job.options(s.short_epochs, len(loader)))
+            posterior = fit_plain(network, loader, s.short_lr, **job.options(s.short_epochs, len(loader)))
         else:
             start = job.load_start(network)
             more = {**job.options(s.epochs, len(loader)), "schedule": cosine}
             if job.variant == "longer":
-                posterior = fit_point(start, loader, lr=s.weight_lr, **more)
+                posterior = fit_plain(start, loader, s.weight_lr, **more)
             else:
                 recipe = NormalPlanar(s.flow_length) if job.variant == "flow" else NormalAffine()
                 stochastic = to_stochastic(start, {"*": recipe})

@@ -19,8 +19,39 @@ import torch
 
 import flowbnn as fb
 from flowbnn.methods import METHODS, Method
+from flowbnn.transforms import Planar
 
 PRIOR = 0.8
+WRONG: tuple[dict[str, Any], ...] = (  # for every method
+    {"prior_scale": 0.0},
+    {"prior_scale": -1.0},
+    {"epochs": -1},
+    {"epochs": 2.5},
+    {"lr": 0.0},
+    {"lr": "a"},
+    {"optimizer": "adam"},
+    {"optimizer": torch.optim.Adam([torch.ones(1)])},
+    {"schedule": 5},
+)
+VARIATIONAL: tuple[dict[str, Any], ...] = (
+    {"base_scale": -1.0},
+    {"noise_lr": 0},
+    {"beta": -1},
+    {"beta": float("inf")},
+    {"warmup": 2},
+    {"samples": 0},
+    {"epochs": 0},
+)
+CHAIN: tuple[dict[str, Any], ...] = (
+    {"samples": 0},
+    {"chains": 0},
+    {"warmup": -1},
+    {"thin": 0},
+    {"target_accept": 0.0},
+    {"target_accept": 1.0},
+    {"over": "inputs"},
+    {"layers": "0"},
+)
 
 
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -41,7 +72,7 @@ class Case:
         variance_within: largest relative error of the covariance, besides the Monte Carlo error.
         chains: of a Markov chain, where the samples are its states; their number is then judged by the effective sample size.
         slow: tried with a bias only.
-        refuses: settings that must be refused in one line.
+        refuses: settings that must be refused, each by itself, in one line that names it; besides those of :data:`WRONG`.
     """
 
     make: Callable[..., Method]
@@ -53,7 +84,7 @@ class Case:
     variance_within: float = 0.0
     chains: int = 0
     slow: bool = False
-    refuses: tuple[dict[str, Any], ...] = ({"prior_scale": 0.0}, {"prior_scale": -1.0}, {"epochs": -1})
+    refuses: tuple[dict[str, Any], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,13 +107,27 @@ CASES: dict[str, Case] = {
         "near",
         "its spread is that of dropped inputs, w^2 p / (1 - p), whatever the data say",
         samples=400,
+        refuses=(
+            {"rate": 0.0},
+            {"rate": 1.0},
+            {"rate": "a"},
+            {"layers": 3},
+        ),
     ),
-    "ensemble": Case(
+    "deep-ensemble": Case(
         lambda **more: fb.DeepEnsemble(2, **TRAINED | more),
         lambda: fb.DeepEnsemble(2, **SETTLED),
         "point",
         "where the loss has one minimum, all members end there",
         samples=2,
+        refuses=(
+            {"members": 0},
+            {"members": -1},
+            {"members": 2.5},
+            {"members": True},
+            {"together": "yes"},
+            {"epochs": 0},
+        ),
     ),
     "swag": Case(
         lambda **more: fb.SWAG(**{"batch_norm_samples": 4, "epochs": 20, "lr": 0.03} | more),
@@ -91,6 +136,18 @@ CASES: dict[str, Case] = {
         "its spread is that of the steps of SGD, which a whole batch does not have",
         samples=100,
         within=1e-2,
+        refuses=(
+            {"rank": 1},
+            {"rank": -1},
+            {"begin": 1.0},
+            {"momentum": 1.0},
+            {"per_epoch": 0},
+            {"scale": 0.0},
+            {"swag_lr": 0.0},
+            {"batch_norm_samples": 0},
+            {"epochs": 0},
+            {"epochs": 2},
+        ),
     ),
     "temperature": Case(
         lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), share=0.3),
@@ -99,6 +156,12 @@ CASES: dict[str, Case] = {
         "it is what it is on top of, here MAP",
         slow=True,
         options={"validation": "training"},
+        refuses=(
+            {"share": "half"},
+            {"share": 1.0},
+            {"samples": 0},
+            {"method": "map"},
+        ),
     ),
     "laplace": Case(
         lambda **more: fb.Laplace(**TRAINED | more),
@@ -106,6 +169,15 @@ CASES: dict[str, Case] = {
         "exact",
         "of a network that is linear in its weights and of Gaussian noise",
         samples=4000,
+        refuses=(
+            {"structure": "krone"},
+            {"prior_scale": "evidence"},
+            {"predictive": "probits"},
+            {"curvature": "hessian"},
+            {"damping": -1.0},
+            {"newton": -1},
+            {"layers": 3},
+        ),
     ),
     "bayes-by-backprop": Case(
         lambda **more: fb.BayesByBackprop(**TRAINED | more),
@@ -116,6 +188,17 @@ CASES: dict[str, Case] = {
         within=0.05,
         variance_within=0.02,
         slow=True,
+        refuses=(
+            {"prior": "laplace"},
+            {"estimator": "locl"},
+            {"pi": 1.0},
+            {"pi": None},
+            {"sigma1": "wide"},
+            {"sigma2": 0.0},
+            {"kl_samples": 0},
+            {"layers": 3},
+            *VARIATIONAL,
+        ),
     ),
     "mnf": Case(
         lambda **more: fb.MNF(**TRAINED | more),
@@ -125,6 +208,14 @@ CASES: dict[str, Case] = {
         samples=600,
         within=0.15,
         slow=True,
+        refuses=(
+            {"flow": "plnar"},
+            {"flow": Planar(3)},
+            {"flow": 3},
+            {"kl_samples": 0},
+            {"z_scale": 0.0},
+            *VARIATIONAL,
+        ),
     ),
     "hmc": Case(
         lambda **more: fb.HMC(
@@ -136,6 +227,11 @@ CASES: dict[str, Case] = {
         samples=600,
         chains=4,
         slow=True,
+        refuses=(
+            {"steps": 0},
+            {"trajectory": -1.0},
+            *CHAIN,
+        ),
     ),
     "nuts": Case(
         lambda **more: fb.NUTS(
@@ -148,6 +244,11 @@ CASES: dict[str, Case] = {
         samples=240,
         chains=4,
         slow=True,
+        refuses=(
+            {"max_depth": 0},
+            {"max_depth": 20},
+            *CHAIN,
+        ),
     ),
     "sgld": Case(
         lambda **more: fb.SGLD(**TRAINED | {"samples": 6, "cycles": 2} | more),
@@ -160,6 +261,16 @@ CASES: dict[str, Case] = {
         chains=1,
         slow=True,
         variance_within=0.15,
+        refuses=(
+            {"samples": 0},
+            {"epochs": 0},
+            {"cycles": -1},
+            {"exploration": 1.0},
+            {"burn_in": -0.1},
+            {"alpha": 1.0},
+            {"temperature": -1.0},
+            {"optimizer": torch.optim.Adam},
+        ),
     ),
     "node-noise": Case(
         lambda **more: fb.NodeNoise("gaussian", **TRAINED | more),
@@ -168,15 +279,21 @@ CASES: dict[str, Case] = {
         "its posterior is over factors of the inputs, its weights are learned as parameters",
         samples=400,
         slow=True,
+        refuses=(
+            {"kind": 3},
+            {"kind": "plnar"},
+            {"components": 0},
+            {"site": "pixel"},
+            {"gamma": -1.0},
+            *VARIATIONAL,
+        ),
     ),
 }
 
 
 def case_of(name: str) -> Case:
     if name not in CASES:
-        pytest.fail(
-            f"the method '{name}' is registered and has no case in tests/inference/methods/method_cases.py"
-        )
+        pytest.fail(f"the method '{name}' is registered and has no case in tests/methods/method_cases.py")
     return CASES[name]
 
 

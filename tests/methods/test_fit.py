@@ -30,7 +30,7 @@ def fitted(**options) -> fb.NoisePosterior:
 
 
 def test_the_ten_lines():
-    plain = fb.fit_point(network(), loader(), epochs=4, lr=0.01, **QUIET)
+    plain = fb.MLE(epochs=4, lr=0.01).fit(network(), loader(), **QUIET)
     bayesian = fb.to_stochastic(plain.model, {"0": fb.NormalPlanar(length=2), "*": fb.NormalAffine()})
     posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET)
     images = blobs().tensors[0][:7]
@@ -165,7 +165,7 @@ def test_save_and_load(tmp_path):
         loaded = fb.NoisePosterior.load(path, start)
         assert torch.equal(loaded.predict(x, samples=8, seed=5).probabilities, expected)
         assert loaded.history["elbo"] == posterior.history["elbo"]
-    plain = fb.fit_point(network(), loader(), epochs=1, **QUIET)
+    plain = fb.MLE(epochs=1).fit(network(), loader(), **QUIET)
     path = plain.save(tmp_path / "plain.safetensors")
     assert torch.equal(
         fb.PointPosterior.load(path, network()).predict(x).probabilities, plain.predict(x).probabilities

@@ -212,28 +212,6 @@ def test_chains_that_disagree_or_diverge_are_warned_of():
         posterior.warn()
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"samples": 0}, "samples must be a whole number of at least 1"),
-        ({"chains": 0}, "chains must be a whole number of at least 1"),
-        ({"warmup": -1}, "warmup must be a whole number of at least 0"),
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
-        ({"thin": 0}, "thin must be a whole number"),
-        ({"target_accept": 0.0}, "target_accept is a probability above 0 and below 1, not 0.0"),
-        ({"target_accept": 1.0}, "target_accept is a probability above 0 and below 1"),
-        ({"trajectory": -1.0}, "trajectory must be a number above 0"),
-        ({"prior_scale": 0.0}, "prior_scale must be a number above 0"),
-        ({"over": "inputs"}, "over='weights' or over='noise', not 'inputs'"),
-        ({"layers": "0"}, "with over='noise'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, match):
-    with pytest.raises(FlowBNNError, match=match) as refused:
-        fb.HMC(**settings)
-    assert "\n" not in str(refused.value)
-
-
 def test_networks_and_data_that_cannot_be_served_are_refused(monkeypatch):
     class Shaking(nn.Module):
         def __init__(self):

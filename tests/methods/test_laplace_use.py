@@ -15,7 +15,7 @@ def test_the_last_layer_is_the_one_called_last():
     inputs, labels = classes()
     posterior = fb.Laplace("kron", epochs=0).fit(Branches().double(), truth.batches(inputs, labels), **QUIET)
     assert posterior.names == ["head.weight", "head.bias"]
-    assert posterior.told["direct"] == "head"
+    assert posterior.direct == "head"
     chosen = fb.Laplace("kron", layers="*t", epochs=0).fit(
         Branches().double(), truth.batches(inputs, labels), **QUIET
     )
@@ -158,23 +158,6 @@ def test_memory_is_told_and_refused_before_it_is_taken(monkeypatch):
         fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"structure": "krone"}, "did you mean 'kron'"),
-        ({"prior_scale": 0.0}, "prior_scale must be a number above 0"),
-        ({"prior_scale": "evidence"}, "'marginal likelihood'"),
-        ({"predictive": "probits"}, "did you mean 'probit'"),
-        ({"curvature": "hessian"}, "there is no curvature 'hessian'"),
-        ({"damping": -1.0}, "damping is a number of at least 0"),
-        ({"epochs": -1}, "epochs must be"),
-    ],
-)
-def test_bad_settings_are_one_line(settings, told):
-    with pytest.raises(fb.FlowBNNError, match=told):
-        fb.Laplace(**settings)
-
-
 def test_what_cannot_be_served_is_named():
     inputs, labels = torch.randn(8, 2, 5), torch.randint(3, (8,))
     grouped = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(12, 3))
@@ -196,7 +179,7 @@ def test_what_cannot_be_served_is_named():
         )
     with pytest.raises(fb.FlowBNNError, match="labels run from"):
         fb.Laplace(epochs=0).fit(grouped, [*data, (inputs, labels + 3)], **QUIET)
-    with pytest.raises(fb.FlowBNNError, match="no option"):
+    with pytest.raises(fb.FlowBNNError, match="did you mean .seed"):
         fb.Laplace(epochs=0).fit(grouped, data, sed=1)
     twice = nn.Linear(4, 4)
     again = nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(4, 3))
@@ -263,7 +246,7 @@ def test_networks_as_people_write_them(structure):
             )
             assert torch.allclose(found[:, n, k], outputs[k] + moved @ row, atol=1e-9)
     last = fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
-    assert last.told["direct"] == "head"
+    assert last.direct == "head"
     with pytest.raises(fb.FlowBNNError, match=r"layer 'first' \(ParametrizedLinear\), only Linear"):
         fb.Laplace("kron", layers="f*", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 

@@ -208,21 +208,3 @@ def test_layers_it_cannot_serve_are_named():
     assert {one.layer: one.way for one in posterior.distribution.served}["head"] == "reparameterization"
     with pytest.raises(FlowBNNError, match=r"'reads' \(LSTM\) is not; BayesByBackprop serves it"):
         fb.MNF(layers="reads", epochs=1).fit(Reader(), sentences, **QUIET)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"flow": "plnar"}, "did you mean 'planar'"),
-        ({"flow": Planar(3)}, "function of the dimension"),
-        ({"flow": 3}, "flow is a name, a recipe"),
-        ({"prior_scale": 0.0}, "prior_scale must be"),
-        ({"beta": -1.0}, "beta weighs"),
-        ({"kl_samples": 0}, "kl_samples must be"),
-        ({"epochs": 0}, "epochs must be"),
-    ],
-)
-def test_bad_settings(settings, told):
-    with pytest.raises(FlowBNNError, match=told) as caught:
-        fb.MNF(**settings)
-    assert "\n" not in str(caught.value)

@@ -9,7 +9,6 @@ from small_problem import QUIET, blobs, network
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.hamiltonian import begin, leapfrog, with_gradient
 from flowbnn.methods.mcmc.nuts import _Subtree, nuts_kernel, turning
 
@@ -140,13 +139,3 @@ def test_a_network_is_sampled_and_learns():
     assert accuracy > 0.9
     assert posterior.record["depth"].max() <= 4
     assert repr(posterior) == "ChainPosterior(NUTS, 2 chains of 8 draws, Categorical())"
-
-
-def test_bad_settings_are_refused():
-    for settings, match in (
-        ({"max_depth": 0}, "max_depth must be a whole number of at least 1"),
-        ({"max_depth": 20}, "max_depth is at most 15"),
-        ({"target_accept": 1.5}, "target_accept is a probability"),
-    ):
-        with pytest.raises(FlowBNNError, match=match):
-            fb.NUTS(**settings)

@@ -164,25 +164,6 @@ def test_the_noise_of_a_regression_is_learned_along():
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(0.5, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"samples": 0}, "samples must be a whole number of at least 1"),
-        ({"epochs": 0}, "epochs must be a whole number of at least 1"),
-        ({"cycles": -1}, "cycles must be a whole number of at least 0"),
-        ({"exploration": 1.0}, "exploration is a share of at least 0 and below 1"),
-        ({"burn_in": -0.1}, "burn_in is a share"),
-        ({"temperature": -1.0}, "temperature is a number of at least 0"),
-        ({"lr": 0.0}, "lr must be a number above 0"),
-        ({"optimizer": torch.optim.Adam}, "SGLD is itself an optimizer"),
-    ],
-)
-def test_bad_settings_are_refused(settings, match):
-    with pytest.raises(FlowBNNError, match=match) as refused:
-        fb.SGLD(**settings)
-    assert "\n" not in str(refused.value)
-
-
 def test_bad_runs_are_refused():
     with pytest.raises(FlowBNNError, match="100 snapshots do not fit into the 12 steps"):
         fb.SGLD(epochs=2, samples=100).fit(network(), loader(), **QUIET)

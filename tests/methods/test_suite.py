@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from method_cases import CASES, NAMES, case_of
+from method_cases import CASES, NAMES, WRONG, case_of
 from problems import (
     NOISE,
     QUIET,
@@ -192,10 +192,14 @@ def test_it_is_judged_by_the_same_code(name, kind):
 
 @every_method
 def test_bad_settings_are_refused_in_one_line(name):
-    for wrong in case_of(name).refuses:
-        with pytest.raises(FlowBNNError, match=next(iter(wrong))) as refused:
-            case_of(name).make(**wrong)
+    for wrong in (*WRONG, *case_of(name).refuses):
+        with pytest.raises(FlowBNNError) as refused:
+            METHODS[name](**wrong)
+        assert refused.value.argument in wrong, wrong
+        assert next(iter(wrong)) in str(refused.value)
         assert "\n" not in str(refused.value)
+    with pytest.raises(FlowBNNError, match="did you mean 'epochs'"):
+        METHODS[name](epoch=3)
 
 
 @every_method
@@ -222,5 +226,5 @@ def test_a_network_with_noise_is_refused_in_one_line(name):
     assert "\n" not in str(refused.value)
     with pytest.raises(FlowBNNError, match="no weights to learn"):
         case_of(name).make().fit(small().requires_grad_(False), loader(blobs()), **QUIET)
-    with pytest.raises(FlowBNNError, match="nn.Module"):
+    with pytest.raises(FlowBNNError, match="network"):
         case_of(name).make().fit("a network", loader(blobs()), **QUIET)

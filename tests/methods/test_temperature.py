@@ -160,18 +160,17 @@ def test_refusals(tmp_path):
         fb.Temperature().fit(small(), DataLoader(Stream(), batch_size=2), num_data=2, **QUIET)
     with pytest.raises(FlowBNNError, match="epochs to the method within"):
         fb.Temperature(fb.MAP(), epochs=3)
-    with pytest.raises(FlowBNNError, match="on top of a method"):
-        fb.Temperature("map")
-    with pytest.raises(FlowBNNError, match="share"):
-        fb.Temperature(share=1.0)
     with pytest.raises(FlowBNNError, match="takes a posterior"):
         fb.temper(small(), loader(blobs()))
     with pytest.raises(FlowBNNError, match="inputs alone"):
         fb.temper(PointPosterior(small(), fb.Categorical()), [torch.zeros(2, 4)], progress=False)
-    assert fb.Temperature(epochs=3).within == fb.MAP(epochs=3)
+    within = fb.Temperature(fb.MAP(**TRAINED)).fit(
+        small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
+    )
     posterior = fb.Temperature(**TRAINED).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )
+    assert posterior.temperature == within.temperature
     path = posterior.save(tmp_path / "a.safetensors")
     with pytest.raises(FlowBNNError, match="architecture") as refused:
         fb.load_posterior(path, nn.Linear(4, 3))

@@ -70,7 +70,7 @@ def test_trained_means_are_not_left_out_without_a_word():
 def test_probabilities_where_logits_belong_are_noticed(last, outputs, likelihood):
     (x, y), network = data(), nn.Sequential(*mlp(outputs=outputs), last)
     with pytest.warns(fb.FlowBNNWarning, match="where logits are expected"):
-        fb.fit_point(network, [(x, y)], epochs=1, likelihood=likelihood, progress=False)
+        fb.MLE(epochs=1).fit(network, [(x, y)], likelihood=likelihood, progress=False)
 
 
 def test_labels_with_fractions_are_refused_by_the_judge():

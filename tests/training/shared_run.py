@@ -70,14 +70,16 @@ def device_batches(**options):
     loader = TensorLoader(
         *images(22), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(3)
     )
-    return fb.fit_point(convolutions(), loader, weight_decay=0.01, **options)
+    return fb.MAP(epochs=options.pop("epochs", 20), prior_scale=(0.01 * 22) ** -0.5).fit(
+        convolutions(), loader, **options
+    )
 
 
 def statistics(**options):
     """BatchNorm, whose statistics are each process's own on a CPU."""
     torch.manual_seed(4)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    return fb.fit_point(network, shuffled(24), **options)
+    return fb.MLE(epochs=options.pop("epochs", 20)).fit(network, shuffled(24), **options)
 
 
 def data_workers(**options):

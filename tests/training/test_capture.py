@@ -71,9 +71,9 @@ def test_where_steps_cannot_be_recorded_the_default_is_silent_and_a_wish_is_answ
     loader = TensorLoader(*data(), batch_size=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fb.fit_point(LeNet(), loader, epochs=1, progress=False, accelerator="cpu")
+        fb.MLE(epochs=1).fit(LeNet(), loader, progress=False, accelerator="cpu")
     with pytest.warns(FlowBNNWarning, match="acceleration='graph' is not possible here .there is no CUDA"):
-        fb.fit_point(LeNet(), loader, epochs=1, progress=False, accelerator="cpu", acceleration="graph")
+        fb.MLE(epochs=1).fit(LeNet(), loader, progress=False, accelerator="cpu", acceleration="graph")
 
 
 def test_the_reasons_for_not_recording():
@@ -117,7 +117,7 @@ def fitted(acceleration, rules=None, rows=40, **options):
     loader = TensorLoader(images, labels, batch_size=16)
     given = {"epochs": 6, "progress": False, "acceleration": acceleration, "seed": 5, **options}
     if rules is None:
-        return fb.fit_point(network, loader, schedule=falling, **given)
+        return fb.MLE(epochs=given.pop("epochs"), schedule=falling).fit(network, loader, **given)
     return fb.fit(fb.to_stochastic(network, rules), loader, schedule=falling, **given)
 
 
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_is_traced_to_its_layer_and_the_weights_stay_g
     network = LeNet().cuda()
     loader = TensorLoader(images, labels, batch_size=16)
     with pytest.raises(FlowBNNError, match="not finite") as caught:
-        fb.fit_point(network, loader, epochs=2, progress=False, acceleration="graph", checkpoint=tmp_path)
+        fb.MLE(epochs=2).fit(network, loader, progress=False, acceleration="graph", checkpoint=tmp_path)
     assert "conv" in str(caught.value)
     assert all(bool(torch.isfinite(p).all()) for p in network.parameters())
 
@@ -167,10 +167,9 @@ def test_a_wrong_label_is_refused_before_it_reaches_the_device():
     images, labels = (tensor.cuda() for tensor in data())
     labels[30] = 10
     with pytest.raises(FlowBNNError, match="labels run from 0 to 10"):
-        fb.fit_point(
+        fb.MLE(epochs=1).fit(
             LeNet().cuda(),
             TensorLoader(images, labels, batch_size=8),
-            epochs=1,
             progress=False,
             acceleration="graph",
         )

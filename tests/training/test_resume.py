@@ -258,7 +258,7 @@ def test_a_channels_last_network_resumes_to_the_same_bits(tmp_path):
         network = LeNet(3).to(memory_format=torch.channels_last)
         loader = TensorLoader(images, labels, batch_size=8)
         given = {"accelerator": "cpu", "progress": False, "seed": 2, **options}
-        return fb.fit_point(network, loader, epochs=epochs, **given).model
+        return fb.MLE(epochs=epochs).fit(network, loader, **given).model
 
     whole = fitted(3)
     fitted(1, checkpoint=tmp_path)

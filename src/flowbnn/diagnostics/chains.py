@@ -1,13 +1,13 @@
-r"""Have Markov chains found the same distribution, and how many independent draws are they worth?
+r"""Do Markov chains agree, and how many independent draws are they worth?
 
-Vehtari et al. (1903.08008). Every chain is cut in halves; ranks in place of values make the answers indifferent to monotone changes of
-scale and to heavy tails.
+Vehtari et al. 2021 (https://arxiv.org/abs/1903.08008). Every chain is split in halves; ranks in place of values make the answers
+invariant to monotone changes of scale and robust to heavy tails.
 
 .. math:: \hat R = \sqrt{\frac{\frac{n-1}{n} W + \frac1n B}{W}}, \qquad
           \mathrm{ESS} = \frac{m n}{-1 + 2 \sum_{t=0}^{K} (\hat\rho_{2t} + \hat\rho_{2t+1})}
 
 with :math:`W` and :math:`B` the variances within and between :math:`m` half chains of :math:`n` draws, and :math:`\hat\rho` their
-autocorrelations, summed in Geyer's pairs as long as these are positive and made monotone.
+autocorrelations, summed in Geyer's monotone pairs as long as these are positive.
 """
 
 import math
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import checked
 
 __all__ = ["effective_sample_size", "split_rhat", "standard_error"]
 
@@ -26,7 +27,7 @@ FEWEST = 4  # draws of a chain below which halves have no variance
 def split_rhat(draws: Tensor) -> Tensor:
     r"""Rank-normalised split :math:`\hat R`, the larger of that of the values and that of their distances from the median.
 
-    At 1 the chains agree; above 1.01 to 1.05 they should not be trusted yet.
+    At 1 the chains agree; above 1.01 to 1.05 they have not mixed yet.
 
     Args:
         draws: ``[chains, draws, ...]``.
@@ -44,25 +45,22 @@ def split_rhat(draws: Tensor) -> Tensor:
     return torch.maximum(_rhat(_normal_scores(halves)), _rhat(_normal_scores(folded))).reshape(shape)
 
 
+@checked
 def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] = "bulk") -> Tensor:
-    """The number of independent draws that would tell as much.
+    """The number of independent draws with the same information.
 
     Args:
         draws: ``[chains, draws, ...]``.
         kind: ``"bulk"``, of the middle of the distribution, by ranks; ``"tail"``, the smaller of those of the 5 % and 95 % quantiles;
-            ``"mean"``, of the mean of the values themselves, which its standard error goes by.
+            ``"mean"``, of the mean of the values themselves, for its standard error.
 
     >>> draws = torch.randn(4, 500, generator=torch.Generator().manual_seed(0))
     >>> bool((effective_sample_size(draws) - 2000).abs() < 300)
     True
     """
     halves, shape = _halves(draws)
-    if kind == "mean":
-        return _ess(halves).reshape(shape)
-    if kind == "bulk":
-        return _ess(_normal_scores(halves)).reshape(shape)
     if kind != "tail":
-        raise FlowBNNError(f"the effective sample size is that of 'bulk', 'tail' or 'mean', not {kind!r}")
+        return _ess(halves if kind == "mean" else _normal_scores(halves)).reshape(shape)
     ordered = draws.detach().double().reshape(-1, halves.shape[-1]).sort(0).values
     sizes = [_ess((halves <= _quantile(ordered, level)).double()) for level in (0.05, 0.95)]
     return torch.minimum(*sizes).reshape(shape)
@@ -76,12 +74,14 @@ def standard_error(draws: Tensor) -> Tensor:
 
 def _halves(draws: Tensor) -> tuple[Tensor, torch.Size]:
     """Half chains ``[2 m, n, K]`` in float64, and the shape of the K quantities."""
-    if draws.ndim < 2 or draws.shape[0] < 1 or draws.shape[1] < FEWEST:
-        raise FlowBNNError(
-            f"draws are [chains, draws, ...] with at least {FEWEST} draws of each chain, not {tuple(draws.shape)}"
+    if draws.ndim < 2 or draws.shape[1] < FEWEST or not bool(torch.isfinite(draws).all()):
+        problem = (
+            "with NaN or infinity" if draws.ndim > 1 and draws.shape[1] >= FEWEST else tuple(draws.shape)
         )
-    if not bool(torch.isfinite(draws).all()):
-        raise FlowBNNError("the draws hold NaN or infinity")
+        raise FlowBNNError(
+            f"draws must be [chains, draws, ...] with at least {FEWEST} draws of each chain, got {problem}",
+            argument="draws",
+        )
     values = draws.detach().double().reshape(*draws.shape[:2], -1)
     half = draws.shape[1] // 2
     return torch.cat([values[:, :half], values[:, -half:]]), draws.shape[2:]
@@ -110,9 +110,9 @@ def _rhat(halves: Tensor) -> Tensor:
     count = halves.shape[1]
     within = halves.var(1).mean(0)
     between = halves.mean(1).var(0)
-    found = ((count - 1) / count + between / within).sqrt()
+    rhat = ((count - 1) / count + between / within).sqrt()
     same = (within == 0) & (between <= 1e-24)
-    return torch.where(same, torch.ones_like(found), torch.where(within == 0, torch.inf, found))
+    return torch.where(same, torch.ones_like(rhat), torch.where(within == 0, torch.inf, rhat))
 
 
 def _ess(halves: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _ess(halves: Tensor) -> Tensor:
     total = torch.where(constant, torch.ones_like(total), total)
     rho = 1.0 - (within - covariance) / total
     rho[0] = 1.0
-    most = max(1, math.ceil((count - 2) / 2) - 1)  # the last pair of lags that enough draws speak of
+    most = max(1, math.ceil((count - 2) / 2) - 1)  # the last pair of lags with enough draws
     pairs = rho[: 2 * (count // 2)].reshape(count // 2, 2, -1)
     sums, even = pairs.sum(1), pairs[:, 0]
     index = torch.arange(len(sums), device=halves.device)[:, None]

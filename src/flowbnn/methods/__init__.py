@@ -1,9 +1,8 @@
 """One file for each method; ``method.fit`` gives a posterior, a posterior predicts."""
 
-from flowbnn.methods.base import METHODS, Method, make_method, register_method
+from flowbnn.methods.base import METHODS, FitOptions, Method, make_method, register_method
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
-from flowbnn.methods.fitting import fit_point
 from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC
@@ -38,6 +37,7 @@ __all__ = [
     "DeepEnsemble",
     "DropoutPosterior",
     "EnsemblePosterior",
+    "FitOptions",
     "GaussianWeightPosterior",
     "Laplace",
     "LaplacePosterior",
@@ -57,7 +57,6 @@ __all__ = [
     "WeightPosterior",
     "evaluate",
     "fit",
-    "fit_point",
     "load_posterior",
     "make_method",
     "register_method",

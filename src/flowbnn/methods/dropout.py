@@ -1,4 +1,4 @@
-r"""Monte Carlo dropout (Gal and Ghahramani, 1506.02142): dropout that stays on at prediction.
+r"""Monte Carlo dropout (Gal and Ghahramani 2016, https://arxiv.org/abs/1506.02142): dropout that stays on at prediction.
 
 Training with dropout of rate :math:`p` and an L2 penalty :math:`\lambda \|w\|^2` maximises a variational bound under a Gaussian
 prior, with
@@ -12,18 +12,19 @@ differ.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from copy import deepcopy
+from dataclasses import field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.base import LikelihoodName, Method, register_method
-from flowbnn.methods.fitting import fit_point
+from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.node_noise import NoisePosterior, fit
 from flowbnn.noise import Dropout, wrappable
+from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import generator_of
 
@@ -32,13 +33,13 @@ __all__ = ["DropoutPosterior", "MCDropout"]
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def own_dropout(model: nn.Module) -> list[nn.Module]:
+def own_dropout(model: nn.Module) -> list[Any]:
     """The dropout that a network brings."""
     return [part for part in model.modules() if isinstance(part, KINDS) and part.p > 0]
 
 
 @register_method
-@dataclass(frozen=True, repr=False)
+@options(repr=False)
 class MCDropout(Method):
     r"""Dropout kept on at prediction.
 
@@ -46,71 +47,53 @@ class MCDropout(Method):
     inputs, so that a sample is one network.
 
     Args:
-        rate: the share that is dropped; given, dropout is put in whatever the network has. 0.1 where the network has none.
+        rate: the share that is dropped; where it is given, dropout is added whatever the network has. 0.1 for networks without dropout.
         layers: a glob of the layers before which to drop; all that can but the first, which reads the data, unless given.
         prior_scale: standard deviation :math:`\sigma` of the prior: a weight decay of :math:`(1 - p) / \sigma^2 N`.
+
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
+    >>> network = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 3))
+    >>> MCDropout(epochs=2).fit(network, loader, progress=False)
+    DropoutPosterior(Sequential, Categorical(), 2 epochs)
     """
 
-    name: ClassVar[str] = "mc-dropout"
-    label: ClassVar[str] = "MC dropout"
-
-    rate: float | None = None
+    rate: Probability | None = None
     layers: str | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rate is not None and not (isinstance(self.rate, float) and 0.0 < self.rate < 1.0):
-            raise FlowBNNError(f"rate is the share that is dropped, above 0 and below 1, not {self.rate!r}")
-
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> Posterior:
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """As :meth:`Method.fit`. With ``epochs=0`` the dropout of a trained network is turned on and nothing is learned."""
-        model, number = self.copied(network), self.count(loader, num_data)
-        given: dict[str, Any] = {
-            "epochs": self.epochs,
-            "likelihood": likelihood,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "validation": validation,
-            **options,
-        }
-        own = own_dropout(model)
-        if own and self.rate is None and self.layers is None:
-            rate = sum(part.p for part in own) / len(own)  # type: ignore[misc]
-            decay = (1.0 - rate) / (self.prior_scale**2 * number)
-            point = (
-                fit_point(model, loader, lr=self.lr, weight_decay=decay, **given)
-                if self.epochs
-                else self.start(network, loader, likelihood, number, validation, options)
-            )
+        model, run = self.setup(network, loader, given)
+        rates = [part.p for part in own_dropout(model)]
+        own = bool(rates) and self.rate is None and self.layers is None
+        rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
+        decay = (1.0 - rate) / (self.prior_scale**2 * run.count(loader))
+        if own:
+            point = self.start(model, loader, run, decay)
             return DropoutPosterior(point.model, point.likelihood, point.history)
-        rate = 0.1 if self.rate is None else self.rate
+        if not self.epochs:
+            likelihood = self.start(deepcopy(model), loader, run).likelihood
+            return NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
+        return fit(
+            self._with_dropout(model, rate),
+            loader,
+            epochs=self.epochs,
+            weight_lr=self.lr,
+            weight_decay=decay,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            **given,
+        )
+
+    def _with_dropout(self, model: nn.Module, rate: float) -> nn.Module:
         inner = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
         names = [name for name, part in model.named_modules() if wrappable(part) and id(part) not in inner]
         if not names:
             raise FlowBNNError(
                 "this network has no layer that dropout could stand before; give it nn.Dropout of its own"
             )
-        rules: dict[Any, Any] = (
-            {name: Dropout(rate) for name in names[1:] or names}
-            if self.layers is None
-            else {self.layers: Dropout(rate)}
-        )
-        noisy = to_stochastic(model, rules, inplace=True)
-        if not self.epochs:
-            chosen = self.start(network, loader, likelihood, number, validation, options).likelihood
-            noisy.eval()
-            return NoisePosterior(noisy, chosen)
-        decay = (1.0 - rate) / (self.prior_scale**2 * number)
-        return fit(noisy, loader, weight_lr=self.lr, weight_decay=decay, num_data=number, **given)
+        chosen = [self.layers] if self.layers is not None else names[1:] or names
+        return to_stochastic(model, {name: Dropout(rate) for name in chosen}, inplace=True)
 
 
 class DropoutPosterior(Posterior):

@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.fitting import optimizer_for, run_options, undisturbed, validator
+from flowbnn.methods.fitting import FitOptions, make_schedule, optimizer_for, undisturbed, validator
 from flowbnn.posterior.batches import apply, call, move, rows, split_batch
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
@@ -236,19 +236,15 @@ def why_apart(
     targets: Any,
     loader: Any,
     optimizer: Callable[..., torch.optim.Optimizer] | None,
-    options: dict[str, Any],
+    run: FitOptions,
 ) -> str | None:
     """Why members cannot be trained together, or None: two of them try one step on this batch."""
-    if options.get("devices", 1) not in (1, "1", "auto") or options.get("num_nodes", 1) != 1:
+    if run.devices not in (1, "1", "auto") or run.num_nodes != 1:
         return "training together is for one device"
     if getattr(loader, "num_workers", 0):
         return "the loader has worker processes, which serve one pass at a time"
-    for option, reason in (
-        ("clip_gradient", "gradients are clipped"),
-        ("early_stop", "members may stop early"),
-    ):
-        if options.get(option) is not None:
-            return f"{reason}, which goes by each member alone"
+    if run.clip_gradient is not None or run.early_stop is not None:
+        return "gradients are clipped, or training stops early, for each member alone"
     if optimizer is not None:
         made = optimizer([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3, "weight_decay": 0.0}])
         if not isinstance(made, ELEMENTWISE):
@@ -271,20 +267,15 @@ def train_together(
     likelihoods: list[Likelihood],
     loader: Iterable[Any],
     seeds: list[int],
+    run: FitOptions,
+    first: int = 0,
     *,
-    epochs: int,
     lr: float,
     weight_decay: float,
     optimizer: Callable[..., torch.optim.Optimizer] | None,
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
-    validation: Iterable[Any] | None,
-    first: int = 0,
-    **options: Any,
 ) -> History:
     """Train the networks in place, each with its own order of the data; numbers of member ``m`` are recorded as ``name/m``."""
-    settings = run_options(epochs, options, "training the ensemble")
-    if schedule is not None and not hasattr(loader, "__len__"):
-        raise FlowBNNError("a learning-rate schedule needs a loader with a length")
     stack, orders = Stack(networks, likelihoods), Orders(loader, seeds)
     parameters = [(name, p) for name, p in stack.named_parameters() if p.requires_grad]
     groups = [
@@ -299,7 +290,7 @@ def train_together(
             "weight_decay": 0.0,
         },
     ]
-    engine = optimizer_for([group for group in groups if group["params"]], optimizer)
+    engine = optimizer_for(groups, optimizer)
     shape: list[Any] = []
 
     def loss(
@@ -318,11 +309,13 @@ def train_together(
         return -each.sum(), logs
 
     def validate(_: nn.Module) -> dict[str, float]:
-        assert validation is not None
+        assert run.validation is not None
         stack.unstack()
         found: dict[str, float] = {}
         for member, (network, likelihood) in enumerate(zip(networks, likelihoods, strict=True)):
-            for name, value in validator(PointPosterior(network, likelihood), validation, 1)(network).items():
+            for name, value in validator(PointPosterior(network, likelihood), run.validation, 1)(
+                network
+            ).items():
                 found[f"{name}/{first + member}"] = value
                 found[name] = found.get(name, 0.0) + value / len(networks)
         return found
@@ -331,9 +324,9 @@ def train_together(
         Together(stack, loss),
         engine,
         orders,
-        settings,
-        schedule=None if schedule is None else schedule(engine, len(orders) * epochs),
-        validate=None if validation is None else validate,
+        run,
+        schedule=make_schedule(schedule, engine, loader, run.epochs),
+        validate=None if run.validation is None else validate,
         generators=orders.generators,
         names_below="stack",
     )

@@ -1,23 +1,29 @@
-"""What every method that trains by gradients shares."""
+"""What every method that trains by gradients shares: the options of a fit, the first look at the data, the training itself."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
-from inspect import signature
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, told
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers
+from flowbnn.options import Count, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import apply, call, check_finite, failure, move, split_batch
+from flowbnn.posterior.batches import (
+    apply,
+    call,
+    check_finite,
+    count_data,
+    failure,
+    move,
+    split_batch,
+)
 from flowbnn.posterior.noise_sampler import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, TrainingOptions, train
@@ -25,26 +31,50 @@ from flowbnn.training.randomness import loader_generators
 
 __all__ = [
     "Bundle",
+    "FitOptions",
+    "LikelihoodName",
     "Objective",
     "check_loader",
-    "check_optimizer",
-    "check_rate",
-    "check_schedule",
     "checked_validation",
     "first_batch",
     "fit_point",
+    "learn_noise",
+    "make_schedule",
     "optimizer_for",
+    "point_as_is",
     "prepare",
-    "run",
-    "run_options",
+    "train_posterior",
     "undisturbed",
     "validator",
 ]
 
-FEW, FAR = (
-    8,
-    5.0,
-)  # rows from which on a spread tells something; spreads from which on outputs are far from their targets
+LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
+
+
+@options(kw_only=True)
+class FitOptions(TrainingOptions):
+    """What ``fit`` takes besides the network and the data: the options of the training run, and these.
+
+    Args:
+        likelihood: the observation model; ``"auto"`` takes classes for integer targets, a Gaussian with learned noise for real ones.
+        num_data: number of training examples; taken from the loader where it knows.
+        validation: a loader, whose negative log-likelihood and accuracy or error are recorded at every epoch.
+    """
+
+    likelihood: LikelihoodName = "auto"
+    num_data: Count | None = None
+    validation: Iterable[Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if _is_pair(self.validation):  # two tensors are one batch
+            object.__setattr__(self, "validation", [self.validation])
+
+    def count(self, loader: Iterable[Any]) -> int:
+        """The number of training examples."""
+        return count_data(loader) if self.num_data is None else self.num_data
+
+
 Loss = Callable[[Callable[[Any], Tensor], Any, Clock], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -127,41 +157,40 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
 
 
 def check_loader(loader: Any, use: str = "training") -> None:
-    """Refuse what is no loader, or an empty one, before anything is asked of it."""
-    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
-        raise FlowBNNError(f"{use} takes a loader of batches, not a {type(loader).__name__}")
+    """Refuse what is no loader, or an empty one, before anything is read from it."""
+    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or _is_pair(loader):
+        raise FlowBNNError(
+            f"{use} takes a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
+            f"not a {type(loader).__name__}",
+            kind="loader",
+        )
     if hasattr(loader, "__next__"):
         raise FlowBNNError(
-            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches"
-        )
-    if _is_pair(loader):
-        raise FlowBNNError(
-            f"{use} takes a loader of batches; of a pair of tensors flowbnn.data.TensorLoader(inputs, targets, batch_size=128, "
-            "shuffle=True) is one"
+            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches",
+            kind="loader",
         )
     if isinstance(loader, list | tuple) and not loader:
-        raise FlowBNNError(f"the loader is empty: there is nothing for {use}")
+        raise FlowBNNError(f"the loader is empty: there is nothing for {use}", kind="loader")
 
 
-def _is_pair(found: Any) -> bool:
-    return isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found)
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "training") -> tuple[Any, Any]:
-    """A look at the data without disturbing the run: torch's generator is put back. The same seed sees the same batch."""
+    """Inputs and targets of the first batch; torch's generator is left as it was. The same seed gives the same batch."""
     check_loader(loader, use)
     with undisturbed(loader, seed):
         batch = next(iter(loader), None)
-    if batch is None:
-        raise FlowBNNError(f"the loader is empty: there is nothing for {use}")
     inputs, targets = split_batch(batch)
     if targets is None:
-        raise FlowBNNError(f"{use} needs batches of (inputs, targets), but the loader gives inputs alone")
+        gives = "the loader is empty" if batch is None else "the loader gives inputs alone"
+        raise FlowBNNError(f"{use} needs batches of (inputs, targets), but {gives}", kind="loader")
     return inputs, targets
 
 
 def prepare(
-    model: nn.Module, loader: Iterable[Any], likelihood: Likelihood | str, seed: int | None = None
+    model: nn.Module, loader: Iterable[Any], likelihood: LikelihoodName, seed: int | None = None
 ) -> tuple[Likelihood, Any, Callable[[Any], None]]:
     """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches.
 
@@ -170,134 +199,131 @@ def prepare(
     inputs, targets = first_batch(loader, seed)
     device = device_of(model)
     inputs = move(inputs, device, dtype_of(model))
-    places = [device] if device.type == "cuda" else []
-    with evaluating(model), torch.random.fork_rng(places, enabled=seed is not None):
+    with evaluating(model), torch.random.fork_rng(_cuda(device), enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)  # a network with noise draws here
-        outputs = _tried(model, inputs)
+        outputs = _outputs(model, inputs)
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
     _warn_of_probabilities(model, chosen, outputs)
     _warn_of_units(chosen, outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
-    like = outputs[:1].detach()
+    row = outputs[:1].detach()
 
     def check(batch: Any) -> None:
         _, truth = split_batch(batch)
-        chosen.check(like.expand(len(truth), *like.shape[1:]), truth)
+        chosen.check(row.expand(len(truth), *row.shape[1:]), truth)
 
     return chosen, inputs, check
 
 
-def _tried(model: nn.Module, inputs: Any, what: str = "first batch") -> Tensor:
-    """Outputs of the first batch, or one line on why there are none; what the network said stays below it."""
+def _cuda(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _outputs(model: nn.Module, inputs: Any, what: str = "first batch") -> Tensor:
+    """Outputs of a first batch, or one line that says why there are none."""
     try:
         return call(model, inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise FlowBNNError(f"the network fails on the {what}, of {failure(inputs, error)}") from error
+        raise FlowBNNError(
+            f"the network fails on the {what}, of {failure(inputs, error)}", kind="network"
+        ) from error
 
 
 def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
-    """The likelihoods take logits: a network that ends in a softmax or a sigmoid would be squeezed twice."""
+    """Likelihoods take logits: a softmax or a sigmoid at the end of the network would be applied twice."""
     inside = bool(((outputs >= 0) & (outputs <= 1)).all())
-    last = list(model.modules())[-1]
-    found = ""
+    evidence = ""
     if isinstance(likelihood, Categorical) and inside and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()):
-        found = "probabilities (every row sums to one)"
-    elif isinstance(likelihood, Bernoulli) and inside and isinstance(last, nn.Sigmoid):
-        found = "probabilities (it ends in a Sigmoid)"
-    if found:
+        evidence = "every row sums to one"
+    elif isinstance(likelihood, Bernoulli) and inside and isinstance(list(model.modules())[-1], nn.Sigmoid):
+        evidence = "it ends in a Sigmoid"
+    if evidence:
         warnings.warn(
-            f"the network gives {found}, where logits are expected: it will be far less sure than it could be; leave out "
-            "its last softmax or sigmoid",
+            f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
+            "leave out its last softmax or sigmoid",
             FlowBNNWarning,
             stacklevel=3,
         )
 
 
 def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
-    """Steps of a learning rate do not take a network to targets that are far away from it, measured by their own spread."""
-    if not isinstance(likelihood, Gaussian) or len(targets) < FEW:
+    """Ordinary learning rates do not reach targets that are more than five of their standard deviations away."""
+    if not isinstance(likelihood, Gaussian) or len(targets) < 8:
         return
     truth = targets.to("cpu", torch.float64).reshape(len(targets), -1)
-    found = likelihood.moments(outputs.detach())[0].to("cpu", torch.float64).reshape(truth.shape)
-    middle, spread, off = truth.mean(0), truth.std(0), (truth - found).square().mean(0).sqrt()
-    far = (off > FAR * spread) & (spread > 0)
+    predicted = likelihood.moments(outputs.detach())[0].to("cpu", torch.float64).reshape(truth.shape)
+    center, spread, error = truth.mean(0), truth.std(0), (truth - predicted).square().mean(0).sqrt()
+    far = (error > 5.0 * spread) & (spread > 0)
     if bool(far.any()):
-        one = int((off / spread.clamp_min(1e-300) * far).argmax())
+        worst = int((error / spread.clamp_min(1e-300) * far).argmax())
         warnings.warn(
-            f"the network's outputs are about {off[one]:.3g} away from the targets, which spread by {spread[one]:.3g} around "
-            f"{middle[one]:.3g}: train the network first, or standardise the targets (less their mean, over their standard deviation)",
+            f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
+            f"{center[worst]:.3g}: train the network first, or standardise the targets (subtract mean, divide by standard deviation)",
             FlowBNNWarning,
             stacklevel=3,
         )
 
 
 def checked_validation(posterior: Posterior, validation: Any) -> Any:
-    """Validation data whose first batch has been tried before an epoch is spent; a pair of tensors is one batch."""
+    """Validation data whose first batch has been tried before an epoch is spent."""
     if validation is None:
         return None
-    validation = [validation] if _is_pair(validation) else validation
     inputs, targets = first_batch(validation, use="validation")
     check_finite(inputs, "validation inputs")
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)
-    with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        outputs = _tried(model, move(inputs, device, dtype_of(model)), "first batch of the validation data")
+    with evaluating(model), torch.random.fork_rng(_cuda(device)):
+        outputs = _outputs(model, move(inputs, device, dtype_of(model)), "first batch of the validation data")
     try:
         posterior.likelihood.check(outputs, targets)
     except FlowBNNError as error:
-        raise FlowBNNError(f"the validation data do not fit: {error}") from None
+        raise FlowBNNError(f"the validation data do not fit: {error}", **error.fields) from None
     return validation
 
 
 def optimizer_for(
     groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer:
+    """The optimizer of the groups that have parameters."""
+    groups = [group for group in groups if group["params"]]
     if not groups:
         raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
-    check_optimizer(optimizer)
     if optimizer is None:  # one fused kernel for all the small vectors of the noise
         return torch.optim.Adam(groups, fused=True)
     made = optimizer(groups)
     if not isinstance(made, torch.optim.Optimizer):
-        raise FlowBNNError(f"optimizer must give a torch.optim.Optimizer, but gave a {type(made).__name__}")
+        raise FlowBNNError(
+            f"optimizer must return a torch.optim.Optimizer, but returned a {type(made).__name__}",
+            kind="value",
+            argument="optimizer",
+        )
     return made
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what makes no optimizer: a name, or an optimizer itself."""
-    if optimizer is not None and (not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
-        raise FlowBNNError(
-            "optimizer is a function from parameter groups to an optimizer, such as torch.optim.Adam, "
-            f"not {told(optimizer)}"
-        )
+def make_schedule(
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
+    engine: torch.optim.Optimizer,
+    loader: Any,
+    epochs: int,
+) -> Any:
+    """The learning-rate schedule of a run, which has to know its number of steps."""
+    if schedule is None:
+        return None
+    if not hasattr(loader, "__len__"):
+        raise FlowBNNError("a learning-rate schedule needs a loader with a length", argument="schedule")
+    return schedule(engine, len(loader) * epochs)
 
 
-def check_schedule(schedule: Any) -> None:
-    """Refuse what makes no learning-rate schedule."""
-    if schedule is not None and not callable(schedule):
-        raise FlowBNNError(
-            "schedule is a function from (optimizer, total steps) to a learning-rate schedule, such as "
-            f"torch.optim.lr_scheduler.CosineAnnealingLR, not {told(schedule)}"
-        )
-
-
-def check_rate(name: str, value: Any) -> None:
-    """Refuse what is no finite number of at least 0."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) < math.inf:
-        raise FlowBNNError(f"{name} is a number of at least 0, not {told(value)}")
-
-
-def run(
+def train_posterior(
     posterior: Posterior,
     loss: Loss,
     engine: torch.optim.Optimizer,
     loader: Any,
-    options: TrainingOptions,
+    options: FitOptions,
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
-    validation: Iterable[Any] | None,
-    samples: int,
+    samples: int = 1,
     around: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
     check_batch: Callable[[Any], None] | None = None,
@@ -305,14 +331,12 @@ def run(
     """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
 
     Args:
+        samples: of the predictions for the validation data.
         around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
         settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
         check_batch: as in :class:`Objective`.
     """
-    check_schedule(schedule)
-    if schedule is not None and not hasattr(loader, "__len__"):
-        raise FlowBNNError("a learning-rate schedule needs a loader with a length")
-    validation = checked_validation(posterior, validation)
+    validation = checked_validation(posterior, options.validation)
     model = posterior.model if around is None else around
     model.train()
     history = train(
@@ -320,7 +344,7 @@ def run(
         engine,
         loader,
         options,
-        schedule=None if schedule is None else schedule(engine, len(loader) * options.epochs),
+        schedule=make_schedule(schedule, engine, loader, options.epochs),
         validate=None if validation is None else validator(posterior, validation, samples),
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
@@ -339,22 +363,6 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, **plain}
 
 
-def run_options(
-    epochs: int, options: dict[str, Any], description: str, accepted: Iterable[str] = ()
-) -> TrainingOptions:
-    """The options of a run; ``accepted`` are the names that its caller takes besides, for the error message."""
-    known = TrainingOptions.__dataclass_fields__
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        names = [*accepted, *known]
-        raise FlowBNNError(
-            f"there is no option '{unknown}'{nearest(unknown, names)}",
-            kind="unknown setting",
-            argument=unknown,
-        )
-    return TrainingOptions(**{"epochs": epochs, "description": description, **options})
-
-
 def validator(
     posterior: Posterior, loader: Iterable[Any], samples: int
 ) -> Callable[[nn.Module], dict[str, float]]:
@@ -362,55 +370,32 @@ def validator(
 
     def validate(model: nn.Module) -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
-        if targets is None:
-            raise FlowBNNError(
-                "validation needs batches of (inputs, targets), but the loader gives inputs alone"
-            )
         return {name: float(value) for name, value in predictive.evaluate(targets).items()}
 
     return validate
 
 
-# -------------------- point.py
-
-
 def fit_point(
     model: nn.Module,
     loader: Iterable[Any],
+    options: FitOptions,
     *,
-    epochs: int = 20,
-    likelihood: Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"] = "auto",
-    lr: float = 1e-3,
+    lr: float,
     weight_decay: float = 0.0,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
-    validation: Iterable[Any] | None = None,
-    **options: Any,
 ) -> PointPosterior:
-    r"""Train a plain network by maximum likelihood, :math:`\max_\theta \frac1N \sum_i \log p(y_i \mid x_i, \theta)`.
-
-    Takes the same loader, likelihood and run options as :func:`~flowbnn.fit` and returns a posterior with the same interface,
-    whose one sample is the network itself.
-    """
-    if noise_layers(model):
-        raise FlowBNNError(
-            "this network has noise; fit_point trains plain networks, fit trains stochastic ones"
-        )
-    check_rate("lr", lr)
-    check_rate("weight_decay", weight_decay)
-    settings = run_options(
-        epochs, options, "training the network", list(signature(fit_point).parameters)[2:-1]
-    )
-    chosen, _, check = prepare(model, loader, likelihood, settings.seed)
+    r"""Train a plain network in place: :math:`\max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2`."""
+    likelihood, _, check = prepare(model, loader, options.likelihood, options.seed)
     groups = [
         {
-            "params": [p for p in model.parameters() if p.requires_grad],
+            "params": [parameter for parameter in model.parameters() if parameter.requires_grad],
             "lr": lr,
             "weight_decay": weight_decay,
         },
-        {"params": list(chosen.parameters()), "lr": lr, "weight_decay": 0.0},
+        {"params": list(likelihood.parameters()), "lr": lr, "weight_decay": 0.0},
     ]
-    engine = optimizer_for([group for group in groups if group["params"]], optimizer)
+    engine = optimizer_for(groups, optimizer)
 
     def loss(
         outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
@@ -418,12 +403,30 @@ def fit_point(
         inputs, targets = split_batch(batch)
         outputs = outputs_of(inputs)
         if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
-            chosen.check(outputs, targets)
-        log_likelihood = chosen.log_prob(outputs, targets).mean()
+            likelihood.check(outputs, targets)
+        log_likelihood = likelihood.log_prob(outputs, targets).mean()
         return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
 
-    posterior = PointPosterior(model, chosen)
-    posterior.history = run(
-        posterior, loss, engine, loader, settings, schedule, validation, samples=1, check_batch=check
-    )
+    posterior = PointPosterior(model, likelihood)
+    posterior.history = train_posterior(posterior, loss, engine, loader, options, schedule, check_batch=check)
     return posterior
+
+
+def point_as_is(model: nn.Module, loader: Iterable[Any], options: FitOptions) -> PointPosterior:
+    """The network with the weights that it has; of the likelihood, the noise is learned unless it is given."""
+    likelihood, _, _ = prepare(model, loader, options.likelihood, options.seed)
+    model.eval()
+    if not isinstance(options.likelihood, Gaussian):  # one that is given brings its noise
+        with undisturbed(loader, options.seed):
+            learn_noise(model, likelihood, loader)
+    return PointPosterior(model, likelihood)
+
+
+def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> None:
+    """The learned noise of a network that is taken as it is: the size of its residuals on all the data."""
+    if not isinstance(likelihood, Gaussian) or likelihood.noise != "learned":
+        return
+    device, dtype = device_of(model), dtype_of(model)
+    with evaluating(model):
+        pairs = (split_batch(batch) for batch in loader)
+        likelihood.settle((call(model, move(inputs, device, dtype)), targets) for inputs, targets in pairs)

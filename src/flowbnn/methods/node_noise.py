@@ -3,19 +3,17 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from inspect import signature
-from typing import Any, ClassVar, Literal
+from dataclasses import field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.diagnostics import health_warnings, posterior_health
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, some_of
-from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import LikelihoodName, check_whole, register_method
-from flowbnn.methods.fitting import check_rate, optimizer_for, prepare, run, run_options
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
+from flowbnn.methods.base import FitOptions, register_method
+from flowbnn.methods.fitting import optimizer_for, prepare, train_posterior
 from flowbnn.methods.variational.base import Variational
 from flowbnn.noise import (
     InputNoise,
@@ -34,14 +32,206 @@ from flowbnn.noise import (
     recipe_from_dict,
 )
 from flowbnn.objectives import ELBO, warm_up
+from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import count_data, repeat_each, rows, split_batch, take
+from flowbnn.posterior.batches import repeat_each, rows, split_batch, take
 from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
 from flowbnn.training import Clock, is_main_process
 
 __all__ = ["NodeNoise", "NoisePosterior", "align_batch_axes", "fit"]
 
-# -------------------- axes.py
+KINDS: dict[str, Callable[..., Recipe]] = {
+    "gaussian": NormalAffine,
+    "mixture": NormalAffine,
+    "planar": NormalPlanar,
+    "radial": NormalRadial,
+    "sylvester": NormalSylvester,
+    "coupling": NormalCoupling,
+    "invconv": NormalInvConv,
+    "glow": NormalGlow,
+}
+
+
+@register_method
+@options(repr=False)
+class NodeNoise(Variational):
+    r"""Every layer multiplies its input by noise whose posterior is fitted by the ELBO: this library's own method.
+
+    Args:
+        kind: ``"gaussian"``, ``"mixture"`` (Trinh et al. 2020), or a flow after a Gaussian: ``"planar"``, ``"radial"``,
+            ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; or a recipe, for all layers; or rules as
+            :func:`~flowbnn.to_stochastic` takes them.
+        components: of the mixture.
+        site: ``"channel"`` or ``"position"``.
+        base_scale: standard deviation of the noise at the start.
+        noise_lr: learning rate of the noise.
+        beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
+        prior_scale: standard deviation of the prior of the noise, which is around one.
+    """
+
+    kind: (
+        Literal["gaussian", "mixture", "planar", "radial", "sylvester", "coupling", "invconv", "glow"]
+        | Recipe
+        | Mapping[Any, Recipe | None]
+    ) = "gaussian"
+    components: Count = field(default=16, kw_only=True)
+    site: Literal["channel", "position"] = field(default="channel", kw_only=True)
+    base_scale: Positive = field(default=0.5, kw_only=True)
+    gamma: NonNegative = field(default=0.0, kw_only=True)
+    prior_scale: Positive = field(default=0.5, kw_only=True)
+
+    __hash__ = object.__hash__  # rules may be a dictionary
+
+    def rules(self) -> Mapping[Any, Recipe | None]:
+        """What :func:`~flowbnn.to_stochastic` is given."""
+        if isinstance(self.kind, Mapping):
+            return self.kind
+        if isinstance(self.kind, Recipe):
+            return {"*": self.kind}
+        common: dict[str, Any] = {
+            "site": self.site,
+            "prior_scale": self.prior_scale,
+            "base_scale": self.base_scale,
+        }
+        if self.kind == "mixture":
+            common["components"] = self.components
+        return {"*": KINDS[self.kind](**common)}
+
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
+        """As :meth:`Method.fit`; weights and noise are trained together."""
+        model, run = self.setup(network, loader, given)
+        with torch.random.fork_rng([], enabled=run.seed is not None):
+            if run.seed is not None:
+                torch.default_generator.manual_seed(run.seed)
+            noisy = to_stochastic(model, self.rules(), inplace=True)
+        return fit(
+            noisy,
+            loader,
+            epochs=self.epochs,
+            weight_lr=self.lr,
+            noise_lr=self.noise_lr,
+            beta=self.beta,
+            gamma=self.gamma,
+            warmup=self.warmup,
+            samples=self.samples,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            **given,
+        )
+
+
+@checked
+@takes(FitOptions)
+def fit(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    epochs: Count = 20,
+    weight_lr: NonNegative = 2e-4,
+    noise_lr: NonNegative = 2e-3,
+    weight_decay: NonNegative = 0.0,
+    beta: NonNegative = 1.0,
+    warmup: Share = 0.0,
+    gamma: NonNegative = 0.0,
+    samples: Count = 1,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+    validation_samples: Count = 8,
+    **options: Any,
+) -> "NoisePosterior":
+    r"""Fit the noise (and the weights) of a stochastic network by the ELBO.
+
+    .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
+
+    Args:
+        model: from :func:`~flowbnn.to_stochastic`; it is trained in place.
+        loader: batches of ``(inputs, targets)``.
+        epochs: passes over the loader.
+        weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone.
+        beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run.
+        samples: draws per example and step.
+        optimizer: a function from parameter groups to an optimizer; Adam unless given.
+        schedule: a function from ``(optimizer, total steps)`` to a learning-rate schedule, stepped at every batch.
+        validation_samples: draws for the negative log-likelihood of the validation data, recorded as ``validation_nll``.
+        options: as in :class:`~flowbnn.methods.FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``checkpoint``, ``resume``,
+            ``early_stop``, ``seed``, ``precision``, ``devices``, ``progress``, ``tensorboard`` and the rest.
+
+    Returns:
+        A posterior that predicts. Its ``history`` has ELBO, log-likelihood, KL and entropy of every epoch in nats, those of
+        each layer as ``kl/name`` and ``entropy/name``. A layer whose posterior has collapsed to a point or fallen back onto
+        its prior is warned of by name, all of one kind in one warning.
+    """
+    run = FitOptions(**{"epochs": epochs, "description": "fitting the noise", **options})
+    if not noise_layers(model):
+        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+    if run.precision in ("bf16-true", "16-true"):
+        warnings.warn(
+            FlowBNNWarning(
+                f"precision={run.precision!r} keeps the noise itself in half precision, which is too coarse for flows; "
+                "'bf16-mixed' keeps noise and flows in float32",
+                kind="precision",
+            )
+        )
+    chosen, inputs, check = prepare(model, loader, run.likelihood, run.seed)
+    align_batch_axes(model, inputs)
+    idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
+    if idle:
+        subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
+        warnings.warn(
+            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} ({their} "
+            f"weights are read by another module), so {their} noise has no effect; leave {them} plain with None in the rules",
+            FlowBNNWarning,
+        )
+    objective = ELBO(chosen, run.count(loader), beta, gamma)
+    groups = parameter_groups(model, weight_lr, noise_lr, weight_decay)
+    extra = [p for p in chosen.parameters() if p.requires_grad]
+    if extra:
+        groups.append({"name": "likelihood", "params": extra, "lr": noise_lr, "weight_decay": 0.0})
+    engine = optimizer_for(groups, optimizer)
+
+    def loss(
+        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        some, targets = split_batch(batch)
+        if samples > 1:
+            some, targets = repeat_each(some, samples), repeat_each(targets, samples)
+        known = objective.ahead(model, rows(some))
+        outputs = outputs_of(some)
+        # a check waits for the device: on one, only the first epoch is checked
+        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
+            chosen.check(outputs, targets)
+        terms = objective(model, outputs, targets, warm_up(clock.progress, warmup), known)
+        return terms.loss, terms.logs()
+
+    posterior = NoisePosterior(model, chosen)
+    with noise_mode(model, "sample"):
+        posterior.history = train_posterior(
+            posterior,
+            loss,
+            engine,
+            loader,
+            run,
+            schedule,
+            validation_samples,
+            settings={
+                "beta": beta,
+                "gamma": gamma,
+                "warmup": warmup,
+                "samples": samples,
+                "num_data": objective.num_data,
+            },
+            check_batch=check,
+        )
+    for layer in noise_layers(model).values():
+        layer.fitted = True
+        if layer.group is not None:
+            layer.group.prepared = []
+    if is_main_process():
+        called = (health for health in posterior_health(model) if health.layer not in idle)
+        for ailment in health_warnings(called):
+            warnings.warn(ailment)
+    return posterior
 
 
 def align_batch_axes(model: nn.Module, inputs: Any) -> None:
@@ -174,234 +364,3 @@ class NoisePosterior(Posterior):
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
         return restored
-
-
-def fit(
-    model: nn.Module,
-    loader: Iterable[Any],
-    *,
-    epochs: int = 20,
-    likelihood: Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"] = "auto",
-    weight_lr: float = 2e-4,
-    noise_lr: float = 2e-3,
-    weight_decay: float = 0.0,
-    beta: float = 1.0,
-    warmup: float = 0.0,
-    gamma: float = 0.0,
-    samples: int = 1,
-    num_data: int | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
-    validation: Iterable[Any] | None = None,
-    validation_samples: int = 8,
-    **options: Any,
-) -> NoisePosterior:
-    r"""Fit the noise (and the weights) of a stochastic network by the ELBO.
-
-    .. math:: \max \; E_q[\log p(D \mid z)] - \beta \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \gamma \sum_l H(q(z_l))
-
-    Args:
-        model: from :func:`~flowbnn.to_stochastic`; it is trained in place.
-        loader: batches of ``(inputs, targets)``.
-        epochs: passes over the loader.
-        likelihood: ``"auto"`` takes integers for classes and real numbers for regression with learned noise.
-        weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone.
-        beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run.
-        samples: draws per example and step.
-        num_data: :math:`N`; taken from the loader where it has a length.
-        optimizer: a class or function from parameter groups to an optimizer; Adam unless given.
-        schedule: from ``(optimizer, total steps)`` to a learning-rate schedule, stepped at every batch.
-        validation: a loader; its negative log-likelihood is recorded each epoch as ``validation_nll``, with
-            ``validation_samples`` draws.
-        options: of the run, as in :class:`~flowbnn.training.TrainingOptions`: ``checkpoint``, ``resume``, ``early_stop``,
-            ``seed``, ``precision``, ``devices``, ``progress``, ``tensorboard`` and the rest.
-
-    Returns:
-        A posterior that predicts. Its ``history`` has ELBO, log-likelihood, KL and entropy of every epoch in nats, those of
-        each layer as ``kl/name`` and ``entropy/name``. A layer whose posterior has collapsed to a point or fallen back onto
-        its prior is warned of by name, all of one kind in one warning.
-    """
-    if not noise_layers(model):
-        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
-    for name, value in (("samples", samples), ("validation_samples", validation_samples)):
-        if not isinstance(value, int) or value < 1:
-            raise FlowBNNError(f"{name} is at least 1, not {value!r}")
-    rates = {"weight_lr": weight_lr, "noise_lr": noise_lr, "weight_decay": weight_decay}
-    for name, rate in {**rates, "beta": beta, "gamma": gamma}.items():
-        check_rate(name, rate)
-    if num_data is not None and (not isinstance(num_data, int) or num_data < 1):
-        raise FlowBNNError(f"num_data is a whole number of at least 1, not {num_data!r}")
-    if not isinstance(warmup, int | float) or not 0.0 <= warmup <= 1.0:
-        raise FlowBNNError(f"warmup is a share of the run, between 0 and 1, not {warmup}")
-    settings = run_options(epochs, options, "fitting the noise", list(signature(fit).parameters)[2:-1])
-    if settings.precision in ("bf16-true", "16-true"):
-        warnings.warn(
-            FlowBNNWarning(
-                f"precision={settings.precision!r} keeps the noise itself in half precision, which is too coarse for flows; "
-                "'bf16-mixed' keeps noise and flows in float32",
-                kind="precision",
-            )
-        )
-    chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
-    align_batch_axes(model, inputs)
-    idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
-    if idle:
-        subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
-        warnings.warn(
-            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} ({their} "
-            f"weights are read by another module), so {their} noise has no effect; leave {them} plain with None in the rules",
-            FlowBNNWarning,
-        )
-    objective = ELBO(chosen, count_data(loader) if num_data is None else num_data, beta, gamma)
-    groups = parameter_groups(model, weight_lr, noise_lr, weight_decay)
-    extra = [p for p in chosen.parameters() if p.requires_grad]
-    if extra:
-        groups.append({"name": "likelihood", "params": extra, "lr": noise_lr, "weight_decay": 0.0})
-    engine = optimizer_for(groups, optimizer)
-
-    def loss(
-        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        some, targets = split_batch(batch)
-        if samples > 1:
-            some, targets = repeat_each(some, samples), repeat_each(targets, samples)
-        known = objective.ahead(model, rows(some))
-        outputs = outputs_of(some)
-        # a check waits for the device: on one, only the first epoch is checked
-        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
-            chosen.check(outputs, targets)
-        terms = objective(model, outputs, targets, warm_up(clock.progress, warmup), known)
-        return terms.loss, terms.logs()
-
-    posterior = NoisePosterior(model, chosen)
-    with noise_mode(model, "sample"):
-        posterior.history = run(
-            posterior,
-            loss,
-            engine,
-            loader,
-            settings,
-            schedule,
-            validation,
-            samples=validation_samples,
-            settings={
-                "beta": beta,
-                "gamma": gamma,
-                "warmup": warmup,
-                "samples": samples,
-                "num_data": objective.num_data,
-            },
-            check_batch=check,
-        )
-    for layer in noise_layers(model).values():
-        layer.fitted = True
-        if layer.group is not None:
-            layer.group.prepared = []
-    if is_main_process():
-        called = (health for health in posterior_health(model) if health.layer not in idle)
-        for ailment in health_warnings(called):
-            warnings.warn(ailment)
-    return posterior
-
-
-# -------------------- node_noise_method.py
-
-KINDS: dict[str, Callable[..., Recipe]] = {
-    "gaussian": NormalAffine,
-    "mixture": NormalAffine,
-    "planar": NormalPlanar,
-    "radial": NormalRadial,
-    "sylvester": NormalSylvester,
-    "coupling": NormalCoupling,
-    "invconv": NormalInvConv,
-    "glow": NormalGlow,
-}
-
-
-@register_method
-@dataclass(frozen=True, repr=False)
-class NodeNoise(Variational):
-    r"""Every layer multiplies its input by noise whose posterior is fitted by the ELBO: this library's own method.
-
-    Args:
-        kind: ``"gaussian"``, ``"mixture"`` (Trinh et al. 2020), or a flow after a Gaussian: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; or a recipe, for all layers; or rules as
-            :func:`~flowbnn.to_stochastic` takes them.
-        components: of the mixture.
-        site: ``"channel"`` or ``"position"``.
-        base_scale: standard deviation of the noise at the start.
-        noise_lr: learning rate of the noise.
-        beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
-        prior_scale: standard deviation of the prior of the noise, which is around one.
-    """
-
-    name: ClassVar[str] = "node-noise"
-    label: ClassVar[str] = "Node noise"
-
-    kind: str | Recipe | Mapping[Any, Recipe | None] = "gaussian"
-    components: int = field(default=16, kw_only=True)
-    site: str = field(default="channel", kw_only=True)
-    base_scale: float = field(default=0.5, kw_only=True)
-    gamma: float = field(default=0.0, kw_only=True)
-    prior_scale: float = field(default=0.5, kw_only=True)
-
-    __hash__ = object.__hash__  # rules may be a dictionary
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("components", self.components)
-        if isinstance(self.kind, str) and self.kind not in KINDS:
-            raise FlowBNNError(f"there is no noise '{self.kind}'{nearest(self.kind, KINDS)}")
-        if not isinstance(self.kind, str | Recipe | Mapping):
-            raise FlowBNNError(
-                f"kind is the name of a noise, a recipe such as fb.NormalPlanar(), or rules, not a {type(self.kind).__name__}"
-            )
-
-    def rules(self) -> Mapping[Any, Recipe | None]:
-        """What :func:`~flowbnn.to_stochastic` is given."""
-        if isinstance(self.kind, Mapping):
-            return self.kind
-        if isinstance(self.kind, Recipe):
-            return {"*": self.kind}
-        common: dict[str, Any] = {
-            "site": self.site,
-            "prior_scale": self.prior_scale,
-            "base_scale": self.base_scale,
-        }
-        if self.kind == "mixture":
-            common["components"] = self.components
-        return {"*": KINDS[self.kind](**common)}
-
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> NoisePosterior:
-        """As :meth:`Method.fit`; weights and noise are trained together."""
-        seed = options.get("seed")
-        with torch.random.fork_rng([], enabled=isinstance(seed, int)):
-            if isinstance(seed, int):
-                torch.default_generator.manual_seed(seed)
-            noisy = to_stochastic(self.copied(network), self.rules(), inplace=True)
-        return fit(
-            noisy,
-            loader,
-            epochs=self.epochs,
-            likelihood=likelihood,
-            weight_lr=self.lr,
-            noise_lr=self.noise_lr,
-            beta=self.beta,
-            gamma=self.gamma,
-            warmup=self.warmup,
-            samples=self.samples,
-            num_data=self.count(loader, num_data),
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            validation=validation,
-            **options,
-        )

@@ -1,7 +1,7 @@
-r"""Stochastic gradient Langevin dynamics (Welling and Teh 2011): training whose steps are shaken so that it samples the posterior.
+r"""Stochastic gradient Langevin dynamics (Welling and Teh 2011): training with added noise, so that it samples the posterior.
 
-With RMSprop's preconditioner (Li et al., 1512.07666) and a cyclical step size (Zhang et al., 1902.03932), whose cycles find
-several modes.
+With RMSprop's preconditioner (Li et al. 2016, https://arxiv.org/abs/1512.07666) and a cyclical step size (Zhang et al. 2020,
+https://arxiv.org/abs/1902.03932), whose cycles find several modes.
 
 What it leaves out makes it an approximation. There is no accept step, so the variance is off by about :math:`\epsilon G h / 2` of
 itself for a curvature :math:`h` of the loss per example; the gradient noise of minibatches adds to the injected one by a share of
@@ -14,9 +14,8 @@ quarters in a Gaussian without minibatches); ``preconditioned=False`` is without
 import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whole, register_method
+from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.dropout import own_dropout
-from flowbnn.methods.fitting import prepare, run, run_options
+from flowbnn.methods.fitting import prepare, train_posterior
 from flowbnn.methods.swag import normalizers, refresh
+from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.batches import split_batch
 from flowbnn.posterior.point import PointPosterior
@@ -36,7 +36,123 @@ from flowbnn.training import Clock, History, is_main_process, load_tensors, save
 
 __all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
 
-# -------------------- sgld_optimizer.py
+
+@register_method
+@options(kw_only=True, repr=False)
+class SGLD(Method):
+    r"""Stochastic gradient Langevin dynamics.
+
+    The network's own dropout is off: it is the network as it predicts that is sampled. The noise of a Gaussian likelihood, where it is
+    learned, is learned along as one value. Snapshots of networks with BatchNorm get the statistics of a pass of their own over the
+    data. With ``checkpoint=folder`` every snapshot is written beside the checkpoint when it is taken, so a run that is resumed has
+    all of them.
+
+    Args:
+        samples: networks kept, spread over the sampling parts of the cycles.
+        cycles: of the step size, each from ``lr`` down to 0 by a cosine; 1 is one decay, 0 a constant step size.
+        exploration: the share of each cycle that goes without noise, and without snapshots, to find a mode.
+        burn_in: with ``cycles=0``, the share of the run before the first snapshot.
+        preconditioned: scale steps by RMSprop's running gradient size.
+        alpha, damping: its memory, and what is added to the gradient size.
+        temperature: 1 is the posterior; below 1 a colder, narrower one.
+        lr: step size of a loss per example, as an ordinary learning rate.
+        prior_scale: standard deviation of the prior on every weight.
+        epochs: of the whole run, at least 1. The network starts as it is.
+
+    >>> import flowbnn as fb
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 10
+    >>> posterior = fb.SGLD(epochs=4, samples=6, cycles=2).fit(nn.Linear(2, 3), loader, seed=0, progress=False)
+    >>> posterior
+    SGLDPosterior(6 networks of Linear, Categorical())
+    """
+
+    epochs: Count = 20
+    lr: Positive = 1e-2
+    optimizer: None = None  # it is an optimizer itself, with a schedule of its own
+    schedule: None = None
+    samples: Count = 20
+    cycles: Annotated[int, Ge(0)] = 4
+    exploration: Annotated[float, Interval(ge=0, lt=1)] = 0.7
+    burn_in: Annotated[float, Interval(ge=0, lt=1)] = 0.5
+    preconditioned: bool = True
+    alpha: Annotated[float, Interval(ge=0, lt=1)] = 0.99
+    damping: Positive = 1e-3
+    temperature: NonNegative = 1.0
+
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SGLDPosterior":
+        """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
+        model, run = self.setup(network, loader, given, "sampling by SGLD")
+        if run.early_stop is not None:
+            raise FlowBNNError(
+                "SGLD goes through its whole schedule; leave early_stop out", argument="early_stop"
+            )
+        if not isinstance(loader, Sized):
+            raise FlowBNNError("SGLD plans its cycles ahead and needs a loader with a length", kind="loader")
+        number = run.count(loader)
+        likelihood, _, _ = prepare(model, loader, run.likelihood, run.seed)
+        plan = self.plan(len(loader) * self.epochs)
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [p for p in model.parameters() if p.requires_grad],
+                "weight_decay": 1.0 / (self.prior_scale**2 * number),
+            }
+        ]
+        learned = [p for p in likelihood.parameters() if p.requires_grad]
+        if learned:
+            groups.append({"params": learned, "noise": False})
+        engine = Langevin(
+            groups,
+            self.lr,
+            number,
+            preconditioned=self.preconditioned,
+            alpha=self.alpha,
+            damping=self.damping,
+        )
+        snapshots = Snapshots(plan, run.checkpoint_path)
+
+        def loss(
+            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            snapshots.look(clock.step, model)
+            engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
+            inputs, targets = split_batch(batch)
+            outputs = outputs_of(inputs)
+            if clock.epoch == 0 or targets.device.type == "cpu":
+                likelihood.check(outputs, targets)
+            log_likelihood = likelihood.log_prob(outputs, targets).mean()
+            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+
+        point = PointPosterior(model, likelihood)
+        with without_dropout(model):
+            history = train_posterior(
+                point,
+                loss,
+                engine,
+                loader,
+                run,
+                lambda optimizer, total: LambdaLR(optimizer, plan.rate),
+            )
+        snapshots.look(plan.total, model)
+        settings = {
+            "cycles": self.cycles,
+            "temperature": self.temperature,
+            "lr": self.lr,
+            "steps": sorted(plan.kept),
+        }
+        posterior = SGLDPosterior(model, likelihood, snapshots.stacked(model), history, settings)
+        posterior.refresh(loader, run.seed or 0, run.progress)
+        return posterior
+
+    def plan(self, total: int) -> "Plan":
+        """The schedule of a run of so many steps."""
+        plan = Plan(total, self.cycles, self.exploration, self.burn_in, self.samples)
+        if len(plan.kept) < self.samples:
+            raise FlowBNNError(
+                f"{self.samples} snapshots do not fit into the {total} steps of this run, of which only a share samples; ask for more "
+                "epochs, fewer samples, or fewer cycles"
+            )
+        return plan
 
 
 class Langevin(torch.optim.Optimizer):
@@ -150,148 +266,6 @@ class Plan:
     def samples_at(self, step: int) -> bool:
         """Whether noise is added at this step."""
         return not self.cycles or step >= self.first[self.cycle(step)]
-
-
-@register_method
-@dataclass(frozen=True, kw_only=True, repr=False)
-class SGLD(Method):
-    r"""Stochastic gradient Langevin dynamics.
-
-    The network's own dropout is off: it is the network as it predicts that is sampled. The noise of a Gaussian likelihood, where it is
-    learned, is learned along as one value. Snapshots of networks with BatchNorm get the statistics of a pass of their own over the
-    data. With ``checkpoint=folder`` every snapshot is written beside the checkpoint when it is taken, so a run that is resumed has
-    all of them.
-
-    Args:
-        samples: networks kept, spread over the sampling parts of the cycles.
-        cycles: of the step size, each from ``lr`` down to 0 by a cosine; 1 is one decay, 0 a constant step size.
-        exploration: the share of each cycle that goes without noise, and without snapshots, to find a mode.
-        burn_in: with ``cycles=0``, the share of the run before the first snapshot.
-        preconditioned: scale steps by RMSprop's running gradient size.
-        alpha, damping: its memory, and what is added to the gradient size.
-        temperature: 1 is the posterior; below 1 a colder, narrower one.
-        lr: step size of a loss per example, as an ordinary learning rate.
-        prior_scale: standard deviation of the prior on every weight.
-        epochs: of the whole run, at least 1. The network starts as it is.
-
-    >>> import flowbnn as fb
-    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 10
-    >>> posterior = fb.SGLD(epochs=4, samples=6, cycles=2).fit(nn.Linear(2, 3), loader, seed=0, progress=False)
-    >>> posterior
-    SGLDPosterior(6 networks of Linear, Categorical())
-    """
-
-    name: ClassVar[str] = "sgld"
-    label: ClassVar[str] = "SGLD"
-
-    lr: float = 1e-2
-    samples: int = 20
-    cycles: int = 4
-    exploration: float = 0.7
-    burn_in: float = 0.5
-    preconditioned: bool = True
-    alpha: float = 0.99
-    damping: float = 1e-3
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("epochs", self.epochs)
-        check_whole("samples", self.samples)
-        check_whole("cycles", self.cycles, least=0)
-        check_scale("damping", self.damping)
-        for name in ("exploration", "burn_in", "alpha"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-                raise FlowBNNError(f"{name} is a share of at least 0 and below 1, not {value!r}")
-        if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature < float("inf"):
-            raise FlowBNNError(f"temperature is a number of at least 0, not {self.temperature!r}")
-        if self.optimizer is not None or self.schedule is not None:
-            raise FlowBNNError(
-                "SGLD is itself an optimizer with a schedule; choose its lr, cycles and preconditioned instead"
-            )
-
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> "SGLDPosterior":
-        """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
-        settings = run_options(self.epochs, options, "sampling by SGLD")
-        if settings.early_stop is not None:
-            raise FlowBNNError("SGLD goes through its whole schedule; leave early_stop out")
-        model, number = self.copied(network), self.count(loader, num_data)
-        if not isinstance(loader, Sized):
-            raise FlowBNNError("SGLD plans its cycles ahead and needs a loader with a length")
-        chosen, _, _ = prepare(model, loader, likelihood, settings.seed)
-        plan = self.plan(len(loader) * self.epochs)
-        decay = 1.0 / (self.prior_scale**2 * number)
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": decay}
-        ]
-        extra = [p for p in chosen.parameters() if p.requires_grad]
-        if extra:
-            groups.append({"params": extra, "noise": False})
-        engine = Langevin(
-            groups,
-            self.lr,
-            number,
-            preconditioned=self.preconditioned,
-            alpha=self.alpha,
-            damping=self.damping,
-        )
-        kept = Snapshots(plan, settings.checkpoint_path)
-
-        def loss(
-            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            kept.look(clock.step, model)
-            engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
-            inputs, targets = split_batch(batch)
-            outputs = outputs_of(inputs)
-            if clock.epoch == 0 or targets.device.type == "cpu":
-                chosen.check(outputs, targets)
-            log_likelihood = chosen.log_prob(outputs, targets).mean()
-            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
-
-        point = PointPosterior(model, chosen)
-        with without_dropout(model):
-            history = run(
-                point,
-                loss,
-                engine,
-                loader,
-                settings,
-                lambda optimizer, total: LambdaLR(optimizer, plan.rate),
-                validation,
-                samples=1,
-            )
-        kept.look(plan.total, model)
-        members = kept.stacked(model)
-        told = {
-            "cycles": self.cycles,
-            "temperature": self.temperature,
-            "lr": self.lr,
-            "steps": sorted(plan.kept),
-        }
-        posterior = SGLDPosterior(model, chosen, members, history, told)
-        posterior.refresh(loader, settings.seed or 0, settings.progress)
-        return posterior
-
-    def plan(self, total: int) -> Plan:
-        """The schedule of a run of so many steps."""
-        plan = Plan(total, self.cycles, self.exploration, self.burn_in, self.samples)
-        if len(plan.kept) < self.samples:
-            raise FlowBNNError(
-                f"{self.samples} snapshots do not fit into the {total} steps of this run, of which only a share samples; ask for more "
-                "epochs, fewer samples, or fewer cycles"
-            )
-        return plan
 
 
 class Snapshots:

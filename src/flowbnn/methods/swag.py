@@ -1,4 +1,4 @@
-r"""SWAG (Maddox et al., 1902.02476): a Gaussian fitted to the weights that stochastic gradient descent walks through.
+r"""SWAG (Maddox et al. 2019, https://arxiv.org/abs/1902.02476): a Gaussian fitted to the weights that SGD walks through.
 
 Training goes on at a constant learning rate; the running mean of the weights, their variance :math:`v` and the last K deviations
 :math:`D` from the running mean give :math:`\mathcal N(\bar w, \tfrac12 (\mathrm{diag}(v) + \tfrac{1}{K-1} D D^\top))`.
@@ -6,9 +6,9 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch.distributions import LowRankMultivariateNormal
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whole, register_method
-from flowbnn.methods.fitting import Objective, fit_point, prepare, run_options, undisturbed, validator
+from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.fitting import Objective, prepare, undisturbed, validator
+from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.batches import call, move, split_batch
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
@@ -28,14 +29,245 @@ from flowbnn.training.finite import explain_single_row
 
 __all__ = ["SWAG", "SWAGPosterior", "trained_parameters"]
 
-# -------------------- swag_posterior.py
-
-WITNESSES = 4  # numbers of every fixed draw that are kept, to know it again
-
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights that are learned, each tied one once."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+@register_method
+@options(repr=False)
+class SWAG(Method):
+    """A Gaussian around the mean of the weights that SGD walks through.
+
+    Args:
+        rank: of the covariance's low-rank part, the number of deviations kept; 0 keeps the diagonal alone, 1 is not possible.
+        begin: the share of ``epochs`` that is ordinary training, before SGD with momentum walks at a constant rate and weights
+            are collected; 0 walks from the given network at once.
+        swag_lr: the learning rate of the walk, for regression on the squared error: it is multiplied by the variance of the noise, by
+            which the gradient of the likelihood is divided.
+        momentum: of the walk.
+        per_epoch: how often the weights are collected in an epoch, at even distances.
+        scale: of the covariance; 0.5 is the paper's.
+        batch_norm_samples: draws whose BatchNorm statistics are computed, where the network has BatchNorm: so many passes over the
+            data, after which the posterior is these networks.
+        epochs: of training and walk together, at least 1.
+
+    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 2
+    >>> posterior = SWAG(epochs=8).fit(nn.Linear(2, 3), loader, progress=False)
+    >>> posterior.rank, posterior.draws(5)["weight"].shape
+    (4, torch.Size([5, 3, 2]))
+    """
+
+    rank: Annotated[int, Ge(0)] = 20
+    epochs: Count = field(default=20, kw_only=True)
+    begin: Annotated[float, Interval(ge=0, lt=1)] = field(default=0.5, kw_only=True)
+    swag_lr: Positive = field(default=1e-2, kw_only=True)
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = field(default=0.9, kw_only=True)
+    per_epoch: Count = field(default=1, kw_only=True)
+    scale: Positive = field(default=0.5, kw_only=True)
+    batch_norm_samples: Count = field(default=30, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rank == 1:
+            raise FlowBNNError(
+                "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2",
+                argument="rank",
+            )
+        if (self.epochs - self.first) * self.per_epoch < 2:
+            raise FlowBNNError(
+                f"{self.epochs - self.first} epochs of {self.epochs} are left to collect weights, which gives one set of them; take "
+                "more epochs, a smaller begin, or a larger per_epoch",
+                argument="epochs",
+            )
+
+    @property
+    def first(self) -> int:
+        """Epochs of ordinary training."""
+        return round(self.begin * self.epochs)
+
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SWAGPosterior":
+        """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
+        model, run = self.setup(network, loader, given)
+        if isinstance(loader, Sized) and len(loader) * (self.epochs - self.first) < 2:
+            raise FlowBNNError(
+                "the walk has one step, which gives one set of weights and no variance; take more epochs or smaller batches"
+            )
+        decay = 1.0 / (self.prior_scale**2 * run.count(loader))
+        if self.first:
+            point = self.start(model, loader, _part(run, "training", self.first), decay)
+        else:
+            point = PointPosterior(model, prepare(model, loader, run.likelihood, run.seed)[0])
+        walk = Walk(point, self.rank)
+        history = self._walk(walk, point, loader, decay, _part(run, "walk", self.epochs - self.first))
+        joined = History(
+            point.history.records + history.records,
+            point.history.steps + history.steps,
+            point.history.seconds + history.seconds,
+        )
+        mean, variance, deviations = walk.moments()
+        fixed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
+        posterior = SWAGPosterior(
+            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, None, fixed
+        )
+        with torch.no_grad():
+            for name, value in posterior.cut(mean).items():
+                posterior.parameters[name].copy_(value)
+        if not normalizers(point.model):
+            return posterior
+        states = statistics_of(posterior, self.batch_norm_samples, loader, run.progress)
+        return SWAGPosterior(
+            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, states, fixed
+        )
+
+    def _walk(
+        self,
+        walk: "Walk",
+        point: PointPosterior,
+        loader: Iterable[Any],
+        decay: float,
+        run: FitOptions,
+    ) -> History:
+        """SGD at a constant rate, which collects on its way."""
+        likelihood = point.likelihood
+        groups: list[dict[str, Any]] = [
+            {
+                "params": list(trained_parameters(point.model).values()),
+                "lr": self.swag_lr * noise_variance(likelihood),
+                "weight_decay": decay,
+            }
+        ]
+        if learned := [parameter for parameter in likelihood.parameters() if parameter.requires_grad]:
+            groups.append({"params": learned, "lr": self.swag_lr, "weight_decay": 0.0})
+        engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
+
+        def loss(
+            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            if self._due(clock, walk):
+                walk.collect()
+            inputs, targets = split_batch(batch)
+            outputs = outputs_of(inputs)
+            likelihood.check(outputs, targets)
+            log_likelihood = likelihood.log_prob(outputs, targets).mean()
+            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+
+        walk.loss = loss
+        point.model.train()
+        history = train(
+            walk,
+            engine,
+            loader,
+            run,
+            validate=None if run.validation is None else validator(point, run.validation, 1),
+            names_below="network",
+        )
+        walk.collect()
+        point.model.eval()
+        return history
+
+    def _due(self, clock: Clock, walk: "Walk") -> bool:
+        """Whether the weights that the last step left are to be collected."""
+        if clock.steps_per_epoch is None:
+            return clock.epoch > int(walk.count)
+        if clock.step == 0:
+            return False
+        done = [step * self.per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)]
+        return done[1] > done[0]
+
+
+class Walk(Objective):
+    """A network, its likelihood, and the moments of the weights it went through, all in its checkpoint."""
+
+    mean: Tensor
+    square: Tensor
+    deviations: Tensor
+    count: Tensor
+
+    def __init__(self, point: PointPosterior, rank: int) -> None:
+        super().__init__(point.model, point.likelihood, loss=None)  # type: ignore[arg-type]
+        flat = self.flat()
+        self.register_buffer("mean", torch.zeros_like(flat))
+        self.register_buffer("square", torch.zeros_like(flat))
+        self.register_buffer("deviations", flat.new_zeros(rank, len(flat)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def flat(self) -> Tensor:
+        """All learned weights as one vector."""
+        return torch.cat([value.detach().flatten() for value in trained_parameters(self.network).values()])
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take the present weights into the moments (Welford's sums, which lose no digits)."""
+        weights = self.flat()
+        before = weights - self.mean
+        self.count += 1
+        self.mean += before / self.count
+        after = weights - self.mean
+        self.square += before * after
+        if len(self.deviations):
+            self.deviations[(int(self.count) - 1) % len(self.deviations)] = after
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and the deviations that are there."""
+        number = int(self.count)
+        kept = self.deviations[: min(number, len(self.deviations))]
+        return self.mean.clone(), (self.square / number).clamp_min(1e-12), kept.clone()
+
+
+def noise_variance(likelihood: Any) -> float:
+    """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
+    if getattr(likelihood, "noise", None) == "learned":
+        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
+    noise = getattr(likelihood, "noise", 1.0)
+    return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
+
+
+def normalizers(model: nn.Module) -> list[nn.Module]:
+    """Layers that keep running statistics of what they see."""
+    kinds = (nn.modules.batchnorm._NormBase,)
+    return [part for part in model.modules() if isinstance(part, kinds) and part.running_mean is not None]
+
+
+def statistics_of(
+    posterior: "SWAGPosterior", samples: int, loader: Iterable[Any], progress: bool
+) -> dict[str, Tensor]:
+    """Buffers ``{name: [samples, ...]}`` of draws after a pass over the data; the mean network gets its own too."""
+    found = []
+    for index in track(range(samples), "BatchNorm statistics", progress):
+        network = posterior.network_of(posterior.weights(index, posterior.fixed_seed))
+        refresh(network, loader, posterior.fixed_seed)
+        found.append({name: value.clone() for name, value in network.named_buffers()})
+    refresh(posterior.model, loader, posterior.fixed_seed)
+    return {name: torch.stack([state[name] for state in found]) for name in found[0]}
+
+
+def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
+    """Running statistics as plain means over the batches of one pass, everything else in evaluation mode."""
+    layers = normalizers(model)
+    momenta = [layer.momentum for layer in layers]
+    with evaluating(model), undisturbed(loader, seed):
+        for layer in layers:
+            layer.reset_running_stats()  # type: ignore[operator]
+            layer.momentum = None  # type: ignore[assignment]
+            layer.train()
+        for index, batch in enumerate(loader):
+            with explain_single_row(batch, 0, index):
+                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+
+
+def _part(run: FitOptions, name: str, epochs: int) -> FitOptions:
+    """The options of a part of the run, with a file of its own in the folder."""
+    folder = run.checkpoint
+    file = None if folder is None else Path(folder).with_suffix("") / f"{name}.safetensors"
+    return replace(run, epochs=epochs, description=name, checkpoint=file)
+
+
+WITNESSES = 4  # numbers of every fixed draw that are kept, to know it again
 
 
 class SWAGPosterior(WeightPosterior):
@@ -164,267 +396,3 @@ class SWAGPosterior(WeightPosterior):
                 "belong to these draws; fit it anew"
             )
         return made
-
-
-@register_method
-@dataclass(frozen=True, repr=False)
-class SWAG(Method):
-    """A Gaussian around the mean of the weights that SGD walks through.
-
-    Args:
-        rank: of the covariance's low-rank part, the number of deviations kept; 0 keeps the diagonal alone.
-        begin: the share of ``epochs`` that is ordinary training, before SGD with momentum walks at a constant rate and weights are
-            collected; 0 walks from the given network at once.
-        swag_lr: the learning rate of the walk, for regression on the squared error: it is multiplied by the variance of the noise, by
-            which the gradient of the likelihood is divided.
-        momentum: of the walk.
-        per_epoch: how often the weights are collected in an epoch, at even distances.
-        scale: of the covariance; 0.5 is the paper's.
-        batch_norm_samples: draws whose BatchNorm statistics are computed, where the network has BatchNorm: so many passes over the
-            data, after which the posterior is these networks.
-
-    >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)] * 2
-    >>> posterior = SWAG(epochs=8).fit(nn.Linear(2, 3), loader, progress=False)
-    >>> posterior.rank, posterior.draws(5)["weight"].shape
-    (4, torch.Size([5, 3, 2]))
-    """
-
-    name: ClassVar[str] = "swag"
-    label: ClassVar[str] = "SWAG"
-
-    rank: int = 20
-    begin: float = field(default=0.5, kw_only=True)
-    swag_lr: float = field(default=1e-2, kw_only=True)
-    momentum: float = field(default=0.9, kw_only=True)
-    per_epoch: int = field(default=1, kw_only=True)
-    scale: float = field(default=0.5, kw_only=True)
-    batch_norm_samples: int = field(default=30, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("epochs", self.epochs)
-        check_whole("rank", self.rank, least=0)
-        if self.rank == 1:
-            raise FlowBNNError(
-                "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2"
-            )
-        check_whole("per_epoch", self.per_epoch)
-        check_whole("batch_norm_samples", self.batch_norm_samples)
-        check_scale("swag_lr", self.swag_lr)
-        check_scale("scale", self.scale)
-        if not 0.0 <= self.momentum < 1.0:
-            raise FlowBNNError(f"momentum is at least 0 and below 1, not {self.momentum}")
-        if not 0.0 <= self.begin < 1.0:
-            raise FlowBNNError(f"begin is a share of the epochs, at least 0 and below 1, not {self.begin}")
-        if (self.epochs - self.first) * self.per_epoch < 2:
-            raise FlowBNNError(
-                f"{self.epochs - self.first} epochs of {self.epochs} are left to collect weights, which gives one set of them; take "
-                "more epochs, a smaller begin, or a larger per_epoch"
-            )
-
-    @property
-    def first(self) -> int:
-        """Epochs of ordinary training."""
-        return round(self.begin * self.epochs)
-
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> SWAGPosterior:
-        """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
-        model, number = self.copied(network), self.count(loader, num_data)
-        if isinstance(loader, Sized) and len(loader) * (self.epochs - self.first) < 2:
-            raise FlowBNNError(
-                "the walk has one step, which gives one set of weights and no variance; take more epochs or smaller batches"
-            )
-        decay = 1.0 / (self.prior_scale**2 * number)
-        seed = options.get("seed")
-        if self.first:
-            point = fit_point(
-                model,
-                loader,
-                epochs=self.first,
-                likelihood=likelihood,
-                lr=self.lr,
-                weight_decay=decay,
-                optimizer=self.optimizer,
-                schedule=self.schedule,
-                validation=validation,
-                **_placed(options, "training"),
-            )
-        else:
-            point = PointPosterior(model, prepare(model, loader, likelihood, seed)[0])
-        walk = Walk(point, self.rank)
-        history = self._walk(walk, point, loader, decay, validation, _placed(options, "walk"))
-        joined = History(
-            point.history.records + history.records,
-            point.history.steps + history.steps,
-            point.history.seconds + history.seconds,
-        )
-        mean, variance, deviations = walk.moments()
-        fixed = seed if seed is not None else int(torch.randint(2**31 - 1, ()))
-        posterior = SWAGPosterior(
-            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, None, fixed
-        )
-        with torch.no_grad():
-            for name, value in posterior.cut(mean).items():
-                posterior.parameters[name].copy_(value)
-        if not normalizers(point.model):
-            return posterior
-        states = statistics_of(posterior, self.batch_norm_samples, loader, options.get("progress", True))
-        return SWAGPosterior(
-            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, states, fixed
-        )
-
-    def _walk(
-        self,
-        walk: "Walk",
-        point: PointPosterior,
-        loader: Iterable[Any],
-        decay: float,
-        validation: Iterable[Any] | None,
-        options: dict[str, Any],
-    ) -> History:
-        """SGD at a constant rate, which collects on its way."""
-        likelihood = point.likelihood
-        groups: list[dict[str, Any]] = [
-            {
-                "params": list(trained_parameters(point.model).values()),
-                "lr": self.swag_lr * noise_variance(likelihood),
-                "weight_decay": decay,
-            }
-        ]
-        if learned := [parameter for parameter in likelihood.parameters() if parameter.requires_grad]:
-            groups.append({"params": learned, "lr": self.swag_lr, "weight_decay": 0.0})
-        engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
-        settings = run_options(self.epochs - self.first, options, "walking")
-
-        def loss(
-            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            if self._due(clock, walk):
-                walk.collect()
-            inputs, targets = split_batch(batch)
-            outputs = outputs_of(inputs)
-            likelihood.check(outputs, targets)
-            log_likelihood = likelihood.log_prob(outputs, targets).mean()
-            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
-
-        walk.loss = loss
-        point.model.train()
-        history = train(
-            walk,
-            engine,
-            loader,
-            settings,
-            validate=None if validation is None else validator(point, validation, 1),
-            names_below="network",
-        )
-        walk.collect()
-        point.model.eval()
-        return history
-
-    def _due(self, clock: Clock, walk: "Walk") -> bool:
-        """Whether the weights that the last step left are to be collected."""
-        if clock.steps_per_epoch is None:
-            return clock.epoch > int(walk.count)
-        if clock.step == 0:
-            return False
-        done = [step * self.per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)]
-        return done[1] > done[0]
-
-
-class Walk(Objective):
-    """A network, its likelihood, and the moments of the weights it went through, all in its checkpoint."""
-
-    mean: Tensor
-    square: Tensor
-    deviations: Tensor
-    count: Tensor
-
-    def __init__(self, point: PointPosterior, rank: int) -> None:
-        super().__init__(point.model, point.likelihood, loss=None)  # type: ignore[arg-type]
-        flat = self.flat()
-        self.register_buffer("mean", torch.zeros_like(flat))
-        self.register_buffer("square", torch.zeros_like(flat))
-        self.register_buffer("deviations", flat.new_zeros(rank, len(flat)))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    @torch.no_grad()
-    def flat(self) -> Tensor:
-        """All learned weights as one vector."""
-        return torch.cat([value.detach().flatten() for value in trained_parameters(self.network).values()])
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Take the present weights into the moments (Welford's sums, which lose no digits)."""
-        weights = self.flat()
-        before = weights - self.mean
-        self.count += 1
-        self.mean += before / self.count
-        after = weights - self.mean
-        self.square += before * after
-        if len(self.deviations):
-            self.deviations[(int(self.count) - 1) % len(self.deviations)] = after
-
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and the deviations that are there."""
-        number = int(self.count)
-        kept = self.deviations[: min(number, len(self.deviations))]
-        return self.mean.clone(), (self.square / number).clamp_min(1e-12), kept.clone()
-
-
-def noise_variance(likelihood: Any) -> float:
-    """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
-    if getattr(likelihood, "noise", None) == "learned":
-        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
-    noise = getattr(likelihood, "noise", 1.0)
-    return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
-
-
-def normalizers(model: nn.Module) -> list[nn.Module]:
-    """Layers that keep running statistics of what they see."""
-    kinds = (nn.modules.batchnorm._NormBase,)
-    return [part for part in model.modules() if isinstance(part, kinds) and part.running_mean is not None]
-
-
-def statistics_of(
-    posterior: SWAGPosterior, samples: int, loader: Iterable[Any], progress: bool
-) -> dict[str, Tensor]:
-    """Buffers ``{name: [samples, ...]}`` of draws after a pass over the data; the mean network gets its own too."""
-    found = []
-    for index in track(range(samples), "BatchNorm statistics", progress):
-        network = posterior.network_of(posterior.weights(index, posterior.fixed_seed))
-        refresh(network, loader, posterior.fixed_seed)
-        found.append({name: value.clone() for name, value in network.named_buffers()})
-    refresh(posterior.model, loader, posterior.fixed_seed)
-    return {name: torch.stack([state[name] for state in found]) for name in found[0]}
-
-
-def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
-    """Running statistics as plain means over the batches of one pass, everything else in evaluation mode."""
-    layers = normalizers(model)
-    momenta = [layer.momentum for layer in layers]
-    with evaluating(model), undisturbed(loader, seed):
-        for layer in layers:
-            layer.reset_running_stats()  # type: ignore[operator]
-            layer.momentum = None  # type: ignore[assignment]
-            layer.train()
-        for index, batch in enumerate(loader):
-            with explain_single_row(batch, 0, index):
-                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-
-
-def _placed(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """The options of a part of the run, with a file of its own in the folder."""
-    if options.get("checkpoint") is None:
-        return options
-    return {**options, "checkpoint": Path(options["checkpoint"]).with_suffix("") / f"{name}.safetensors"}

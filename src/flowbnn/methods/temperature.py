@@ -1,4 +1,4 @@
-r"""Temperature scaling (Guo et al., 1706.04599): one number, fitted on held-out data, that makes predictions as sure as they should be.
+r"""Temperature scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): one number, fitted on held-out data, that calibrates.
 
 .. math:: \hat T = \arg\min_T \; -\sum_i \log \frac1S \sum_s p(y_i \mid f_s(x_i) / T)
 
@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,102 +19,138 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods.base import LikelihoodName, Method, register_method
-from flowbnn.methods.point import MAP
+from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.options import Count, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior
 from flowbnn.posterior.batches import call, rows, split_batch, take
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 __all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
 
-# -------------------- temperature_posterior.py
 
-
-class TemperedPosterior(Posterior):
-    r"""A posterior whose predictions are tempered by :math:`T`.
-
-    Classes: the logits of every sample are divided by :math:`T`. Regression: the predictive is scaled about its mean, so that its
-    standard deviation is :math:`T` times what it was. Above 1 the posterior was too sure.
+@register_method
+@options(repr=False)
+class Temperature(Method):
+    """Temperature scaling on top of a method.
 
     Args:
-        posterior: the one within, of any method.
-        temperature: :math:`T`.
+        method: the one within, with its own settings; unless given, the network is trained as by :class:`~flowbnn.MAP`.
+        share: of the training data, held out where ``fit`` is given no validation data.
+        samples: of the prediction whose temperature is fitted; the posterior's own number unless given.
+        epochs, lr, optimizer, schedule, prior_scale: of that training; a method that is given brings its own.
+
+    >>> import flowbnn as fb
+    >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
+    >>> Temperature(fb.MAP(epochs=100, lr=0.1)).fit(nn.Linear(2, 2), loader, progress=False).kind
+    'tempered'
     """
 
-    kind: ClassVar[str] = "tempered"
-    parts = ("likelihood", "history", "within")
+    method: Method | None = None
+    share: Probability = field(default=0.1, kw_only=True)
+    samples: Count | None = field(default=None, kw_only=True)
 
-    def __init__(self, posterior: Posterior, temperature: float) -> None:
-        if not isinstance(posterior, Posterior):
-            raise FlowBNNError(f"temperature scaling takes a posterior, not a {type(posterior).__name__}")
-        if not 0.0 < temperature < float("inf"):
-            raise FlowBNNError(f"a temperature is a number above 0, not {temperature}")
-        super().__init__(posterior.model, posterior.likelihood, posterior.history)
-        self.posterior, self.temperature = posterior, float(temperature)
-        self.default_samples, self.kept = posterior.default_samples, posterior.kept
-        self.compiles, self.only_shared = posterior.compiles, posterior.only_shared
+    def __post_init__(self) -> None:
+        changed = next((f.name for f in fields(Method) if getattr(self, f.name) != f.default), None)
+        if self.method is not None and changed is not None:
+            raise FlowBNNError(
+                f"give {changed} to the method within: Temperature({type(self.method).__name__}({changed}=...))",
+                argument=changed,
+            )
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"
-
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of the posterior within."""
-        return self.posterior.outputs(inputs, samples, prediction)
-
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        return tempered(self.posterior._predictive(outputs, spent), self.temperature, spent)
-
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior within; of classes, its logits are divided by the temperature."""
-        network = self.posterior.sample(seed)
-        return network if isinstance(self.likelihood, Gaussian) else Divided(network, self.temperature).eval()
-
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Of the posterior within."""
-        return self.posterior.draws(samples, seed)
-
-    def log_prob(self, values: Any) -> Tensor:
-        """Of the posterior within: the temperature changes predictions, not weights."""
-        return self.posterior.log_prob(values)
-
-    def document(self) -> dict[str, Any]:
-        return {**super().document(), "temperature": self.temperature, "within": self.posterior.document()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.posterior.tensors()
-
-    @classmethod
-    def load(cls, path: str | Path | Stored, network: nn.Module) -> "Posterior":
-        """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
-        tensors, document = cls.read(path)
-        temperature = document.get("temperature")
-        if not isinstance(temperature, int | float) or not 0.0 < temperature < float("inf"):
-            raise FlowBNNError(f"'{path}' is damaged: its temperature is {temperature!r:.40}")
-        return cls(load_posterior(Stored(path, tensors, document["within"]), network), temperature)
-
-
-class Divided(nn.Module):
-    """A network whose outputs are divided by a temperature."""
-
-    def __init__(self, network: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.network, self.temperature = network, temperature
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        return call(self.network, named or inputs) / self.temperature
-
-
-def tempered(plain: Any, temperature: Any, spent: Tensor | None = None) -> Any:
-    """A predictive at a temperature, a number or a tensor of one."""
-    spent = None if spent is None else plain.samples_spent
-    if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
-        return CategoricalPredictive(plain.log_samples / temperature, spent)
-    if not isinstance(plain, GaussianPredictive):
-        raise FlowBNNError(
-            f"temperature scaling is for classes and numbers, not for a {type(plain).__name__}"
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "TemperedPosterior":
+        """As :meth:`Method.fit`; ``validation`` is what the temperature is fitted to, a held-out share of the loader unless given."""
+        model, run = (self.method or self).setup(network, loader, given)
+        if run.validation is None:
+            loader, validation = held_out(loader, self.share, run.seed or 0)
+            number = None if run.num_data is None else max(1, round(run.num_data * (1.0 - self.share)))
+            run = replace(run, validation=validation, num_data=number)
+        posterior: Posterior
+        if self.method is None:
+            posterior = self.start(model, loader, run)
+        else:
+            given = {**given, "validation": run.validation, "num_data": run.num_data}
+            posterior = self.method.fit(network, loader, **given)
+        assert run.validation is not None
+        return temper(
+            posterior, run.validation, samples=self.samples, seed=run.seed or 0, progress=run.progress
         )
-    means = plain.mean + temperature * (plain.samples - plain.mean)
-    return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent)
+
+
+def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
+    """A loader like this one without a random ``share`` of its data, and a loader of that share.
+
+    >>> data = [(torch.randn(2), 1.0)] * 50
+    >>> train, validation = held_out(DataLoader(data, batch_size=8, shuffle=True), 0.2, seed=0)
+    >>> len(train.dataset), len(validation.dataset), train.batch_size
+    (40, 10, 8)
+    """
+    source = torch.Generator().manual_seed(seed)
+    if isinstance(loader, list | tuple):
+        return _split_batches(list(loader), share, source)
+    if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
+        kept, out = _split(len(loader.tensors[0]), share, source)
+        parts = []
+        for index in (kept, out):
+            part = copy(loader)
+            part.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
+            part.num_data = len(index)
+            parts.append(part)
+        parts[0].num_data = (
+            len(kept) // loader.batch_size * loader.batch_size if loader.drop_last else len(kept)
+        )
+        parts[1].shuffle, parts[1].augment, parts[1].drop_last = False, None, False
+        return parts[0], parts[1]
+    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    if not plain or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise FlowBNNError(
+            "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
+        )
+    kept, out = _split(len(loader.dataset), share, source)
+    common = {
+        "batch_size": loader.batch_size,
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+    }
+    train = DataLoader(
+        Subset(loader.dataset, kept.tolist()),
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        generator=loader.generator,
+        drop_last=loader.drop_last,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        **common,
+    )
+    return train, DataLoader(Subset(loader.dataset, out.tolist()), **common)
+
+
+def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    if number < 2:
+        raise FlowBNNError("one example cannot be split into training and validation data; give validation=")
+    order = torch.randperm(number, generator=source)
+    out = min(number - 1, max(1, round(share * number)))
+    return order[out:].sort().values, order[:out].sort().values
+
+
+def _split_batches(batches: list[Any], share: float, source: torch.Generator) -> tuple[list[Any], list[Any]]:
+    """Whole batches where there are enough of them, else the last rows of the last."""
+    out = round(share * len(batches))
+    if out:
+        kept, left = _split(len(batches), share, source)
+        return [batches[i] for i in kept.tolist()], [batches[i] for i in left.tolist()]
+    if not batches:
+        raise FlowBNNError("the loader is empty: there is nothing to train on")
+    total = sum(rows(split_batch(batch)[0]) for batch in batches)
+    inputs, targets = split_batch(batches[-1])
+    number = min(rows(inputs) - 1, max(1, round(share * total)))
+    if number < 1 or targets is None:
+        raise FlowBNNError(
+            "temperature scaling needs data that the network was not trained on, and this list cannot be split; give validation="
+        )
+    cut = rows(inputs) - number
+    kept_part = (take(inputs, 0, cut), take(targets, 0, cut))
+    return [*batches[:-1], kept_part], [(take(inputs, cut, cut + number), take(targets, cut, cut + number))]
 
 
 RANGE = (1e-2, 1e2)
@@ -128,7 +164,7 @@ def temper(
     samples: int | None = None,
     seed: int = 0,
     progress: bool = True,
-) -> TemperedPosterior:
+) -> "TemperedPosterior":
     """The posterior with the temperature that gives held-out data the largest likelihood.
 
     Args:
@@ -219,157 +255,88 @@ def _judge(
     return total[0] / len(targets), total[1] / len(targets), total[2] / len(targets)
 
 
-@register_method
-@dataclass(frozen=True, repr=False)
-class Temperature(Method):
-    """Temperature scaling on top of a method.
+class TemperedPosterior(Posterior):
+    r"""A posterior whose predictions are tempered by :math:`T`.
+
+    Classes: the logits of every sample are divided by :math:`T`. Regression: the predictive is scaled about its mean, so that its
+    standard deviation is :math:`T` times what it was. Above 1 the posterior was too sure.
 
     Args:
-        method: the one within; :class:`~flowbnn.MAP` with the ``epochs``, ``lr``, ``optimizer``, ``schedule`` and ``prior_scale`` given
-            here, unless it is given. A method that is given brings its own.
-        share: of the training data, held out where ``fit`` is given no validation data.
-        samples: of the prediction whose temperature is fitted; the posterior's own number unless given.
-
-    >>> inputs = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
-    >>> loader = [(inputs, (inputs[:, 0] + inputs[:, 1].sin() * inputs[:, 1] > 0).long())]
-    >>> Temperature(MAP(epochs=100, lr=0.1)).fit(nn.Linear(2, 2), loader, progress=False).kind
-    'tempered'
+        posterior: the one within, of any method.
+        temperature: :math:`T`.
     """
 
-    name: ClassVar[str] = "temperature"
-    label: ClassVar[str] = "Temperature scaling"
+    kind: ClassVar[str] = "tempered"
+    parts = ("likelihood", "history", "within")
 
-    method: Method | None = None
-    share: float = field(default=0.1, kw_only=True)
-    samples: int | None = field(default=None, kw_only=True)
+    def __init__(self, posterior: Posterior, temperature: float) -> None:
+        if not isinstance(posterior, Posterior):
+            raise FlowBNNError(f"temperature scaling takes a posterior, not a {type(posterior).__name__}")
+        if not 0.0 < temperature < float("inf"):
+            raise FlowBNNError(f"a temperature is a number above 0, not {temperature}")
+        super().__init__(posterior.model, posterior.likelihood, posterior.history)
+        self.posterior, self.temperature = posterior, float(temperature)
+        self.default_samples, self.kept = posterior.default_samples, posterior.kept
+        self.compiles, self.only_shared = posterior.compiles, posterior.only_shared
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.share, int | float) or not 0.0 < self.share < 1.0:
-            raise FlowBNNError(
-                f"share is a share of the training data, above 0 and below 1, not {self.share!r}"
-            )
-        if self.method is None:
-            return
-        if not isinstance(self.method, Method):
-            raise FlowBNNError(
-                f"Temperature goes on top of a method, as in Temperature(MAP()), not of a {type(self.method).__name__}"
-            )
-        for given in fields(Method):
-            if getattr(self, given.name) != given.default:
-                raise FlowBNNError(
-                    f"give {given.name} to the method within: Temperature({type(self.method).__name__}({given.name}=...))"
-                )
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.posterior!r}, temperature={self.temperature:.4g})"
 
-    @property
-    def within(self) -> Method:
-        """The method that is tempered."""
-        if self.method is not None:
-            return self.method
-        return MAP(**{given.name: getattr(self, given.name) for given in fields(Method)})
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs of the posterior within."""
+        return self.posterior.outputs(inputs, samples, prediction)
 
-    def with_setting(self, name: str, value: Any) -> str:
-        if self.method is not None and name in {given.name for given in fields(Method)}:
-            return f"Temperature({self.method.with_setting(name, value)})"
-        return super().with_setting(name, value)
+    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        return tempered(self.posterior._predictive(outputs, spent), self.temperature, spent)
 
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> TemperedPosterior:
-        """As :meth:`Method.fit`; ``validation`` is what the temperature is fitted to, a held-out share of the loader unless given."""
-        seed = options.get("seed")
-        if validation is None:
-            loader, validation = held_out(loader, self.share, seed or 0)
-            num_data = None if num_data is None else max(1, round(num_data * (1.0 - self.share)))
-        posterior = self.within.fit(
-            network, loader, likelihood=likelihood, num_data=num_data, validation=validation, **options
-        )
-        return temper(
-            posterior,
-            validation,
-            samples=self.samples,
-            seed=seed or 0,
-            progress=options.get("progress", True),
-        )
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """One network of the posterior within; of classes, its logits are divided by the temperature."""
+        network = self.posterior.sample(seed)
+        return network if isinstance(self.likelihood, Gaussian) else Divided(network, self.temperature).eval()
+
+    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Of the posterior within."""
+        return self.posterior.draws(samples, seed)
+
+    def log_prob(self, values: Any) -> Tensor:
+        """Of the posterior within: the temperature changes predictions, not weights."""
+        return self.posterior.log_prob(values)
+
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "temperature": self.temperature, "within": self.posterior.document()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.posterior.tensors()
+
+    @classmethod
+    def load(cls, path: str | Path | Stored, network: nn.Module) -> "Posterior":
+        """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
+        tensors, document = cls.read(path)
+        temperature = document.get("temperature")
+        if not isinstance(temperature, int | float) or not 0.0 < temperature < float("inf"):
+            raise FlowBNNError(f"'{path}' is damaged: its temperature is {temperature!r:.40}")
+        return cls(load_posterior(Stored(path, tensors, document["within"]), network), temperature)
 
 
-def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """A loader like this one without a random ``share`` of its data, and a loader of that share.
+class Divided(nn.Module):
+    """A network whose outputs are divided by a temperature."""
 
-    >>> data = [(torch.randn(2), 1.0)] * 50
-    >>> train, validation = held_out(DataLoader(data, batch_size=8, shuffle=True), 0.2, seed=0)
-    >>> len(train.dataset), len(validation.dataset), train.batch_size
-    (40, 10, 8)
-    """
-    source = torch.Generator().manual_seed(seed)
-    if isinstance(loader, list | tuple):
-        return _split_batches(list(loader), share, source)
-    if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
-        kept, out = _split(len(loader.tensors[0]), share, source)
-        parts = []
-        for index in (kept, out):
-            part = copy(loader)
-            part.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
-            part.num_data = len(index)
-            parts.append(part)
-        parts[0].num_data = (
-            len(kept) // loader.batch_size * loader.batch_size if loader.drop_last else len(kept)
-        )
-        parts[1].shuffle, parts[1].augment, parts[1].drop_last = False, None, False
-        return parts[0], parts[1]
-    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    if not plain or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    def __init__(self, network: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.network, self.temperature = network, temperature
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return call(self.network, named or inputs) / self.temperature
+
+
+def tempered(plain: Any, temperature: Any, spent: Tensor | None = None) -> Any:
+    """A predictive at a temperature, a number or a tensor of one."""
+    spent = None if spent is None else plain.samples_spent
+    if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
+        return CategoricalPredictive(plain.log_samples / temperature, spent)
+    if not isinstance(plain, GaussianPredictive):
         raise FlowBNNError(
-            "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
+            f"temperature scaling is for classes and numbers, not for a {type(plain).__name__}"
         )
-    kept, out = _split(len(loader.dataset), share, source)
-    common = {
-        "batch_size": loader.batch_size,
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-    }
-    train = DataLoader(
-        Subset(loader.dataset, kept.tolist()),
-        shuffle=isinstance(loader.sampler, RandomSampler),
-        generator=loader.generator,
-        drop_last=loader.drop_last,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        **common,
-    )
-    return train, DataLoader(Subset(loader.dataset, out.tolist()), **common)
-
-
-def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    if number < 2:
-        raise FlowBNNError("one example cannot be split into training and validation data; give validation=")
-    order = torch.randperm(number, generator=source)
-    out = min(number - 1, max(1, round(share * number)))
-    return order[out:].sort().values, order[:out].sort().values
-
-
-def _split_batches(batches: list[Any], share: float, source: torch.Generator) -> tuple[list[Any], list[Any]]:
-    """Whole batches where there are enough of them, else the last rows of the last."""
-    out = round(share * len(batches))
-    if out:
-        kept, left = _split(len(batches), share, source)
-        return [batches[i] for i in kept.tolist()], [batches[i] for i in left.tolist()]
-    if not batches:
-        raise FlowBNNError("the loader is empty: there is nothing to train on")
-    total = sum(rows(split_batch(batch)[0]) for batch in batches)
-    inputs, targets = split_batch(batches[-1])
-    number = min(rows(inputs) - 1, max(1, round(share * total)))
-    if number < 1 or targets is None:
-        raise FlowBNNError(
-            "temperature scaling needs data that the network was not trained on, and this list cannot be split; give validation="
-        )
-    cut = rows(inputs) - number
-    kept_part = (take(inputs, 0, cut), take(targets, 0, cut))
-    return [*batches[:-1], kept_part], [(take(inputs, cut, cut + number), take(targets, cut, cut + number))]
+    means = plain.mean + temperature * (plain.samples - plain.mean)
+    return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent)

@@ -33,9 +33,7 @@ def evaluate(
             inputs of ``loader``.
     """
     if not isinstance(posterior, Posterior):
-        raise FlowBNNError(
-            f"evaluate takes a posterior from fit or fit_point, not a {type(posterior).__name__}"
-        )
+        raise FlowBNNError(f"evaluate takes a posterior, as fit returns it, not a {type(posterior).__name__}")
     predictive, targets = posterior.predict_with_targets(_as_loader(loader), seed=seed, **options)
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")

@@ -235,8 +235,8 @@ class MemberPosterior(WeightPosterior):
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Members ``{name: [samples, ...]}``, those that a prediction with so many samples takes."""
-        taken = torch.tensor([self.chosen(index, samples) for index in range(samples)])
-        return {name: value[taken.to(value.device)] for name, value in self.members.items()}
+        members = [self.weights(self.chosen(index, samples), 0) for index in range(samples)]
+        return {name: torch.stack([member[name] for member in members]) for name in self.names}
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         for index in samples:
@@ -252,7 +252,7 @@ class MemberPosterior(WeightPosterior):
         """The network of this number."""
         if not 0 <= index < self.size:
             raise FlowBNNError(f"there are {self.size} networks, numbered from 0, so none of number {index}")
-        return self.network_of({name: value[index] for name, value in self.members.items()})
+        return self.network_of(self.weights(index, 0))
 
     def state(self) -> dict[str, Tensor]:
         return self.members

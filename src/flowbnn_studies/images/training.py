@@ -12,7 +12,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.convert import to_stochastic
-from flowbnn.methods import Posterior, fit, fit_point
+from flowbnn.methods import FitOptions, Posterior, fit
+from flowbnn.methods.fitting import fit_point
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.settings import Training
@@ -169,18 +170,20 @@ def fit_variant(
     model.to(pictures.device)
     average = Average(model, training.average) if training.average else None
     make = make_optimizer(training)
-    given: dict[str, Any] = {
-        **options,
+    how: dict[str, Any] = {
         "optimizer": make if average is None else lambda groups: average.follow(make(groups)),
         "schedule": make_schedule(training),
-        "clip_gradient": training.clip or None,
         "weight_decay": training.weight_decay,
+    }
+    given: dict[str, Any] = {
+        **{name: value for name, value in options.items() if name != "optimizer"},
+        "clip_gradient": training.clip or None,
         "validation": [pictures.test] if curve_samples else None,
         "epochs": training.epochs,
     }
     posterior: Posterior
     if not rules:
-        posterior = fit_point(model, loader, lr=training.weight_lr, **given)
+        posterior = fit_point(model, loader, FitOptions(**given), lr=training.weight_lr, **how)
     else:
         posterior = fit(
             model,
@@ -193,6 +196,7 @@ def fit_variant(
             samples=training.samples,
             num_data=pictures.num_data,
             validation_samples=curve_samples or 8,
+            **how,
             **given,
         )
     if average is not None:

@@ -9,43 +9,33 @@ The network is differentiated in evaluation mode, with the running statistics of
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from copy import deepcopy
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods.base import (
-    LikelihoodName,
-    Method,
-    check_scale,
-    check_whole,
-    learn_noise,
-    register_method,
-)
-from flowbnn.methods.fitting import check_optimizer, check_rate, check_schedule, prepare, run_options
+from flowbnn.methods.base import FitOptions, LikelihoodName, Method, register_method
+from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.laplace.curvature import Curvature, is_direct, measure
 from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
 from flowbnn.methods.laplace.memory import bytes_needed, check_memory
 from flowbnn.methods.laplace.newton import newton_step
 from flowbnn.methods.laplace.output_hessian import check_likelihood
-from flowbnn.methods.laplace.posterior import PREDICTIVES, LaplacePosterior
+from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import with_prior
+from flowbnn.options import Ge, NonNegative, Positive, options, takes
 from flowbnn.posterior.forward import device_of
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
 
 __all__ = ["Laplace"]
 
-STRUCTURES = ("kron", "diag", "full")
-CURVATURES = ("ggn", "fisher", "sampled")
-EVIDENCE = "marginal likelihood"
-
 
 @register_method
-@dataclass(frozen=True, repr=False)
+@options(repr=False)
 class Laplace(Method):
     r"""A Gaussian around the trained weights, from the curvature of the loss.
 
@@ -75,40 +65,16 @@ class Laplace(Method):
     (torch.Size([1, 3]), torch.Size([1, 3, 3]))
     """
 
-    name: ClassVar[str] = "laplace"
-    label: ClassVar[str] = "Laplace"
-
-    structure: str = "kron"
+    structure: Literal["kron", "diag", "full"] = "kron"
     layers: str = field(default="last", kw_only=True)
-    prior_scale: float | str = field(default=EVIDENCE, kw_only=True)  # type: ignore[assignment]
+    prior_scale: Positive | Literal["marginal likelihood"] = field(
+        default="marginal likelihood", kw_only=True
+    )  # type: ignore[assignment]
     per_layer: bool = field(default=False, kw_only=True)
-    predictive: str = field(default="linearized", kw_only=True)
-    curvature: str = field(default="ggn", kw_only=True)
-    damping: float = field(default=0.0, kw_only=True)
-    newton: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_whole("epochs", self.epochs, least=0)
-        check_whole("newton", self.newton, least=0)
-        check_scale("lr", self.lr)
-        check_optimizer(self.optimizer)
-        check_schedule(self.schedule)
-        if self.prior_scale != EVIDENCE:
-            if isinstance(self.prior_scale, str):
-                raise FlowBNNError(
-                    f"prior_scale is a number above 0 or '{EVIDENCE}', not {self.prior_scale!r}"
-                )
-            check_scale("prior_scale", self.prior_scale)
-        check_rate("damping", self.damping)
-        for what, value, known in (
-            ("structure", self.structure, STRUCTURES),
-            ("predictive", self.predictive, PREDICTIVES),
-            ("curvature", self.curvature, CURVATURES),
-        ):
-            if value not in known:
-                raise FlowBNNError(f"there is no {what} {value!r}{nearest(str(value), known)}")
-        if not isinstance(self.layers, str):
-            raise FlowBNNError(f"layers is 'last', 'all' or a glob of names, not {self.layers!r}")
+    predictive: PredictiveName = field(default="linearized", kw_only=True)
+    curvature: Literal["ggn", "fisher", "sampled"] = field(default="ggn", kw_only=True)
+    damping: NonNegative = field(default=0.0, kw_only=True)
+    newton: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
 
     def memory(self, network: nn.Module, inputs: Any = None) -> int:
         """Bytes that a fit needs besides the network, told without allocating them.
@@ -121,36 +87,26 @@ class Laplace(Method):
         layers = choose_layers(network, seen, self.layers, self.structure)
         return bytes_needed(self.structure, network, layers, seen)
 
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> LaplacePosterior:
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
         """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
-        settings = run_options(max(1, self.epochs), options, "training the network")
-        number = self.count(loader, num_data) if self.epochs or num_data is not None else None
-        model, given = without_nested(self.copied(network)), _noise(likelihood)
-        chosen, inputs, check = prepare(model, loader, likelihood)
-        untrained = not given and isinstance(chosen, Gaussian) and chosen.noise == "learned"
+        model, run = self.setup(network, loader, given)
+        num_data, model = run.num_data, without_nested(model)
+        chosen, inputs, check = prepare(model, loader, run.likelihood)
+        untrained = not _noise(run.likelihood) and isinstance(chosen, Gaussian) and chosen.noise == "learned"
         check_likelihood(chosen, self.predictive)
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
-        shown = settings.progress and is_main_process()
+        shown = run.progress and is_main_process()
         memory = check_memory(self.structure, model, layers, seen, device_of(model), shown)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, chosen)
         if self.epochs:
-            assert number is not None
-            trained = replace(self, prior_scale=scale or 1.0)
-            point = trained.start(network, loader, likelihood, number, validation, options)
+            decay = 1.0 / ((scale or 1.0) ** 2 * run.count(loader))
+            point = self.start(deepcopy(network), loader, run, decay)
         without_nested(point.model).eval()
         model, chosen = point.model, point.likelihood
-        seed = settings.seed
+        seed = run.seed
         devices = [device_of(model)] if device_of(model).type == "cuda" else []
         drawn = (
             int(torch.randint(2**31 - 1, ())) if seed is None and self.curvature == "sampled" else seed or 0
@@ -189,14 +145,17 @@ class Laplace(Method):
                 blocks, precisions, evidence = with_prior(
                     found, model, layers, scale, self.per_layer, self.damping
                 )
-        told = {
-            "log_evidence": evidence,
-            "precisions": precisions,
-            "memory": memory,
-            "damping": float(self.damping),
-            "direct": seen.direct if is_direct(layers, seen) else None,
-        }
-        return LaplacePosterior(model, chosen, blocks, self.predictive, told, point.history)
+        return LaplacePosterior(
+            model,
+            chosen,
+            blocks,
+            self.predictive,
+            log_evidence=evidence,
+            precisions=precisions,
+            direct=seen.direct if is_direct(layers, seen) else None,
+            memory=memory,
+            history=point.history,
+        )
 
 
 def _noise(likelihood: LikelihoodName) -> bool:

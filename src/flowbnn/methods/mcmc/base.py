@@ -4,21 +4,21 @@ import time
 import warnings
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import LikelihoodName, Method, check_scale, check_whole
-from flowbnn.methods.fitting import prepare, run_options
+from flowbnn.methods.base import FitOptions, Method
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.mcmc.chains import Chains, Kernel
 from flowbnn.methods.mcmc.hamiltonian import normals
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import Data, NoisePotential, WeightPotential, gather, noise_sites
+from flowbnn.options import Count, Ge, Positive, Probability, options, takes
 from flowbnn.posterior.weights import generator_of
 from flowbnn.training import TrainingOptions
 
@@ -28,7 +28,7 @@ MANY_WEIGHTS = 1_000_000
 LONG = 600.0  # seconds
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@options(kw_only=True, repr=False)
 class ChainMethod(Method):
     r"""Hamiltonian sampling of the exact posterior of the weights, or of the noise on the layers, under all training data.
 
@@ -52,34 +52,21 @@ class ChainMethod(Method):
         epochs: of the training before; 0 starts from the network as it is.
     """
 
-    samples: int = 200
-    warmup: int = 200
-    chains: int = 4
-    thin: int = 1
-    target_accept: float = 0.8
+    samples: Count = 200
+    warmup: Annotated[int, Ge(0)] = 200
+    chains: Count = 4
+    thin: Count = 1
+    target_accept: Probability = 0.8
     over: Literal["weights", "noise"] = "weights"
     layers: str | None = None
-    noise_scale: float = 0.5
-    spread: float = 0.1
+    noise_scale: Positive = 0.5
+    spread: Positive = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("samples", self.samples)
-        check_whole("warmup", self.warmup, least=0)
-        check_whole("chains", self.chains)
-        check_whole("thin", self.thin)
-        check_scale("noise_scale", self.noise_scale)
-        check_scale("spread", self.spread)
-        number = isinstance(self.target_accept, int | float) and not isinstance(self.target_accept, bool)
-        if not number or not 0.0 < self.target_accept < 1.0:
-            raise FlowBNNError(
-                f"target_accept is a probability above 0 and below 1, not {self.target_accept!r}"
-            )
-        if self.over not in ("weights", "noise"):
-            raise FlowBNNError(f"what can be sampled is over='weights' or over='noise', not {self.over!r}")
         if self.layers is not None and self.over == "weights":
             raise FlowBNNError(
-                "layers chooses where noise lies, with over='noise'; to hold weights, freeze them (requires_grad_(False))"
+                "layers chooses where noise lies, with over='noise'; to hold weights, freeze them (requires_grad_(False))",
+                argument="layers",
             )
 
     def kernel(self, potential: Any) -> Kernel:
@@ -90,31 +77,23 @@ class ChainMethod(Method):
         """Gradients that a transition takes, more or less."""
         raise NotImplementedError(f"{type(self).__name__} must define work()")
 
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> ChainPosterior:
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> ChainPosterior:
         """As :meth:`Method.fit`.
 
         With ``checkpoint=folder`` the chains are written there every half minute (or after ``checkpoint_every`` transitions), and
         ``resume=True`` goes on to the same draws as if nothing had happened.
         """
         kind = type(self).__name__
-        settings = run_options(max(1, self.epochs), options, f"training the start of {kind}")
+        model, settings = self.setup(network, loader, given, f"training the start of {kind}")
         if settings.devices not in (1, "1", "auto"):
             raise FlowBNNError(f"{kind} runs on one device; leave devices=1")
-        model, number = self.copied(network), self.count(loader, num_data)
+        number = settings.count(loader)
         seed = int(torch.randint(2**31 - 1, ())) if settings.seed is None else settings.seed
-        trial, _, check = prepare(model, loader, deepcopy(likelihood))
+        trial, _, check = prepare(model, loader, settings.likelihood)
         data = gather(loader, check, seed, kind)
         self.estimate(self.potential(model, trial, data, number), model, data, settings)
-        point = self.start(network, loader, likelihood, number, validation, options)
+        point = self.start(deepcopy(network), loader, settings)
         potential = self.potential(point.model, point.likelihood, data, number)
         potential.check(kind)
         sources = [generator_of(seed, chain) for chain in range(self.chains)]
@@ -146,7 +125,7 @@ class ChainMethod(Method):
         record["outputs"] = potential.function_values(position)
         members = potential.unpack(position.flatten(0, 1).to(potential.start.device))
         shape = NoiseChainPosterior if self.over == "noise" else ChainPosterior
-        posterior = shape(point.model, point.likelihood, members, point.history, record=record, told=told)
+        posterior = shape(point.model, point.likelihood, members, point.history, record=record, sampler=told)
         posterior.warn()
         return posterior
 

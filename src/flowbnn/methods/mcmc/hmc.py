@@ -6,16 +6,16 @@ Exact as the chains grow: with no minibatches and an accept step, the only error
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowbnn.methods.base import check_scale, check_whole, register_method
+from flowbnn.methods.base import register_method
 from flowbnn.methods.mcmc.base import ChainMethod
 from flowbnn.methods.mcmc.chains import Kernel
 from flowbnn.methods.mcmc.hamiltonian import State, Transition, hmc_kernel, uniforms
+from flowbnn.options import Count, Positive, options
 
 __all__ = ["HMC"]
 
@@ -23,7 +23,7 @@ MOST_STEPS = 1024
 
 
 @register_method
-@dataclass(frozen=True, kw_only=True, repr=False)
+@options(kw_only=True, repr=False)
 class HMC(ChainMethod):
     """Hamiltonian Monte Carlo with dual averaging, a learned diagonal mass and several chains; see :class:`ChainMethod`.
 
@@ -41,17 +41,8 @@ class HMC(ChainMethod):
     (100, True)
     """
 
-    name: ClassVar[str] = "hmc"
-    label: ClassVar[str] = "HMC"
-
-    steps: int = 32
-    trajectory: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("steps", self.steps)
-        if self.trajectory is not None:
-            check_scale("trajectory", self.trajectory)
+    steps: Count = 32
+    trajectory: Positive | None = None
 
     def kernel(self, potential: Any) -> Kernel:
         def transition(

@@ -4,14 +4,12 @@ Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
-from flowbnn.methods.base import check_whole, register_method
+from flowbnn.methods.base import register_method
 from flowbnn.methods.mcmc.base import ChainMethod
 from flowbnn.methods.mcmc.chains import Kernel
 from flowbnn.methods.mcmc.hamiltonian import (
@@ -26,12 +24,13 @@ from flowbnn.methods.mcmc.hamiltonian import (
     leapfrog,
     uniforms,
 )
+from flowbnn.options import Interval, options
 
 __all__ = ["NUTS", "nuts_kernel"]
 
 
 @register_method
-@dataclass(frozen=True, kw_only=True, repr=False)
+@options(kw_only=True, repr=False)
 class NUTS(ChainMethod):
     """The No-U-Turn sampler with multinomial weights; see :class:`ChainMethod`.
 
@@ -46,18 +45,7 @@ class NUTS(ChainMethod):
     0
     """
 
-    name: ClassVar[str] = "nuts"
-    label: ClassVar[str] = "NUTS"
-
-    max_depth: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("max_depth", self.max_depth)
-        if self.max_depth > 15:
-            raise FlowBNNError(
-                f"max_depth is at most 15, which is 32,767 steps for one draw, not {self.max_depth}"
-            )
+    max_depth: Annotated[int, Interval(ge=1, le=15)] = 10  # 15 is 32,767 steps for one draw
 
     def kernel(self, potential: Any) -> Kernel:
         def transition(

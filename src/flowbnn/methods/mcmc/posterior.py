@@ -1,15 +1,14 @@
-"""Posteriors that are the states of Markov chains, and what their chains say of themselves."""
+"""Posteriors that are the states of Markov chains, and the diagnostics of these chains."""
 
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
 from flowbnn.noise import weight_scale
 from flowbnn.posterior.base import Posterior
@@ -20,16 +19,16 @@ __all__ = ["ChainDiagnostics", "ChainPosterior", "NoiseChainPosterior"]
 
 RHAT = 1.05
 ENOUGH = 100  # draws of a chain from which on its R-hat is worth a warning
-COLUMNS = 4096  # weights whose chains are judged together
+COLUMNS = 4096  # weights whose chains are compared at once
 
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """What chains say of themselves.
+    """How well chains have mixed.
 
     A network computes the same with its hidden units in another order, so chains may sit in different copies of one function and the
-    R-hat of single weights says little: judge by the function values (``*_outputs``: log-probabilities, or outputs of a regression, at
-    training inputs) and by the log-density.
+    R-hat of single weights says little: look at the function values (``*_outputs``: log-probabilities, or outputs of a regression, at
+    training inputs) and at the log-density.
 
     Args:
         rhat_outputs, ess_outputs, tail_ess_outputs: the worst over the function values.
@@ -73,12 +72,12 @@ class ChainPosterior(MemberPosterior):
 
     Args:
         model: the network.
-        likelihood: how outputs speak of targets.
+        likelihood: observation model of the targets given the outputs.
         members: weights ``{name: [C * S, ...]}``, chain after chain.
         history: the record of the training before the chains.
         record: for each draw ``[C, S]`` its ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``; ``outputs``,
             function values ``[C, S, K]``; ``step_size``, of every chain.
-        told: plain values: the method and its settings.
+        sampler: the method and its settings, as plain values.
     """
 
     kind: ClassVar[str] = "chains"
@@ -89,73 +88,65 @@ class ChainPosterior(MemberPosterior):
         likelihood: Likelihood,
         members: Mapping[str, Tensor],
         history: History | None = None,
-        record: Mapping[str, Tensor] | None = None,
-        told: Mapping[str, Any] | None = None,
+        *,
+        record: Mapping[str, Tensor],
+        sampler: Mapping[str, Any],
     ) -> None:
         super().__init__(model, likelihood, members, history)
-        self.record, self.told = dict(record or {}), dict(told or {})
+        self.record, self.sampler = dict(record), dict(sampler)
 
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
-        return f"{type(self).__name__}({self.told.get('method', 'chains')}, {chains} chains of {draws} draws, {self.likelihood!r})"
+        return f"{type(self).__name__}({self.sampler['method']}, {chains} chains of {draws} draws, {self.likelihood!r})"
 
     @property
     def chains(self) -> dict[str, Tensor]:
         """What was sampled, by chain: ``{name: [C, S, ...]}``."""
         shape = self.record["energy"].shape
-        return {name: value.reshape(*shape, *value.shape[1:]) for name, value in self.members.items()}
+        return {name: value.unflatten(0, shape) for name, value in self.members.items()}
 
     def diagnostics(self) -> ChainDiagnostics:
         """R-hat, effective sample sizes, divergences and acceptance."""
         record = self.record
-        chains, draws = record["energy"].shape
-        outputs = _judged(record["outputs"].double())
-        density = _judged(record["energy"][..., None])
-        weights = _judged(*(value.flatten(2) for value in self.chains.values()))
+        outputs = _worst(record["outputs"].double())
+        density = _worst(record["energy"][..., None])
+        weights = _worst(*(value.flatten(2) for value in self.chains.values()))
         return ChainDiagnostics(
-            rhat_outputs=outputs[0],
-            ess_outputs=outputs[1],
-            tail_ess_outputs=outputs[2],
-            rhat_density=density[0],
-            ess_density=density[1],
-            rhat_weights=weights[0],
-            ess_weights=weights[1],
-            tail_ess_weights=weights[2],
-            mixed_weights=weights[3],
+            *outputs[:3],
+            *density[:2],
+            *weights,
             divergences=int(record["divergent"].sum()),
             acceptance=float(record["acceptance"].mean()),
             step_size=tuple(record["step_size"].tolist()),
             gradients=float(record["gradients"].double().mean()),
             depth=float(record["depth"].double().mean()),
-            chains=chains,
-            draws=draws,
+            chains=record["energy"].shape[0],
+            draws=record["energy"].shape[1],
         )
 
     def warn(self) -> None:
-        """Say what is wrong with the chains, if anything is."""
-        record = self.record
-        divergences, total = int(record["divergent"].sum()), record["divergent"].numel()
-        if divergences:
-            warnings.warn(
-                f"{divergences} of {total} transitions diverged: near them the posterior is narrower than a step, so draws there are "
-                "missing; raise target_accept, or the warm-up",
-                FlowBNNWarning,
+        """Warn of divergences, and of chains that do not agree."""
+        divergent = self.record["divergent"]
+        if bool(divergent.any()):
+            line = (
+                f"{int(divergent.sum())} of {divergent.numel()} transitions diverged: near them the posterior is narrower than a "
+                "step, so draws there are missing; raise target_accept, or the warm-up"
             )
-        if record["energy"].shape[1] >= ENOUGH:
-            rhat = _judged(record["outputs"].double())[0]
-            if rhat > RHAT:
-                warnings.warn(
-                    f"the chains do not agree on the function yet (R-hat {rhat:.2f} of outputs at training inputs, above {RHAT}); run "
-                    "them longer, or read posterior.diagnostics() before trusting them",
-                    FlowBNNWarning,
-                )
+            warnings.warn(FlowBNNWarning(line, kind="divergence", divergences=int(divergent.sum())))
+        outputs = self.record["outputs"].double()
+        if outputs.shape[1] >= ENOUGH and (rhat := _worst(outputs)[0]) > RHAT:
+            line = (
+                f"the chains do not agree on the function yet (R-hat {rhat:.2f} of outputs at training inputs, above {RHAT}); run "
+                "them longer, or read posterior.diagnostics() before trusting them"
+            )
+            warnings.warn(FlowBNNWarning(line, kind="rhat", rhat=rhat))
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {f"member.{name}": value for name, value in self.members.items()}
-        return tensors | {f"record.{name}": value for name, value in self.record.items()}
+        members = {f"member.{name}": value for name, value in self.members.items()}
+        return members | {f"record.{name}": value for name, value in self.record.items()}
 
     def settings(self) -> dict[str, Any]:
-        return self.told
+        return self.sampler
 
     @classmethod
     def restored(
@@ -163,16 +154,7 @@ class ChainPosterior(MemberPosterior):
     ) -> "ChainPosterior":
         members = {k.removeprefix("member."): v for k, v in state.items() if k.startswith("member.")}
         record = {k.removeprefix("record."): v.cpu() for k, v in state.items() if k.startswith("record.")}
-        shape = record["energy"].shape
-        cls.check_members(point.model, members, shape.numel())
-        return cls(point.model, point.likelihood, members, point.history, record, settings)
-
-    @staticmethod
-    def check_members(model: nn.Module, members: dict[str, Tensor], number: int) -> None:
-        own = dict(model.named_parameters())
-        for name, value in members.items():
-            if name not in own or value.shape != (number, *own[name].shape):
-                raise ValueError(f"its draws of '{name}' do not fit the network")
+        return cls(point.model, point.likelihood, members, point.history, record=record, sampler=settings)
 
 
 class NoiseChainPosterior(ChainPosterior):
@@ -185,57 +167,31 @@ class NoiseChainPosterior(ChainPosterior):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        sites = {name: self.model.get_submodule(name) for name in self.members}
-        # held here, because a prediction puts other weights in the network's place
-        self.bases: dict[str, Any] = {name: module.weight for name, module in sites.items()}
-        self.sites = sites
+        self.sites: dict[str, Any] = {name: self.model.get_submodule(name) for name in self.members}
+        # a prediction puts other weights in the place of these
+        self.fixed = {name: module.weight.detach() for name, module in self.sites.items()}
 
     @property
     def names(self) -> list[str]:
         return [f"{name}.weight" if name else "weight" for name in self.members]
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
-        found = {}
+        scaled = {}
         for key, (name, noise) in zip(self.names, self.members.items(), strict=True):
-            base = self.bases[name].detach()
-            found[key] = base * weight_scale(self.sites[name], noise[index % self.size].to(base))
-        return found
-
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Weights ``{name: [samples, ...]}``, with the noise in them."""
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
-        found = [self.weights(self.chosen(index, samples), 0) for index in range(samples)]
-        return {name: torch.stack([one[name] for one in found]) for name in self.names}
-
-    def member(self, index: int) -> nn.Module:
-        """The network of this number."""
-        if not 0 <= index < self.size:
-            raise FlowBNNError(f"there are {self.size} networks, numbered from 0, so none of number {index}")
-        return self.network_of(self.weights(index, 0))
-
-    @staticmethod
-    def check_members(model: nn.Module, members: dict[str, Tensor], number: int) -> None:
-        for name, value in members.items():
-            weight: Any = model.get_submodule(name).weight
-            if value.ndim != 2 or len(value) != number:
-                raise ValueError(f"its noise of '{name}' is no list of vectors")
-            weight * weight_scale(
-                model.get_submodule(name), value[0].to(weight)
-            )  # raises where it does not fit
+            fixed = self.fixed[name]
+            scaled[key] = fixed * weight_scale(self.sites[name], noise[index % self.size].to(fixed))
+        return scaled
 
 
-def _judged(*parts: Tensor) -> tuple[float, float, float, float]:
-    """The worst R-hat, bulk and tail effective sample size of quantities ``[C, S, K]``, and the share whose R-hat is below the
-    limit."""
-    rhat, bulk, tail, fine, count = 1.0, float("inf"), float("inf"), 0, 0
-    for whole in parts:
-        if whole.shape[1] < FEWEST:
+def _worst(*parts: Tensor) -> tuple[float, float, float, float]:
+    """The worst R-hat, bulk and tail effective sample size of quantities ``[C, S, K]``, and the share with an R-hat below 1.05."""
+    rhat, bulk, tail, mixed, count = 1.0, float("inf"), float("inf"), 0, 0
+    for part in (chunk for whole in parts for chunk in whole.split(COLUMNS, -1)):
+        if part.shape[1] < FEWEST:
             return (float("nan"),) * 4
-        for part in whole.split(COLUMNS, -1):
-            found = split_rhat(part)
-            rhat = max(rhat, float(found.max()))
-            bulk = min(bulk, float(effective_sample_size(part, "bulk").min()))
-            tail = min(tail, float(effective_sample_size(part, "tail").min()))
-            fine, count = fine + int((found < RHAT).sum()), count + found.numel()
-    return rhat, bulk, tail, fine / max(1, count)
+        each = split_rhat(part)
+        rhat = max(rhat, float(each.max()))
+        bulk = min(bulk, float(effective_sample_size(part, "bulk").min()))
+        tail = min(tail, float(effective_sample_size(part, "tail").min()))
+        mixed, count = mixed + int((each < RHAT).sum()), count + each.numel()
+    return rhat, bulk, tail, mixed / max(1, count)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError
 from flowbnn.methods.variational.estimators import flipout_noise, local_noise
 from flowbnn.noise.base import Share
 
-__all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "check_mixture", "gaussian_kl", "mixture_kl"]
+__all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "gaussian_kl", "mixture_kl"]
 
 Way = Literal["reparameterization", "local", "flipout"]
 _WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
@@ -238,16 +237,3 @@ class DrawnWeights(nn.Module):
         with torch.no_grad():
             for name, value in self.weights.split(self.weights.mean).items():
                 own[name].copy_(value)
-
-
-def check_mixture(pi: float, sigma1: float, sigma2: float) -> tuple[float, float, float]:
-    """The scale mixture's numbers, or one clear line."""
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (pi, sigma1, sigma2)):
-        raise FlowBNNError(f"pi, sigma1 and sigma2 are numbers, not {pi!r}, {sigma1!r} and {sigma2!r}")
-    if not 0.0 < pi < 1.0:
-        raise FlowBNNError(
-            f"pi is the share of the first component of the mixture, above 0 and below 1, not {pi}"
-        )
-    if not (sigma1 > 0 and sigma2 > 0 and math.isfinite(sigma1) and math.isfinite(sigma2)):
-        raise FlowBNNError(f"sigma1 and sigma2 are standard deviations above 0, not {sigma1} and {sigma2}")
-    return float(pi), float(sigma1), float(sigma2)

@@ -1,4 +1,6 @@
-r"""Multiplicative normalizing flows (Louizos and Welling, 1703.01961): Gaussian weights, their means multiplied by a flow's noise.
+r"""Multiplicative normalizing flows (Louizos and Welling 2017, https://arxiv.org/abs/1703.01961).
+
+Gaussian weights whose means are multiplied by noise from a flow.
 
 What it can represent: more than a factorized Gaussian, which is the case of noise that never moves, up to what the flow can do; its
 best ELBO is at least the factorized Gaussian's and at most the evidence. The formulas are in ``mnf_layers.py``.
@@ -6,17 +8,17 @@ best ELBO is at least the factorized Gaussian's and at most the evidence. The fo
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import LikelihoodName, check_scale, check_whole, register_method
-from flowbnn.methods.fitting import prepare, run_options
+from flowbnn.methods.base import FitOptions, register_method
+from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
 from flowbnn.methods.variational.estimators import is_linear_map
 from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights, Served
@@ -41,6 +43,7 @@ from flowbnn.noise import (
     Recipe,
     recipe_from_dict,
 )
+from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
@@ -61,7 +64,7 @@ FLOWS: dict[str, Callable[..., Recipe]] = {
 
 
 @register_method
-@dataclass(frozen=True, repr=False)
+@options(repr=False)
 class MNF(Variational):
     r"""Multiplicative normalizing flows on linear and convolution layers.
 
@@ -89,26 +92,20 @@ class MNF(Variational):
     torch.Size([4, 3, 2])
     """
 
-    name: ClassVar[str] = "mnf"
-    label: ClassVar[str] = "Multiplicative flows"
-
-    flow: str | Recipe | Callable[[int], Transform] = "coupling"
+    flow: (
+        Literal["coupling", "masked", "planar", "radial", "sylvester", "invconv", "glow", "gaussian"]
+        | Recipe
+        | Callable[[int], Transform]
+    ) = "coupling"
     layers: LayerChoice = field(default=None, kw_only=True)
-    z_scale: float = field(default=0.01, kw_only=True)
-    kl_samples: int = field(default=4, kw_only=True)
+    z_scale: Positive = field(default=0.01, kw_only=True)
+    kl_samples: Count = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("kl_samples", self.kl_samples)
-        check_scale("z_scale", self.z_scale)
-        if isinstance(self.flow, str) and self.flow not in FLOWS:
-            raise FlowBNNError(f"there is no flow '{self.flow}'{nearest(self.flow, FLOWS)}")
-        if isinstance(self.flow, Transform) or not (
-            isinstance(self.flow, str | Recipe) or callable(self.flow)
-        ):
+        if isinstance(self.flow, Transform):
             raise FlowBNNError(
-                "flow is a name, a recipe, or a function of the dimension such as lambda dim: Planar(dim), "
-                f"not a {type(self.flow).__name__}"
+                "flow is a function of the dimension, such as lambda dim: Planar(dim), not a transform",
+                argument="flow",
             )
 
     def recipe(self) -> Recipe:
@@ -117,33 +114,24 @@ class MNF(Variational):
             return FLOWS[self.flow]()
         return self.flow if isinstance(self.flow, Recipe) else FlowNoise(self.flow)
 
-    def fit(
-        self,
-        network: nn.Module,
-        loader: Iterable[Any],
-        *,
-        likelihood: LikelihoodName = "auto",
-        num_data: int | None = None,
-        validation: Iterable[Any] | None = None,
-        **options: Any,
-    ) -> "MNFPosterior":
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "MNFPosterior":
         """As :meth:`Method.fit`; the means start at the network's weights, fresh or trained.
 
         The history has ELBO, log-likelihood and the bound on the KL of every epoch.
         """
-        model, number = self.copied(network), self.count(loader, num_data)
+        model, run = self.setup(network, loader, given, "fitting the weights")
         candidates = self._candidates(model)
-        settings = run_options(self.epochs, options, "fitting the weights")
-        chosen, inputs, check = prepare(model, loader, likelihood, settings.seed)
+        likelihood, inputs, check = prepare(model, loader, run.likelihood, run.seed)
         served = served_layers(model, candidates, inputs)
         own = dict(model.named_parameters())
         recipe, scales = (
             self.recipe(),
             base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0),
         )
-        with torch.random.fork_rng([], enabled=settings.seed is not None):
-            if settings.seed is not None:
-                torch.default_generator.manual_seed(settings.seed)
+        with torch.random.fork_rng([], enabled=run.seed is not None):
+            if run.seed is not None:
+                torch.default_generator.manual_seed(run.seed)
             parts = [
                 _part(
                     model,
@@ -155,7 +143,7 @@ class MNF(Variational):
                 for one in served
             ]
         around = MultiplicativeWeights(model, served, parts)
-        posterior = MNFPosterior(model, chosen, around, recipe)
+        posterior = MNFPosterior(model, likelihood, around, recipe)
         means = [parameter for part in parts for parameter in part.means()]
         known = {id(parameter) for parameter in means}
         groups = [
@@ -173,10 +161,8 @@ class MNF(Variational):
             groups,
             self,
             loader,
-            number,
             check,
-            settings,
-            validation,
+            run,
         )
         around.release()
         around.eval()

@@ -73,10 +73,6 @@ def chosen_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
     >>> chosen_weights(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), None)
     ['0.weight', '0.bias']
     """
-    if choice is not None and not isinstance(choice, str) and not callable(choice):
-        raise FlowBNNError(
-            f"layers is a name or glob, a class of layers or a function of (name, module), not {choice!r}"
-        )
     modules = dict(model.named_modules())
     own = dict(model.named_parameters())
     held = owners(model)
