@@ -111,8 +111,7 @@ class Stepping:
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             if chosen is None:
                 return -likelihood.log_prob(outputs_of(batch[0]), batch[1]).mean(), {}
-            known = objective.ahead(self.model, len(batch[0]))
-            terms = objective(self.model, outputs_of(batch[0]), batch[1], known=known)
+            terms = objective(self.model, batch[0], batch[1], forward=outputs_of)
             return terms.loss, {"kl": terms.kl.detach()}
 
         self.objective = Objective(self.model, likelihood, loss, check_batch=lambda batch: None)

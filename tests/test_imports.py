@@ -29,6 +29,7 @@ ROOMS = [  # from the roof down
     "predictive",
     "metrics",
     "data",
+    "batches",
     "models",
     "numerics",
     "options",

@@ -117,7 +117,7 @@ def to_stochastic(
     for name, recipe in chosen.items():
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
     group = NoiseGroup(list(noise_layers(model).values()))
-    model.register_forward_pre_hook(group.begin, prepend=True)
+    model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(group.end, always_call=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
@@ -285,12 +285,11 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
         if absorb:
             _absorb(model, name, module, noise)
         _unhook(module, noise)
-        for part in model.modules():  # the hooks of its pass, which lie on the root it was converted with
-            _unhook(part, noise.group)
         for child, found in list(module.named_children()):
             if found is noise:
                 delattr(module, child)
     for module in model.modules():
+        _unhook(module, NoiseGroup)  # which lie on the root that was converted
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "flowbnn_nested", False):
             module.use_nested_tensor = True
             del vars(module)["flowbnn_nested"]
@@ -315,10 +314,12 @@ def _warn_of_means(model: nn.Module) -> None:
         )
 
 
-def _unhook(module: nn.Module, owner: object) -> None:
+def _unhook(module: nn.Module, owner: Any) -> None:
+    """Remove the hooks that are methods of ``owner``, or of its instances where it is a class."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            if getattr(hook, "__self__", None) is owner:
+            found = getattr(hook, "__self__", None)
+            if found is owner or (isinstance(owner, type) and isinstance(found, owner)):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)

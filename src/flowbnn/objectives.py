@@ -1,24 +1,29 @@
-r"""The ELBO, and the likelihoods it is made of. This is the one place where the KL gets its weight.
+r"""The ELBO. This is the one place where the KL gets its weight.
 
 .. math::
     \frac{1}{N}\mathrm{ELBO} = \frac1B \sum_{i \in \mathrm{batch}} \log p(y_i \mid x_i, z)
     - \frac{\beta}{N} \sum_l \mathrm{KL}[q(z_l) \| p(z_l)] + \frac{\gamma}{N} \sum_l H(q(z_l))
 
-These are equations 14, 15 and 18 of document 000, per example. :math:`N` is the number of training examples: the noise belongs
+These are equations 14, 15 and 18 of Xiong's report, per example. :math:`N` is the number of training examples: the noise belongs
 to the network, so its KL is paid once for the whole data set, whatever the batch size or the number of layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.noise import Divergences, ahead, divergences, noise_layers
+from flowbnn.noise import Divergences, NoisePass, ahead, current_share, divergences, noise_layers, pass_of
+from flowbnn.options import Count, NonNegative, checked
 
 __all__ = ["ELBO", "Terms", "warm_up"]
+
+REMEMBERED = 8  # sizes of batches whose positions are remembered
 
 
 def warm_up(progress: Any, length: float) -> Any:
@@ -42,6 +47,7 @@ class Terms:
         kl: :math:`\\sum_l KL_l` for the whole network.
         entropy: :math:`\\sum_l H_l` for the whole network.
         layers: KL and entropy of each layer by name.
+        outputs: of the network.
         elbo: the ELBO per example with the weights :math:`\\beta` and :math:`\\gamma` as used.
     """
 
@@ -50,6 +56,7 @@ class Terms:
     kl: Tensor
     entropy: Tensor
     layers: dict[str, Divergence]
+    outputs: Tensor
 
     @property
     def elbo(self) -> Tensor:
@@ -73,7 +80,7 @@ class ELBO:
     r"""The evidence lower bound of a stochastic network.
 
     Args:
-        likelihood: how outputs speak of targets.
+        likelihood: the observation model of the targets given the outputs.
         num_data: :math:`N`, the number of training examples.
         beta: weight of the KL; 1 is the bound itself, below 1 a colder posterior.
         gamma: weight of the entropy (equation 18), above 0 to keep the posterior from contracting to a point.
@@ -81,47 +88,66 @@ class ELBO:
     >>> import torch
     >>> from flowbnn import Categorical, NormalAffine, to_stochastic
     >>> network = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
-    >>> terms = ELBO(Categorical(), num_data=100)(network, network(torch.ones(4, 3)), torch.tensor([0, 1, 1, 0]))
+    >>> elbo = ELBO(Categorical(), num_data=100)
+    >>> terms = elbo(network, torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))
+    >>> terms.loss.backward()
     >>> terms.kl.item()
     0.0
     """
 
-    def __init__(self, likelihood: Likelihood, num_data: int, beta: float = 1.0, gamma: float = 0.0) -> None:
-        if num_data < 1:
-            raise FlowBNNError(f"num_data is the number of training examples, at least 1, not {num_data}")
-        if beta < 0 or gamma < 0:
-            raise FlowBNNError(
-                f"beta and gamma weigh the KL and the entropy and are at least 0, not {beta} and {gamma}"
-            )
+    @checked
+    def __init__(
+        self, likelihood: Likelihood, num_data: Count, beta: NonNegative = 1.0, gamma: NonNegative = 0.0
+    ) -> None:
         self.likelihood, self.num_data, self.beta, self.gamma = likelihood, num_data, beta, gamma
-
-    def ahead(self, model: nn.Module, rows: int) -> Divergences | None:
-        """The KL for the coming step, computed together with the noise of its pass over ``rows`` rows; hand it to the call.
-
-        This saves half of what the noise costs in a step and changes nothing else. None where it cannot be done, which the call takes
-        as well.
-        """
-        return ahead(noise_layers(model), rows)
+        # by the rows of a batch: where its layers of site ``position`` have drawn
+        self._asked: dict[int, dict[int, tuple[tuple[int, ...], bool]]] = {}
 
     def __call__(
         self,
         model: nn.Module,
-        outputs: Tensor,
+        inputs: Any,
         targets: Any,
         scale: Any = 1.0,
-        known: Divergences | None = None,
+        samples: int = 1,
+        forward: Callable[[Any], Any] | None = None,
     ) -> Terms:
-        """Terms for one batch of outputs.
+        """Run the network on a batch and give the terms of its ELBO, each example with a draw of its own.
 
-        With several samples per example, ``outputs`` has a row for each and ``targets`` is repeated to match.
+        The noise of the pass and the draws for the KL are made together, which halves what the noise costs in a step.
 
         Args:
+            inputs: a tensor, or a tuple or mapping of tensors, the examples first.
+            targets: of the batch.
             scale: multiplies beta, for warm-up.
-            known: from :meth:`ahead`, called before the pass that gave the outputs.
+            samples: draws per example.
+            forward: what runs the network on the inputs, where that is a wrapper around ``model`` (torch's DDP, say).
         """
+        if samples > 1:
+            inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
+        layers = noise_layers(model)
+        state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
+        first = next(iter(tensors_of(inputs)), None)
+        rows = 0 if first is None or first.ndim == 0 else first.shape[0]
+        share = current_share()
+        whole = (
+            rows if share is None else share.whole(rows)
+        )  # the same on every process, so that all draw ahead or none does
+        state.asked = dict(self._asked.get(whole, {}))
+        with state:
+            known = ahead(layers, rows, state) if rows else None
+            outputs = call(model, inputs) if forward is None else forward(inputs)
+            known = divergences(layers) if known is None else known
+        if state.asked and not torch.compiler.is_compiling():
+            if whole not in self._asked and len(self._asked) >= REMEMBERED:
+                self._asked.clear()
+            self._asked[whole] = state.asked
+        return self.terms(outputs, targets, known, scale)
+
+    def terms(self, outputs: Tensor, targets: Any, known: Divergences, scale: Any = 1.0) -> Terms:
+        """The terms for outputs and divergences that are there already."""
         log_likelihood = self.likelihood.log_prob(outputs, targets).mean()
-        layers = divergences(noise_layers(model)) if known is None else known
-        nought = log_likelihood.new_zeros(())
-        kl, entropy = layers.total or Divergence(nought, nought)
+        zero = log_likelihood.new_zeros(())
+        kl, entropy = known.total or Divergence(zero, zero)
         penalty = self.beta * scale * kl - self.gamma * entropy if self.gamma else self.beta * scale * kl
-        return Terms(penalty / self.num_data - log_likelihood, log_likelihood, kl, entropy, layers)
+        return Terms(penalty / self.num_data - log_likelihood, log_likelihood, kl, entropy, known, outputs)

@@ -23,7 +23,7 @@ Inside the library code relies on the types and checks nothing again.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
@@ -202,7 +202,7 @@ def _hints(owner: Any) -> dict[str, Any]:
 _KINDS: set[type] = set()  # classes made by options
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def options(cls: type[T] | None = None, /, **how: Any) -> Any:
     """Make a class a frozen dataclass whose fields are checked by their annotations when it is made.
 
@@ -218,10 +218,10 @@ def options(cls: type[T] | None = None, /, **how: Any) -> Any:
                 filter(_KINDS.__contains__, type(self).__mro__)
             ):  # else the subclass has checked all fields already
                 hints = _hints(type(self))  # type: ignore[arg-type]
-                for field in fields(self):
-                    value = getattr(self, field.name)
-                    if value is not field.default:
-                        check(field.name, value, hints.get(field.name, Any), type(self).__name__)
+                for one in fields(self):
+                    value = getattr(self, one.name)
+                    if value is not one.default:
+                        check(one.name, value, hints.get(one.name, Any), type(self).__name__)
             if own is not None:
                 own(self)
             elif (inherited := getattr(super(cls, self), "__post_init__", None)) is not None:

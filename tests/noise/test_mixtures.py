@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flowbnn as fb
 from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import chosen_normal
-from flowbnn.noise import InputNoise, divergences, noise_layers, noise_mode
+from flowbnn.noise import InputNoise, NoisePass, Share, ahead, divergences, noise_layers, noise_mode
 from flowbnn.noise import batched_mixture as mixtures
-from flowbnn.noise.base import Share
+from flowbnn.noise.batched_mixture import Mixtures
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 
@@ -60,20 +60,18 @@ def by_layer(layer, which, normal):
 def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
     model = network(rules, torch.float64)
     layers = mixed(model)
-    blended = mixtures.blend(layers)
-    which, normal = mixtures.start(layers, 7)
+    block = Mixtures(layers)
+    which, normal = block.start(7, 0, None, None)
     assert which.shape == (7, len(layers))
     assert set(which.unique().tolist()) == {0, 1, 2}
-    drawn = mixtures.draw(blended, which, normal)
-    pushed = [layer.push(z) for layer, z in zip(layers, drawn.split(blended.sizes, -1), strict=True)]
-    ends = torch.cat([x for x, _ in pushed], -1)
-    log_dets = torch.stack([found for _, found in pushed])
-    parts, total = mixtures.summarize(layers, blended, drawn, ends, log_dets)
+    drawn = block.draw(which, normal)
+    ends, log_dets = block.push(drawn)
+    parts, total = block.summary(drawn, ends, log_dets)
 
     truth = []
-    for index, (layer, some) in enumerate(zip(layers, normal.split(blended.sizes, -1), strict=True)):
+    for index, (layer, some) in enumerate(zip(layers, normal.split(block.sizes, -1), strict=True)):
         x, log_q = by_layer(layer, which[:, index], some)
-        torch.testing.assert_close(pushed[index][0], x)
+        torch.testing.assert_close(ends.split(block.sizes, -1)[index], x)
         kl = (log_q - layer.prior.distribution().log_prob(x)).mean()
         torch.testing.assert_close(parts[index].kl, kl)
         torch.testing.assert_close(parts[index].entropy, -log_q.mean())
@@ -83,7 +81,7 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
     found = torch.autograd.grad(total.kl + ends.square().sum(), parameters, retain_graph=True)
     values = [
         by_layer(layer, which[:, index], some)[0].square().sum()
-        for index, (layer, some) in enumerate(zip(layers, normal.split(blended.sizes, -1), strict=True))
+        for index, (layer, some) in enumerate(zip(layers, normal.split(block.sizes, -1), strict=True))
     ]
     for ours, theirs in zip(found, torch.autograd.grad(sum(truth) + sum(values), parameters), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -92,10 +90,11 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
 def test_centers_may_differ():
     rules = {"0": fb.NormalAffine(components=3, base_loc=0.5), "*": fb.NormalAffine(components=3)}
     layers = mixed(network(rules, torch.float64))
-    which, normal = mixtures.start(layers, 5)
-    drawn = mixtures.draw(mixtures.blend(layers), which, normal).split([l.layout.dim for l in layers], -1)  # noqa: E741
+    block = Mixtures(layers)
+    which, normal = block.start(5, 0, None, None)
+    drawn = block.draw(which, normal).split(block.sizes, -1)
     for index, (layer, x) in enumerate(zip(layers, drawn, strict=True)):
-        some = normal.split([other.layout.dim for other in layers], -1)[index]
+        some = normal.split(block.sizes, -1)[index]
         torch.testing.assert_close(x, by_layer(layer, which[:, index], some)[0])
 
 
@@ -120,25 +119,23 @@ def test_one_component_or_many_the_kl_is_that_of_the_layer_within_its_standard_e
 @pytest.mark.parametrize("rules", [PLAIN, FLOWS, BOTH])
 def test_a_pass_gets_the_draws_made_ahead(rules):
     model, given = network(rules), {}
-    objective = ELBO(fb.Categorical(), 10)
-    known = objective.ahead(model, 6)
+    layers = noise_layers(model)
+    state = NoisePass({layer.key: layer.setting for layer in layers.values()})
+    known = ahead(layers, 6, state)
     assert known is not None
     assert set(known) == set(noise_layers(model))
     torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))
-    prepared = noise_layers(model)["0"].group.prepared
-    drawn = {
-        name: z for name, layer in noise_layers(model).items() for other, z in prepared if other is layer
-    }
-    assert set(drawn) == set(noise_layers(model))
+    drawn = {name: state.prepared[layer.key] for name, layer in layers.items()}
     model[0].register_forward_hook(lambda module, args, output: given.__setitem__("x", args[0]))
     images = torch.randn(6, 3, 6, 6)
-    assert model(images).shape == (6, 2)
+    with state:
+        assert model(images).shape == (6, 2)
     torch.testing.assert_close(given["x"], images * drawn["0"][:, :, None, None])
 
 
 def test_a_pass_without_them_draws_for_all_mixtures_at_once(monkeypatch):
-    model, calls, draw = network(BOTH), [], mixtures.draw
-    monkeypatch.setattr(mixtures, "draw", lambda *args: calls.append(len(args[0].sizes)) or draw(*args))
+    model, calls, draw = network(BOTH), [], Mixtures.draw
+    monkeypatch.setattr(Mixtures, "draw", lambda *args: calls.append(len(args[0].sizes)) or draw(*args))
     model(torch.randn(4, 3, 6, 6))
     assert calls == [2]
 
@@ -161,10 +158,8 @@ def test_processes_draw_what_one_would_draw():
 
     def drawn(share, rows):
         torch.manual_seed(3)
-        for layer in layers:
-            layer.share = share
-        which, normal = mixtures.start(layers, rows, 4, share)
-        return mixtures.draw(mixtures.blend(layers), which, normal)
+        block = Mixtures(layers)
+        return block.draw(*block.start(rows, 4, None, share))
 
     whole = drawn(None, 10)
     for start, stop in ((0, 4), (4, 10)):
@@ -210,8 +205,7 @@ def test_a_step_compiles_in_one_graph_and_is_the_same(site):
     )
 
     def loss():
-        known = objective.ahead(model, 6)
-        return objective(model, model(images), labels, known=known).loss
+        return objective(model, images, labels).loss
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -241,7 +235,6 @@ def test_positions_count_in_the_kl():
 def test_layers_that_differ_go_one_by_one():
     model = network({"*": fb.NormalAffine(components=3), "2": fb.NormalAffine(components=2)})
     layers = noise_layers(model)
-    assert mixtures.together(layers) == {}
     assert set(divergences(layers)) == set(layers)
     model(torch.randn(4, 3, 6, 6))
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
@@ -259,8 +252,9 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
 
     def operations(depth):
         model = fb.to_stochastic(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))), PLAIN)
+        layers = noise_layers(model)
         with Counted() as counted:
-            ELBO(fb.Categorical(), 10).ahead(model, 5)
+            ahead(layers, 5, NoisePass({layer.key: layer.setting for layer in layers.values()}))
         return counted.number
 
     alone = noise_layers(network())["0"]
@@ -273,12 +267,12 @@ def test_ten_layers_cost_a_few_operations_more_than_two():
 
 def test_many_rows_are_drawn_layer_by_layer_to_the_same_end(monkeypatch):
     layers = mixed(network(dtype=torch.float64))
-    blended = mixtures.blend(layers)
-    which, normal = mixtures.start(layers, 9)
+    block = Mixtures(layers)
+    which, normal = block.start(9, 0, None, None)
     parameters = [p for layer in layers for p in layer.parameters()]
 
     def found():
-        drawn = mixtures.draw(blended, which, normal)
+        drawn = block.draw(which, normal)
         return drawn, *torch.autograd.grad(drawn.square().sum(), parameters, retain_graph=True)
 
     together = found()
@@ -368,9 +362,12 @@ def test_mixtures_that_are_not_drawn_ahead_have_their_kl_taken_together(monkeypa
         "0": fb.NormalAffine(components=3, site="position"),
         "2": fb.NormalAffine(components=3, site="position"),
     }
-    model, sizes, blend = network(rules), [], mixtures.blend
-    monkeypatch.setattr(mixtures, "blend", lambda layers: sizes.append(len(layers)) or blend(layers))
-    known = ELBO(fb.Categorical(), 10).ahead(model, 6)
+    model, sizes, make = network(rules), [], Mixtures.__init__
+    monkeypatch.setattr(
+        Mixtures, "__init__", lambda self, layers: sizes.append(len(layers)) or make(self, layers)
+    )
+    layers = noise_layers(model)
+    known = ahead(layers, 6, NoisePass({layer.key: layer.setting for layer in layers.values()}))
     assert sizes == [2, 2]
     assert set(known) == set(noise_layers(model))
     torch.testing.assert_close(known.total.kl, sum(part.kl for part in known.values()))

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn.distributions.bases import MixtureBase, NormalBase
-from flowbnn.noise import noise_layers
-from flowbnn.noise.batched import divergences
+from flowbnn.noise import NoisePass, ahead, divergences, noise_layers, pass_of
 from flowbnn.objectives import ELBO
 
 
@@ -55,7 +54,9 @@ def test_packed_draws_have_each_layers_own_distribution():
     for name, layer in noise_layers(model).items():
         network_layer = model.get_submodule(name)
         network_layer.register_forward_pre_hook(
-            lambda m, args, name=name, layer=layer: seen.update({name: layer.ready})
+            lambda m, args, name=name, layer=layer: seen.update(
+                {name: pass_of(layer).forward.draws[layer.key]}
+            )
         )
     model(torch.ones(rows, 3))
     for name, layer in noise_layers(model).items():
@@ -125,7 +126,7 @@ def test_inference_mode_spoils_nothing():
     with torch.inference_mode():
         model(torch.ones(2, 4))
     objective = ELBO(fb.Categorical(), 10)
-    objective(model, model(torch.ones(2, 4)), torch.tensor([0, 1])).loss.backward()
+    objective(model, torch.ones(2, 4), torch.tensor([0, 1])).loss.backward()
     assert model[0].weight.grad is not None
 
 
@@ -172,12 +173,15 @@ def test_copies_do_not_share_draws():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
     model(torch.ones(3, 4))
     twin = copy.deepcopy(model)
-    groups = {id(layer.group) for layer in noise_layers(twin).values()}
-    assert len(groups) == 1
-    assert groups != {id(layer.group) for layer in noise_layers(model).values()}
-    assert {id(member) for member in noise_layers(twin)["0"].group.members} == {
-        id(n) for n in noise_layers(twin).values()
-    }
+    assert twin(torch.ones(3, 4)).shape == (3, 2)
+    for other in (twin, pickle.loads(pickle.dumps(model)), copy.deepcopy(twin)):
+        keys = [{layer.key for layer in noise_layers(network).values()} for network in (model, other)]
+        assert not keys[0] & keys[1]
+        with fb.noise_mode(model, "off"):
+            assert torch.equal(model(torch.ones(3, 4)), model(torch.ones(3, 4)))
+            assert not torch.equal(other(torch.ones(3, 4)), other(torch.ones(3, 4))), (
+                "a pass governs its own network"
+            )
 
 
 @pytest.mark.parametrize("site", ["channel", "position"])
@@ -190,9 +194,7 @@ def test_a_training_step_compiles_without_a_graph_break(site):
     objective = ELBO(fb.Categorical(), 100)
     images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 5
     torch._dynamo.reset()
-    loss = torch.compile(
-        lambda: objective(model, model(images), labels).loss, fullgraph=True, backend="aot_eager"
-    )
+    loss = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend="aot_eager")
     first, second = loss(), loss()
     assert first != second
     first.backward()
@@ -200,7 +202,7 @@ def test_a_training_step_compiles_without_a_graph_break(site):
     torch.manual_seed(5)
     found = loss()
     torch.manual_seed(5)
-    torch.testing.assert_close(found, objective(model, model(images), labels).loss)
+    torch.testing.assert_close(found, objective(model, images, labels).loss)
 
 
 def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpointing():
@@ -212,20 +214,15 @@ def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpoi
     inner.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
     objective = ELBO(fb.Categorical(), 10)
     x = torch.randn(6, 4, requires_grad=True)
-    known = objective.ahead(inner, 6)
-    result = checkpoint(inner, x, use_reentrant=True)
-    objective(inner, result, torch.zeros(6, dtype=torch.long), known=known).loss.backward()
+    terms = objective(
+        inner,
+        x,
+        torch.zeros(6, dtype=torch.long),
+        forward=lambda inputs: checkpoint(inner, inputs, use_reentrant=True),
+    )
+    terms.loss.backward()
     assert len(outputs) == 2
     assert torch.equal(*outputs)
-
-
-def test_draws_made_ahead_are_not_copied_along():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), {"*": fb.NormalAffine()})
-    group = noise_layers(model)["0"].group
-    assert fb.objectives.ELBO(fb.Categorical(), 10).ahead(model, 5) is not None
-    assert len(group.prepared) == 2
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert noise_layers(twin)["0"].group.prepared == []
 
 
 @pytest.mark.parametrize("components", [1, 3])
@@ -258,34 +255,35 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("components", [1, 3])
-def test_a_layer_with_rows_of_its_own_draws_for_itself_alone(components, monkeypatch):
-    model, drawn = fb.to_stochastic(Steps(), {"*": fb.NormalAffine(components=components)}), []
-    layers = noise_layers(model)
-    for name, layer in layers.items():
-        rows = layer.draw_rows
-        monkeypatch.setattr(
-            layer,
-            "draw_rows",
-            lambda *given, name=name, rows=rows: drawn.append((name, given[0])) or rows(*given),
-        )
-    ready = []
-    model.wide.register_forward_hook(
-        lambda *_: ready.append(
-            [None if z is None else len(z) for z in (layer.ready for layer in layers.values())]
-        )
-    )
+@pytest.mark.parametrize("site", ["channel", "position"])
+def test_rows_that_the_network_folds_share_the_draw_of_their_example(components, site):
+    """Five time steps of seven examples: seven draws, each for the five rows of its example, as a prediction has it."""
+    model = fb.to_stochastic(Steps(), {"*": fb.NormalAffine(components=components, site=site)})
+    seen = []
+    model.step.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
+    model.step.register_forward_hook(lambda module, args, output: seen.append(args[0]))
     assert model(torch.randn(7, 5, 8)).shape == (7, 2)
-    assert drawn == [("step", 35)]
-    assert ready == [[35, 7, 7]]  # the other two together, for the rows that the network was given
+    draws = seen[0].view(7, 5, 8)
+    assert torch.equal(draws, draws[:, :1].expand(7, 5, 8))
+    assert len(draws[:, 0].unique(dim=0)) == 7
 
 
 def test_draws_made_ahead_go_to_the_networks_of_their_layers():
     one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
     other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
     both = nn.Sequential(one, other)
-    ELBO(fb.Categorical(), 10).ahead(both, 5)
-    for part in (one, other):
-        layers = list(noise_layers(part).values())
-        assert [noise for noise, _ in layers[0].group.prepared] == layers
-    assert both(torch.randn(5, 4)).shape == (5, 4)
-    assert all(layer.ready is None for layer in noise_layers(both).values())
+    layers = noise_layers(both)
+    state = NoisePass({layer.key: layer.setting for layer in layers.values()})
+    ahead(layers, 5, state)
+    prepared = dict(state.prepared)
+    assert list(prepared) == [layer.key for layer in layers.values()]
+    used = {}
+    for name in layers:
+        both.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: used.update(pass_of(layers[name]).forward.draws)
+        )
+    with state:
+        assert both(torch.randn(5, 4)).shape == (5, 4)
+    assert all(used[key] is drawn for key, drawn in prepared.items())
+    assert state.prepared == {}
+    assert state.forward is None

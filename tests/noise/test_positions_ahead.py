@@ -1,6 +1,5 @@
 """Noise at positions drawn ahead of the pass, side by side: the draws of the pass, its KL, and when it is left alone."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,17 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn import kernels
-from flowbnn.noise import batched as preparing
-from flowbnn.noise import divergences, noise_layers
-from flowbnn.noise.base import Share
+from flowbnn.noise import (
+    NoisePass,
+    Share,
+    ahead,
+    batched,
+    batched_gaussian,
+    divergences,
+    noise_layers,
+    pass_of,
+    share_batch,
+)
 from flowbnn.objectives import ELBO
 
 RULES = {
@@ -26,7 +33,8 @@ RULES = {
 def as_on_a_device(monkeypatch):
     """Draw ahead as where there are kernels for many flows; without them the groups go one after the other."""
     served = SimpleNamespace(**{**vars(kernels), "available": lambda z: True})
-    monkeypatch.setattr(preparing, "kernels", served)
+    monkeypatch.setattr(batched_gaussian, "kernels", served)
+    monkeypatch.setattr(batched, "kernels", served)
 
 
 def network(rules=RULES):
@@ -40,39 +48,54 @@ def network(rules=RULES):
     return model
 
 
+def run(model, images):
+    """A pass that tells at which positions the layers draw."""
+    state = NoisePass({layer.key: layer.setting for layer in noise_layers(model).values()})
+    with state:
+        model(images)
+    return state
+
+
+def prepare(model, rows, asked):
+    """A pass with draws made ahead for what an earlier one has asked for, and its KL."""
+    layers = noise_layers(model)
+    state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
+    state.asked = dict(asked)
+    return state, ahead(layers, rows, state)
+
+
 def test_the_pass_is_given_the_draws_that_were_made_ahead():
-    model, images = network(), torch.randn(6, 3, 6, 6)
-    objective, given = ELBO(fb.Categorical(), 10), {}
-    assert objective.ahead(model, 6) is None  # no pass has told how many positions there are
-    model(images)
-    assert objective.ahead(model, 5) is None  # that was of six rows
-    known = objective.ahead(model, 6)
+    model, images, given = network(), torch.randn(6, 3, 6, 6), {}
+    assert prepare(model, 6, {})[1] is None  # no pass has told how many positions there are
+    state, known = prepare(model, 6, run(model, images).asked)
     assert known is not None
-    drawn = {
-        name: z for name, noise in noise_layers(model).items() for n, z in noise.group.prepared if n is noise
-    }
+    layers = noise_layers(model)
+    drawn = {name: state.prepared[layers[name].key] for name in ("0", "2")}
+    assert len(state.prepared) == 2
     assert {name: tuple(z.shape) for name, z in drawn.items()} == {"0": (6, 6, 6, 3), "2": (6, 4, 4, 4)}
     for name in drawn:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: given.__setitem__(name, args[0])
         )
-    outputs = model(images)
+    with state:
+        outputs = model(images)
     torch.testing.assert_close(given["0"], images * drawn["0"].movedim(-1, 1))
     inner = torch.relu(nn.functional.conv2d(given["0"], model[0].weight, model[0].bias))
     torch.testing.assert_close(given["2"], inner * drawn["2"].movedim(-1, 1))
-    objective(model, outputs, torch.zeros(6, dtype=torch.long), known=known).loss.backward()
+    ELBO(fb.Categorical(), 10).terms(outputs, torch.zeros(6, dtype=torch.long), known).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
     first = given["0"]
-    model(images)  # nothing is left for the next pass
+    with state:
+        model(images)  # nothing is left for the next pass
     assert not torch.equal(given["0"], first)
 
 
 def test_the_divergence_is_that_of_the_layers():
     model = network()
-    model(torch.randn(6, 3, 6, 6))
+    asked = run(model, torch.randn(6, 3, 6, 6)).asked
     layers = noise_layers(model)
     torch.manual_seed(4)
-    found = preparing.ahead(layers, 6)
+    _, found = prepare(model, 6, asked)
     torch.manual_seed(4)
     expected = divergences(layers)  # of the same normals, which are drawn first
     assert found.keys() == expected.keys() == layers.keys()
@@ -85,21 +108,25 @@ def test_the_divergence_is_that_of_the_layers():
 def test_draws_made_ahead_have_the_distribution_of_the_noise():
     model = network()
     layer = noise_layers(model)["2"]
-    model(torch.randn(400, 3, 6, 6))
-    preparing.ahead(noise_layers(model), 400)
-    ahead = dict(layer.group.prepared)[layer].flatten(0, 2).detach()
+    state, _ = prepare(model, 400, run(model, torch.randn(400, 3, 6, 6)).asked)
+    ahead = state.prepared[layer.key].flatten(0, 2).detach()
     plain = layer.draw((6400,)).detach()
     spread = plain.std(0) / 6400**0.5
     assert ((ahead.mean(0) - plain.mean(0)).abs() < 6 * spread).all()
     torch.testing.assert_close(ahead.std(0), plain.std(0), rtol=0.05, atol=0.0)  # four standard errors
 
 
-def test_a_pass_of_another_size_draws_for_itself():
-    model = network()
-    model(torch.randn(6, 3, 6, 6))
-    assert preparing.ahead(noise_layers(model), 6) is not None
-    assert model(torch.randn(4, 3, 6, 6)).shape == (4, 2)
-    assert noise_layers(model)["0"].seen == {6: ((6, 6), False), 4: ((6, 6), False)}
+def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch):
+    model, objective, drew = network(), ELBO(fb.Categorical(), 10), []
+    push = batched.kernels.evaluate_many
+    monkeypatch.setattr(
+        batched.kernels,
+        "evaluate_many",
+        lambda groups: drew.append([g.coarse for g in groups]) or push(groups),
+    )
+    for rows in (6, 4, 6, 4):
+        assert objective(model, torch.randn(rows, 3, 6, 6), torch.zeros(rows, dtype=torch.long)).kl > 0
+    assert drew == [[False, False, False]] * 2  # the first pass of each size draws for itself
 
 
 def test_a_layer_called_twice_draws_anew():
@@ -113,21 +140,20 @@ def test_a_layer_called_twice_draws_anew():
 
     torch.manual_seed(0)
     model = fb.to_stochastic(Twice(), {"*": fb.NormalInvConv(site="position")})
-    model(torch.randn(5, 3, 2, 2))
-    assert preparing.ahead(noise_layers(model), 5) is not None
-    one, two = model(torch.ones(5, 3, 2, 2))
+    state, known = prepare(model, 5, run(model, torch.randn(5, 3, 2, 2)).asked)
+    assert known is not None
+    with state:
+        one, two = model(torch.ones(5, 3, 2, 2))
     assert not torch.equal(one, two)
 
 
 def test_a_compiled_step_draws_ahead_and_agrees_with_the_uncompiled_one():
     model, images = network(), torch.randn(6, 3, 6, 6)
     objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
-    model(images)
+    objective(model, images, labels)
 
     def loss():
-        known = objective.ahead(model, 6)
-        assert known is not None
-        return objective(model, model(images), labels, known=known).loss
+        return objective(model, images, labels).loss
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -140,21 +166,17 @@ def test_a_compiled_step_draws_ahead_and_agrees_with_the_uncompiled_one():
 
 def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
     model, images = network(), torch.randn(6, 3, 6, 6)
-    compiles = []
+    objective, labels, compiles = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long), []
 
     def count(module, inputs):
         compiles.append(module)
         return module.forward
 
-    def step():
-        known = preparing.ahead(noise_layers(model), 6)
-        return model(images).sum() + known.total.kl
-
-    model(images)
+    objective(model, images, labels)
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=count)
+    compiled = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend=count)
     first, second = compiled(), compiled()
-    model(torch.randn(3, 3, 6, 6))  # the last batch of an epoch, not compiled
+    objective(model, torch.randn(3, 3, 6, 6), labels[:3])  # the last batch of an epoch, not compiled
     third = compiled()
     assert len(compiles) == 1
     assert len({first.item(), second.item(), third.item()}) == 3
@@ -162,35 +184,36 @@ def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
 
 def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
     """A trial pass without autocast comes first, as in fit."""
-    model, images, asked = network(), torch.randn(6, 3, 6, 6), []
-    push = preparing.kernels.evaluate_many
+    model, images, coarse = network(), torch.randn(6, 3, 6, 6), []
+    objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
+    push = batched.kernels.evaluate_many
     monkeypatch.setattr(
-        preparing.kernels,
+        batched.kernels,
         "evaluate_many",
-        lambda groups: (asked.append([g.coarse for g in groups]), push(groups))[1],
+        lambda groups: (coarse.append([g.coarse for g in groups]), push(groups))[1],
     )
-    model(images)
+    objective(model, images, labels)
     for _ in range(2):
-        preparing.ahead(noise_layers(model), 6)
         with torch.autocast("cpu", torch.bfloat16):
-            model(images)
-    assert asked == [[False, False, False], [False, True, True]]
+            objective(model, images, labels)
+    assert coarse == [[False, False, False], [False, True, True]]
 
 
 def test_all_processes_draw_ahead_or_none():
     """Five rows on two processes, then four, then five again: three and two, two and two, three and two."""
-    models = [network(), network()]
+    models, objectives = [network(), network()], [ELBO(fb.Categorical(), 10), ELBO(fb.Categorical(), 10)]
     for total in (5, 4, 5):
-        cut, drew = (total + 1) // 2, []
-        for model, (start, stop) in zip(models, ((0, cut), (cut, total)), strict=True):
-            for noise in noise_layers(model).values():
-                noise.share = Share(start, stop, total)
+        cut, kls, states = (total + 1) // 2, [], []
+        for model, objective, (start, stop) in zip(models, objectives, ((0, cut), (cut, total)), strict=True):
+            share_batch(Share(start, stop, total))
             torch.manual_seed(total)
-            known = preparing.ahead(noise_layers(model), stop - start)
-            model(torch.ones(stop - start, 3, 6, 6))
-            drew.append(None if known is None else known.total.kl.item())
-        assert drew[0] == drew[1]
-    assert drew[0] is not None  # five rows were seen before
+            terms = objective(model, torch.ones(stop - start, 3, 6, 6), torch.zeros(stop - start).long())
+            share_batch(None)
+            kls.append(terms.kl.item())
+            states.append(torch.rand(1).item())
+        assert kls[0] == kls[1]
+        assert states[0] == states[1], "the generators are in the same state"
+    assert set(objectives[0]._asked) == {5, 4}
 
 
 def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
@@ -212,23 +235,19 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
             "1": fb.NormalInvConv(site="position"),
         },
     )
-    images = torch.randn(6, 3, 6, 6)
-    model(images).sum().backward()
-    layers = noise_layers(model)
-    assert layers["0.inner"].seen is None
-    assert layers["1"].seen is not None
-    preparing.ahead(layers, 6)
-    assert [noise for noise, _ in layers["1"].group.prepared] == [layers["1"]]
-
-    def step():
-        preparing.ahead(layers, 6)
-        return model(images).sum()
-
+    images, layers = torch.randn(6, 3, 6, 6), noise_layers(model)
+    asked = run(model, images).asked
+    assert set(asked) == {layers["1"].key}
+    state, _ = prepare(model, 6, asked)
+    assert set(state.prepared) == {layers["1"].key}
+    objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
+    objective(model, images, labels).loss.backward()
     torch._dynamo.reset()
-    torch.compile(step, fullgraph=True, backend="aot_eager")().backward()
+    step = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend="aot_eager")
+    step().backward()
 
 
-def test_a_layer_called_at_two_sizes_keeps_its_draw_for_the_one_it_fits():
+def test_a_layer_called_at_two_sizes_is_served_right():
     class TwoSizes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -239,54 +258,38 @@ def test_a_layer_called_at_two_sizes_keeps_its_draw_for_the_one_it_fits():
 
     torch.manual_seed(0)
     model = fb.to_stochastic(TwoSizes(), {"*": fb.NormalInvConv(site="position")})
-    model(torch.randn(5, 3, 4, 4))
-    layer = noise_layers(model)["first"]
-    preparing.ahead(noise_layers(model), 5)
+    state, _ = prepare(model, 5, run(model, torch.randn(5, 3, 4, 4)).asked)
     given = []
-    drawn = dict(layer.group.prepared)[layer]
     model.first.register_forward_hook(lambda module, args, output: given.append(args[0]))
-    model(torch.ones(5, 3, 4, 4))
+    with state:
+        model(torch.ones(5, 3, 4, 4))
     assert [tuple(x.shape) for x in given] == [(5, 3, 4, 2), (5, 3, 4, 4)]
-    torch.testing.assert_close(given[1], drawn.movedim(-1, 1))
 
 
 def test_two_converted_parts_of_one_model_each_get_their_draws():
-    model = nn.Sequential(network(), nn.Identity())
-    other = nn.ModuleList([model, network()])
+    other = nn.ModuleList([nn.Sequential(network(), nn.Identity()), network()])
+    asked = {}
     for part in (other[0][0], other[1]):
-        part(torch.randn(6, 3, 6, 6))
-    layers = noise_layers(other)
-    assert preparing.ahead(layers, 6) is not None
-    groups = {id(noise.group): noise.group for noise in layers.values()}
-    assert [len(group.prepared) for group in groups.values()] == [2, 2]
-
-
-def test_noise_saved_before_it_remembered_anything_still_works():
-    model = network()
-    for noise in noise_layers(model).values():
-        vars(noise).pop("seen", None)
-    assert preparing.ahead(noise_layers(model), 6) is None
-
-
-def test_copies_carry_no_draws():
-    model = network()
-    model(torch.randn(6, 3, 6, 6))
-    preparing.ahead(noise_layers(model), 6)
-    twin = noise_layers(copy.deepcopy(model))["0"]
-    assert twin.group.prepared == []
-    assert twin.ready is None
+        asked |= run(part, torch.randn(6, 3, 6, 6)).asked
+    state, known = prepare(other, 6, asked)
+    assert known is not None
+    assert len(state.prepared) == 4
+    with state:
+        other[0](torch.randn(6, 3, 6, 6))
+        assert len(state.prepared) == 2
+        other[1](torch.randn(6, 3, 6, 6))
+    assert state.prepared == {}
 
 
 @pytest.mark.parametrize("mode", ["shared", "mean", "off"])
 def test_other_modes_are_left_alone(mode):
     model = network()
-    model(torch.randn(6, 3, 6, 6))
+    asked = run(model, torch.randn(6, 3, 6, 6)).asked
     with fb.noise_mode(model, mode):
-        assert preparing.ahead(noise_layers(model), 6) is None
+        assert prepare(model, 6, asked)[1] is None
 
 
 def test_where_there_are_no_kernels_nothing_is_drawn_ahead(monkeypatch):
     monkeypatch.undo()
     model = network()
-    model(torch.randn(6, 3, 6, 6))
-    assert preparing.ahead(noise_layers(model), 6) is None
+    assert prepare(model, 6, run(model, torch.randn(6, 3, 6, 6)).asked)[1] is None

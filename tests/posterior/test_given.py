@@ -12,10 +12,10 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
-from flowbnn.noise import noise_layers, shared_draws
+from flowbnn.noise import NoisePass, noise_layers, settings_of, shared_draws
 from flowbnn.posterior import forward as passes
 from flowbnn.posterior import noise_sampler as sampling
-from flowbnn.posterior.compiled import MAPS, GivenDraws, HalfWeights, form_for, pass_given
+from flowbnn.posterior.compiled import MAPS, GivenDraws, HalfWeights, Row, form_for, pass_given
 from flowbnn.posterior.noise_sampler import Sampler, sample_outputs
 
 
@@ -152,7 +152,6 @@ def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, way
         assert len(told) == 1
         assert "\n" not in str(told[0].message)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert all(layer.given is None for layer in noise_layers(model).values())
 
 
 def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
@@ -233,10 +232,10 @@ def test_draws_of_many_layers_are_those_of_each():
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), MIXED)
     layers = list(noise_layers(model).values())
-    with fb.noise_mode(model, "shared", samples=7, seed=3), torch.no_grad():
-        together = shared_draws(layers, torch.device("cpu"))
-        for layer, found in zip(layers, together, strict=True):
-            torch.testing.assert_close(found, layer.shared_vectors(torch.device("cpu")))
+    state = NoisePass(settings_of(model, "shared", samples=7, seed=3))
+    for layer, found in zip(layers, shared_draws(layers, state, torch.device("cpu")), strict=True):
+        one = layer.shared_vectors(7, state.settings[layer.key].seed, torch.device("cpu"))
+        torch.testing.assert_close(found, one)
 
 
 def test_maps_drawn_together_are_those_drawn_one_by_one():
@@ -254,16 +253,16 @@ def test_maps_drawn_together_are_those_drawn_one_by_one():
 def test_rows_begin_where_wide_loads_may_and_hold_what_layers_ask_for():
     model = fb.to_stochastic(LeNet(3), MIXED).eval()
     images = torch.randn(2, 3, 32, 32)
-    with fb.noise_mode(model, "shared", samples=4, seed=0), torch.no_grad():
+    with NoisePass(settings_of(model, "shared", samples=4, seed=0)) as state, torch.no_grad():
         form = form_for(model, images, None)
-        given = GivenDraws(model, form, None, 4)
+        given = GivenDraws(model, form, None, state)
         assert [ask for ask, _ in form.asks] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
-        assert all(start % 16 == 0 for slot in given.slots.values() for start in slot.starts.values())
-        truth = noise_layers(model)["conv2"].shared_vectors(torch.device("cpu"))
-        given.row.tensor = given.rows(1, 3, 4)
-        torch.testing.assert_close(given.slots["conv2"]((1, 1)).flatten(1), truth[1:3])
-        given.row.tensor = given.rows(2, 5, 3)
-        torch.testing.assert_close(given.slots["conv2"]((1, 1)).flatten(1), truth[[2, 2, 2]])
+        assert all(start % 16 == 0 for start in given.table.starts.values())
+        layer = noise_layers(model)["conv2"]
+        truth = layer.shared_vectors(4, state.settings[layer.key].seed, torch.device("cpu"))
+        for (first, last, high), rows in (((1, 3, 4), [1, 2]), ((2, 5, 3), [2, 2, 2])):
+            found = Row(given.table, given.rows(first, last, high)).draws(layer, (1, 1))
+            torch.testing.assert_close(found.flatten(1), truth[rows])
 
 
 def test_noise_melts_into_the_kernels_that_are_there_anyway():

@@ -10,7 +10,7 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import NETWORKS, Case, Residual
 from flowbnn.models import LeNet
-from flowbnn.noise import noise_layers
+from flowbnn.noise import NoisePass, noise_layers, settings_of
 from flowbnn.posterior.noise_sampler import (
     LEAST_WORK,
     Plan,
@@ -117,8 +117,6 @@ def test_the_weights_come_back_whatever_happens():
     assert torch.equal(weight, values)
     assert weight.requires_grad
     assert noise_layers(model)["layer"].mode == "sample"
-    assert "layer.noise.draw" not in dict(model.named_modules())
-    assert "draw" not in vars(noise_layers(model)["layer"])
 
 
 def test_a_weight_that_something_else_reads_is_left_alone():
@@ -198,10 +196,11 @@ def test_parts_of_the_samples_are_those_of_the_whole():
 
 def test_buffers_keep_the_layout_of_the_weights_and_their_place_where_asked():
     model = fb.to_stochastic(LeNet(3), {"conv2": fb.NormalAffine()}).to(memory_format=torch.channels_last)
-    with torch.no_grad(), fb.noise_mode(model, "shared", samples=2, seed=0):
-        first = ScaledWeights(model, ("conv2",), keep=True)
-        again = ScaledWeights(model, ("conv2",), keep=True)
-        other = ScaledWeights(model, ("conv2",), half=torch.bfloat16)
+    state = NoisePass(settings_of(model, "shared", samples=2, seed=0))
+    with torch.no_grad():
+        first = ScaledWeights(model, ("conv2",), state, keep=True)
+        again = ScaledWeights(model, ("conv2",), state, keep=True)
+        other = ScaledWeights(model, ("conv2",), state, half=torch.bfloat16)
     assert first.buffers[0].stride() == model.conv2.weight.stride()
     assert again.buffers[0] is first.buffers[0]
     assert other.buffers[0].dtype == torch.bfloat16
@@ -234,8 +233,8 @@ def test_half_precision_is_for_the_layers_not_for_the_noise():
     x = torch.randn(50, 4)
     drawn = []
     layer = noise_layers(model)["0"]
-    original = layer._shared_draws
-    layer._shared_draws = lambda *args: drawn.append(original(*args)) or drawn[-1]
+    original = layer._shared
+    layer._shared = lambda *args: drawn.append(original(*args)) or drawn[-1]
     exact = posterior.predict(x, 6, seed=0).samples
     model[2].seen.clear()
     rough = posterior.predict(x, 6, seed=0, precision="bf16").samples
@@ -348,6 +347,3 @@ def test_a_network_that_takes_certain_inputs_only_is_tried_on_those_it_was_given
     assert plan_for(model, x).fold == "late"
     outputs = fb.NoisePosterior(model, fb.Categorical()).predict(x, samples=3, seed=1)
     assert torch.isfinite(outputs.probabilities).all()
-    assert all("draw" not in vars(layer) for layer in noise_layers(model).values()), (
-        "the trial's draws are gone"
-    )

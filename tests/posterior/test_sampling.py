@@ -8,7 +8,8 @@ import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.node_noise import align_batch_axes
-from flowbnn.noise import noise_layers
+from flowbnn.noise import NoisePass, noise_layers, pass_of, settings_of
+from flowbnn.noise.passes import governing
 from flowbnn.posterior.forward import Forward, Kept
 from flowbnn.posterior.noise_sampler import observe, plan_for, sample_outputs
 
@@ -104,10 +105,9 @@ def test_noise_where_the_first_axis_is_not_the_batch(network, length):
         if aligned:
             align_batch_axes(model, tokens)
         outputs = sample_outputs(model, tokens, 6, seed=1)
-        with torch.no_grad(), fb.noise_mode(model, "shared", samples=6, seed=1):
+        with torch.no_grad(), NoisePass(settings_of(model, "shared", samples=6, seed=1)) as state:
             for index in range(6):
-                for layer in noise_layers(model).values():
-                    layer.part = (index, index + 1)
+                state.part = (index, index + 1)
                 torch.testing.assert_close(model(tokens), outputs[index], rtol=1e-4, atol=1e-5)
     axes = {name: layer.layout.batch_axis for name, layer in noise_layers(model).items()}
     if network is Positions:
@@ -126,7 +126,9 @@ def test_position_draws_keep_only_what_the_chunk_needs():
     whole = sample_outputs(model, x, 8, seed=0)
     sizes = []
     (layer,) = noise_layers(model).values()
-    model.register_forward_hook(lambda *_: sizes.append(sum(v.numel() for v in layer._held.values())))
+    model.register_forward_hook(
+        lambda *_: sizes.append(sum(v.numel() for _, v in pass_of(layer).kept().values()))
+    )
     torch.testing.assert_close(sample_outputs(model, x, 8, seed=0, max_batch=4), whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= 4 * 3 * 16 * 16
 
@@ -163,7 +165,8 @@ def test_state_is_left_as_it_was():
     sample_outputs(model, torch.randn(3, 4), 4)
     assert (model.training, model[1].training) == (True, False)
     for layer in noise_layers(model).values():
-        assert (layer.mode, layer.repeat, layer.generator) == ("sample", 1, None)
+        assert layer.setting == ("sample", 1, 0, None)
+        assert governing(layer) is None
 
 
 def test_call_order_is_the_order_of_the_forward_pass():
@@ -199,8 +202,8 @@ def test_the_chunk_follows_the_width_of_the_network():
         ),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
         (lambda m: sample_outputs(m, "images", 1), "tensors"),
-        (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off'"),
-        (lambda m: fb.hold_noise(m, "shared", samples=0), "samples is at least 1"),
+        (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
+        (lambda m: fb.hold_noise(m, "shared", samples=0), "an integer of at least 1, got 0"),
         (lambda m: fb.freeze(m, "bias"), "'weights' or 'noise'"),
         (lambda m: fb.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
     ],

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import Share, divergences, noise_layers
+from flowbnn.noise import Share, current_share, divergences, noise_layers, share_batch
 from flowbnn.training import TrainingOptions, connect
 from flowbnn.training.distributed import (
     SharedLoader,
@@ -38,10 +38,12 @@ RECIPES = {
 
 def outputs(model, images, share=None):
     torch.manual_seed(3)
-    for layer in noise_layers(model).values():
-        layer.share = share
-    found = model(images)
-    kl = sum(part.kl for part in divergences(noise_layers(model)).values())
+    share_batch(share)
+    try:
+        found = model(images)
+        kl = sum(part.kl for part in divergences(noise_layers(model)).values())
+    finally:
+        share_batch(None)
     return found, kl, torch.rand(1)
 
 
@@ -82,11 +84,14 @@ def test_rows_that_are_no_multiple_of_the_examples_are_refused():
 
 def test_a_prediction_forgets_the_share_and_training_finds_it_again():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.NormalAffine()})
-    layer = noise_layers(model)["0"]
-    layer.share = Share(0, 2, 4)
-    with fb.noise_mode(model, "sample"):
-        assert model(torch.ones(5, 3)).shape == (5, 2)
-    assert layer.share == Share(0, 2, 4)
+    share_batch(Share(0, 2, 4))
+    try:
+        found = fb.NoisePosterior(model, fb.Categorical()).predict(torch.ones(5, 3), 2, shared=False, seed=0)
+        assert current_share() == Share(0, 2, 4)
+    finally:
+        share_batch(None)
+    expected = fb.NoisePosterior(model, fb.Categorical()).predict(torch.ones(5, 3), 2, shared=False, seed=0)
+    assert torch.equal(found.samples, expected.samples)
 
 
 def test_dropout_of_the_networks_own_masks_as_one_process_does():

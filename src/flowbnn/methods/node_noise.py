@@ -30,6 +30,7 @@ from flowbnn.noise import (
     noise_mode,
     parameter_groups,
     recipe_from_dict,
+    settings_of,
 )
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
@@ -173,7 +174,7 @@ def fit(
                 kind="precision",
             )
         )
-    chosen, inputs, check = prepare(model, loader, run.likelihood, run.seed)
+    chosen, inputs, check_batch = prepare(model, loader, run.likelihood, run.seed)
     align_batch_axes(model, inputs)
     idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
     if idle:
@@ -184,24 +185,17 @@ def fit(
             FlowBNNWarning,
         )
     objective = ELBO(chosen, run.count(loader), beta, gamma)
-    groups = parameter_groups(model, weight_lr, noise_lr, weight_decay)
-    extra = [p for p in chosen.parameters() if p.requires_grad]
-    if extra:
-        groups.append({"name": "likelihood", "params": extra, "lr": noise_lr, "weight_decay": 0.0})
+    groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
     engine = optimizer_for(groups, optimizer)
 
     def loss(
         outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
         some, targets = split_batch(batch)
-        if samples > 1:
-            some, targets = repeat_each(some, samples), repeat_each(targets, samples)
-        known = objective.ahead(model, rows(some))
-        outputs = outputs_of(some)
+        scale = warm_up(clock.progress, warmup)
         # a check waits for the device: on one, only the first epoch is checked
-        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
-            chosen.check(outputs, targets)
-        terms = objective(model, outputs, targets, warm_up(clock.progress, warmup), known)
+        check = not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
+        terms = objective(model, some, targets, scale, samples, outputs_of, check)
         return terms.loss, terms.logs()
 
     posterior = NoisePosterior(model, chosen)
@@ -221,12 +215,10 @@ def fit(
                 "samples": samples,
                 "num_data": objective.num_data,
             },
-            check_batch=check,
+            check_batch=check_batch,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
-        if layer.group is not None:
-            layer.group.prepared = []
     if is_main_process():
         called = (health for health in posterior_health(model) if health.layer not in idle)
         for ailment in health_warnings(called):
@@ -304,12 +296,11 @@ class NoisePosterior(Posterior):
         if not isinstance(samples, int) or samples < 1:
             raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
         device = device_of(self.model)
-        with torch.no_grad(), noise_mode(self.model, "shared", samples, seed):
-            found = {}
-            for name, layer in noise_layers(self.model).items():
-                layer.part, layer.repeat = (0, samples), 1
-                found[name] = layer.shared_vectors(device)
-        return found
+        settings = settings_of(self.model, "shared", samples, seed)
+        return {
+            name: layer.shared_vectors(samples, settings[layer.key].seed, device)
+            for name, layer in noise_layers(self.model).items()
+        }
 
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""

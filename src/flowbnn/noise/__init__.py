@@ -1,6 +1,6 @@
 """Stochastic layers: input noise from flows, dropout, and the handles on them."""
 
-from flowbnn.noise.base import Mode, Noise, Share, Site
+from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
 from flowbnn.noise.dropout import DropoutNoise
 from flowbnn.noise.flow_noise import InputNoise
@@ -12,9 +12,11 @@ from flowbnn.noise.modes import (
     noise_mode,
     noise_parameters,
     parameter_groups,
+    settings_of,
     unfreeze,
     weight_parameters,
 )
+from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, current_share, pass_of, share_batch
 from flowbnn.noise.recipes import (
     Dropout,
     FlowNoise,
@@ -39,6 +41,7 @@ __all__ = [
     "Mode",
     "Noise",
     "NoiseGroup",
+    "NoisePass",
     "NormalAffine",
     "NormalCoupling",
     "NormalGlow",
@@ -47,10 +50,12 @@ __all__ = [
     "NormalRadial",
     "NormalSylvester",
     "Recipe",
+    "Setting",
     "Share",
     "Site",
     "absorbs",
     "ahead",
+    "current_share",
     "divergences",
     "freeze",
     "hold_noise",
@@ -59,8 +64,11 @@ __all__ = [
     "noise_mode",
     "noise_parameters",
     "parameter_groups",
+    "pass_of",
     "recipe_from_dict",
     "register_layer",
+    "settings_of",
+    "share_batch",
     "shared_draws",
     "unfreeze",
     "weight_parameters",

@@ -1,12 +1,11 @@
-r"""The learnable Gaussians of many layers, end to end, and what their KL is made of.
+r"""The learnable Gaussians of many layers, end to end: their draws and their KL in few launches.
 
 Layer :math:`l` starts its noise at :math:`\mathcal N(\mu, \sigma^2)` with :math:`s = b \tanh(a / b)`, :math:`\sigma = e^s \sigma_0` and
-:math:`\mu = c + t + e^s (\mu_0 - c)`: shift :math:`t`, raw log-scale :math:`a`, base :math:`\mathcal N(\mu_0, \sigma_0^2)`. On a
-processor both functions here, which every training step calls, are single nodes with derivatives written by hand in numpy (an
-operation on a short vector is started sooner by numpy than by torch); elsewhere they are torch's own operations.
+:math:`\mu = c + t + e^s (\mu_0 - c)`: shift :math:`t`, raw log-scale :math:`a`, base :math:`\mathcal N(\mu_0, \sigma_0^2)`. On a CPU
+the functions here, which every training step calls, are single nodes of autograd with derivatives written in numpy (which starts an
+operation on a short vector sooner than torch does); elsewhere they are torch's own operations.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +13,125 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowbnn import kernels
+from flowbnn.distributions import Divergence
+from flowbnn.distributions.draws import standard_normal
+from flowbnn.kernels import Group
+from flowbnn.noise.passes import Share
 from flowbnn.numerics import soft_clamp
 
-__all__ = ["Frame", "draw", "frame_of", "gather", "summarize"]
+__all__ = ["Frame", "Gaussians", "draw", "frame_of", "gather", "summarize"]
 
 _NORMAL_ENTROPY = 0.5 * (1.0 + float(np.log(2.0 * np.pi)))  # of a standard normal, in nats
+
+
+class Gaussians:
+    """Layers whose noise begins as a learnable Gaussian, end to end: those without a flow first, so that the flows lie together."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.order = sorted(range(len(layers)), key=lambda i: len(layers[i].rest) > 0)
+        self.layers = [layers[i] for i in self.order]
+        self.flows = [noise for noise in self.layers if noise.rest]
+        self.fresh = self.flows[0].kl_samples if self.flows else 0
+        self.frame = frame_of(self.layers)
+        affines = [noise.start[1] for noise in self.layers]
+        self.mean, self.deviation, self.log_scale = gather(
+            self.frame, [a.shift for a in affines], [a.raw_log_scale for a in affines]
+        )
+        self.cut = len(self.mean) - sum([noise.layout.dim for noise in self.flows])
+
+    @staticmethod
+    def alike(layers: list[Any], generators: list[torch.Generator | None]) -> bool:
+        """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
+        bound, shift = layers[0].start[1].bound, layers[0].start[1].shift
+        for noise, generator in zip(layers, generators, strict=True):
+            affine = noise.start[1]
+            same = affine.bound == bound and generator is generators[0]
+            if not same or affine.shift.dtype != shift.dtype or affine.shift.device != shift.device:
+                return False
+        return True
+
+    def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
+        """Draws of all layers from normal numbers, ``[draws, numbers]``, and the log-dets of the flows after the first ``rows``."""
+        starts = draw(self.mean, self.deviation, normal, len(self.mean) - normal.shape[1])
+        cut = self.cut - (len(self.mean) - normal.shape[1])
+        plain = len(self.layers) - len(self.flows)
+        draws = list(starts[:, :cut].split(self.frame.sizes[:plain], -1)) if cut else []
+        log_dets = None
+        if self.flows:
+            pushed, log_dets = push_all(self.flows, starts[:, cut:] if cut else starts, rows < len(normal))
+            draws += pushed
+        return draws, None if log_dets is None else log_dets[:, rows:]
+
+    def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> list[Tensor]:
+        """Draws ``[rows, dim]`` of each layer."""
+        return self.draws_from(share_normal(rows, 0, len(self.mean), self.mean, generator, share))
+
+    def draws_from(self, normal: Tensor) -> list[Tensor]:
+        """Draws of each layer from normal numbers ``[rows, numbers]`` of the layers in the order of :attr:`layers`."""
+        return self.restored(self.sample(normal, len(normal))[0])
+
+    def restored(self, values: list[Any]) -> list[Any]:
+        """One value for each layer, in the order in which the layers were given."""
+        return [values[self.order.index(place)] for place in range(len(values))]
+
+    def divergences(self, generator: torch.Generator | None) -> tuple[list[Divergence], Divergence]:
+        """KL and entropy of each layer and of all."""
+        if not self.flows:
+            return self.summary(None, [], None)
+        width = len(self.mean) - self.cut
+        normal = standard_normal(
+            torch.Size((self.fresh, width)), self.mean.dtype, self.mean.device, generator
+        )
+        ends, log_dets = self.sample(normal, 0)
+        return self.summary(normal, ends, log_dets)
+
+    def ahead(
+        self, rows: int, generator: torch.Generator | None, share: Share | None
+    ) -> tuple[list[Tensor], list[Divergence], Divergence]:
+        """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
+        normal = share_normal(rows, self.fresh, len(self.mean), self.mean, generator, share)
+        both, log_dets = self.sample(normal, rows)
+        draws = [x[:rows] for x in both]
+        if not self.flows:
+            return self.restored(draws), *self.summary(None, [], None)
+        ends = [x[rows:] for x in both[len(self.layers) - len(self.flows) :]]
+        return self.restored(draws), *self.summary(normal[rows:, self.cut :], ends, log_dets)
+
+    def summary(
+        self, normal: Tensor | None, ends: list[Tensor], log_dets: Tensor | None
+    ) -> tuple[list[Divergence], Divergence]:
+        """Closed form for the Gaussians; for the flows the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws."""
+        kls, entropies = summarize(
+            self.frame, len(self.flows), self.mean, self.deviation, self.log_scale, normal, log_dets, ends
+        )
+        each = [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
+        return self.restored(each), Divergence(kls.sum(), entropies.sum())
+
+
+def push_all(flows: list[Any], starts: Tensor, log_det: bool = True) -> tuple[list[Tensor], Tensor | None]:
+    """The flows of several layers at once where the device has kernels for that, else one by one."""
+    sizes = [noise.layout.dim for noise in flows]
+    chains = [noise.chain for noise in flows if noise.chain is not None]
+    if len(chains) == len(flows) and kernels.available(starts):
+        ends, log_dets = kernels.evaluate_many([Group(chains, starts, log_det)])[0]
+        return list(ends.split(sizes, -1)), log_dets
+    pushed = [noise.push(start, log_det) for noise, start in zip(flows, starts.split(sizes, -1), strict=True)]
+    return [x for x, _ in pushed], torch.stack([log_dets for _, log_dets in pushed]) if log_det else None
+
+
+def share_normal(
+    rows: int,
+    fresh: int,
+    width: int,
+    like: Tensor,
+    generator: torch.Generator | None,
+    share: Share | None,
+) -> Tensor:
+    """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
+    whole = rows if share is None else share.whole(rows)
+    drawn = standard_normal(torch.Size((whole + fresh, width)), like.dtype, like.device, generator)
+    return drawn if share is None else torch.cat([share.take(drawn[:whole], rows), drawn[whole:]])
 
 
 class Frame(NamedTuple):
@@ -27,83 +140,46 @@ class Frame(NamedTuple):
     Args:
         sizes: length of each layer's vector.
         bound: of the log-scales.
+        counts: how many vectors the KL of each layer counts.
         center, loc, scale: of the affine maps and the base.
         prior_loc, prior_scale: of the prior.
-        counts: how many vectors the KL of each layer counts.
-        segments: the layer of every number.
-        fixed: log of prior scale over base scale, summed for each layer.
-        entropy: entropy of each layer's base.
     """
 
     sizes: tuple[int, ...]
     bound: float
-    center: Tensor
+    counts: tuple[float, ...]
+    center: Any
     loc: Tensor
     scale: Tensor
     prior_loc: Tensor
     prior_scale: Tensor
-    counts: Tensor
-    segments: Tensor
-    fixed: Tensor
-    entropy: Tensor
 
 
 def frame_of(layers: list[Any]) -> Frame:
-    """The frame of layers whose noise starts as a learnable Gaussian; made once as long as nothing of it changes."""
-    bases, affines, priors = zip(*(noise.start for noise in layers), strict=True)
-    tensors = [t for module in (*bases, *priors) for t in (module.loc, module.scale)]
-    key = (
-        tuple(noise.layout.dim for noise in layers),
+    """The frame of layers whose noise starts as a learnable Gaussian."""
+    bases, affines, priors = zip(*[noise.start for noise in layers], strict=True)
+    return Frame(
+        tuple([noise.layout.dim for noise in layers]),
         affines[0].bound,
-        tuple(a.center for a in affines),
-        tuple(noise.count for noise in layers),
+        tuple([float(noise.count) for noise in layers]),
+        centers(affines),
+        torch.cat([base.loc for base in bases]),
+        torch.cat([base.scale for base in bases]),
+        torch.cat([prior.loc for prior in priors]),
+        torch.cat([prior.scale for prior in priors]),
     )
-    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
-        return _build(key, tensors)
-    marks = tuple((id(t), t._version, t.data_ptr()) for t in tensors)
-    return _cached(key, marks, _Held(tensors))
 
 
-class _Held:
-    """Tensors in the arguments of a cached function; the other arguments tell whether they are the same."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
-
-
-@lru_cache(maxsize=64)
-def _cached(key: Any, marks: Any, held: _Held) -> Frame:
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # or a call under inference mode would spoil it for training
-        return _build(key, [tensor.detach() for tensor in held.tensors])
-
-
-def _build(key: Any, tensors: list[Tensor]) -> Frame:
-    sizes, bound, centers, counts = key
-    half = len(tensors) // 2
-    loc, scale = torch.cat(tensors[0:half:2]), torch.cat(tensors[1:half:2])
-    prior_loc, prior_scale = torch.cat(tensors[half::2]), torch.cat(tensors[half + 1 :: 2])
-    device, dtype = loc.device, loc.dtype
+def centers(affines: Any) -> Any:
+    """The centers of affine maps: one number, or a vector where they differ."""
+    center = affines[0].center
+    if all(other.center == center for other in affines):
+        return center
     # made on the device, so that a compiled or recorded step has no copy from the host in it
-    segments = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(sizes)])
-    pairs = zip(sizes, centers, strict=True)
-    center = torch.cat([torch.full((n,), c, dtype=dtype, device=device) for n, c in pairs])
-    weights = torch.cat([torch.full((1,), float(c), dtype=dtype, device=device) for c in counts])
-    zeros = loc.new_zeros(len(sizes))
-    fixed = zeros.index_add(0, segments, prior_scale.log() - scale.log())
-    entropy = zeros.index_add(0, segments, scale.log() + _NORMAL_ENTROPY)
-    return Frame(sizes, bound, center, loc, scale, prior_loc, prior_scale, weights, segments, fixed, entropy)
+    return torch.cat([torch.full_like(a.shift, a.center, requires_grad=False) for a in affines])
 
 
-def _by_hand(value: Tensor) -> bool:
+def _on_cpu(value: Tensor) -> bool:
     return (
         value.device.type == "cpu"
         and value.dtype in (torch.float32, torch.float64)
@@ -114,7 +190,7 @@ def _by_hand(value: Tensor) -> bool:
 
 def gather(frame: Frame, shifts: list[Tensor], raws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     r""":math:`\mu`, :math:`\sigma` and :math:`s` of all layers."""
-    if _by_hand(shifts[0]):
+    if _on_cpu(shifts[0]):
         return _Gather.apply(frame, *shifts, *raws)
     return _gather(frame, torch.cat(shifts), torch.cat(raws))
 
@@ -131,7 +207,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, frame: Frame, *parameters: Tensor) -> Any:
         half = len(parameters) // 2
         arrays = [parameter.detach().numpy() for parameter in parameters]
-        center, loc, scale = frame.center.numpy(), frame.loc.numpy(), frame.scale.numpy()
+        center, loc, scale = (
+            np.asarray(frame.center, frame.loc.numpy().dtype),
+            frame.loc.numpy(),
+            frame.scale.numpy(),
+        )
         shift, raw = np.concatenate(arrays[:half]), np.concatenate(arrays[half:])
         log_scale = frame.bound * np.tanh(raw / frame.bound)
         factor = np.exp(log_scale)
@@ -152,7 +232,11 @@ class _Gather(torch.autograd.Function):
             found = iter(torch.autograd.grad(results, wanted, given, create_graph=True))
             return None, *(next(found) if p.requires_grad else None for p in parameters)
         log_scale, factor = ctx.kept
-        center, loc, scale = frame.center.numpy(), frame.loc.numpy(), frame.scale.numpy()
+        center, loc, scale = (
+            np.asarray(frame.center, frame.loc.numpy().dtype),
+            frame.loc.numpy(),
+            frame.scale.numpy(),
+        )
         of_factor = of_mean.numpy() * (loc - center) + of_deviation.numpy() * scale
         of_raw = (of_factor * factor + of_log_scale.numpy()) * (1.0 - np.square(log_scale / frame.bound))
         return None, *of_mean.split(frame.sizes), *torch.from_numpy(of_raw).split(frame.sizes)
@@ -160,7 +244,7 @@ class _Gather(torch.autograd.Function):
 
 def draw(mean: Tensor, deviation: Tensor, normal: Tensor, first: int = 0) -> Tensor:
     r""":math:`\mu + \sigma \epsilon` for the numbers from ``first`` on; ``normal`` has the draws on its first axis."""
-    if _by_hand(mean):
+    if _on_cpu(mean):
         return _Draw.apply(first, normal, mean, deviation)
     return torch.addcmul(mean[first:], normal, deviation[first:])
 
@@ -205,7 +289,7 @@ def summarize(
         log_dets: ``[flows, draws]``.
         ends: the flows' draws :math:`x`, one tensor each.
     """
-    if _by_hand(mean):
+    if _on_cpu(mean):
         return _Summarize.apply(frame, flows, normal, mean, deviation, log_scale, log_dets, *ends)
     return _summarize(frame, flows, normal, mean, deviation, log_scale, log_dets, *ends)
 
@@ -227,13 +311,20 @@ def _summarize(
         x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
         sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
         square = torch.cat([square, sampled]) if cut else sampled
-    both = torch.stack([0.5 * square - log_scale, log_scale])
-    sums = both.new_zeros(2, len(frame.sizes)).index_add(1, frame.segments, both)
-    kls, entropies = sums[0] + frame.fixed, sums[1] + frame.entropy
+    log_base = frame.scale.log()
+    both = torch.stack(
+        [0.5 * square - log_scale + width.log() - log_base, log_scale + log_base + _NORMAL_ENTROPY]
+    )
+    # made on the device, so that a compiled or recorded step has no copy from the host in it
+    segments = torch.cat([torch.full((n,), i, device=mean.device) for i, n in enumerate(frame.sizes)])
+    kls, entropies = both.new_zeros(2, len(frame.sizes)).index_add(1, segments, both).unbind()
     if log_dets is not None:
         volume = F.pad(log_dets.mean(-1), (len(frame.sizes) - flows, 0))
         kls, entropies = kls - volume, entropies + volume
-    return kls * frame.counts, entropies * frame.counts
+    if any(count != 1.0 for count in frame.counts):
+        counts = torch.cat([kls.new_full((1,), count) for count in frame.counts])
+        kls, entropies = kls * counts, entropies * counts
+    return kls, entropies
 
 
 class _Summarize(torch.autograd.Function):
@@ -253,16 +344,17 @@ class _Summarize(torch.autograd.Function):
             pull = (np.asarray(x.detach() if isinstance(x, Tensor) else x) - loc[cut:]) / width[cut:]
             square[cut:] = (pull * pull - np.square(normal.numpy())).mean(0)
         starts = np.cumsum((0, *sizes[:-1]))
+        log_base = np.log(frame.scale.numpy())
         logs = np.add.reduceat(log_scale.detach().numpy(), starts)
-        kls = 0.5 * np.add.reduceat(square, starts) - logs + frame.fixed.numpy()
-        entropies = logs + frame.entropy.numpy()
+        kls = 0.5 * np.add.reduceat(square, starts) - logs + np.add.reduceat(np.log(width) - log_base, starts)
+        entropies = logs + np.add.reduceat(log_base + log_base.dtype.type(_NORMAL_ENTROPY), starts)
         if log_dets is not None:
             volume = log_dets.detach().numpy().mean(-1)
             kls[len(sizes) - flows :] -= volume
             entropies[len(sizes) - flows :] += volume
         ctx.frame, ctx.flows, ctx.kept = frame, flows, (cut, error, spread, pull)
         ctx.save_for_backward(*tensors)
-        counts = frame.counts.numpy()
+        counts = np.asarray(frame.counts, kls.dtype)
         return torch.from_numpy(kls * counts), torch.from_numpy(entropies * counts)
 
     @staticmethod
@@ -275,7 +367,8 @@ class _Summarize(torch.autograd.Function):
             parts = (next(found) if t is not None and t.requires_grad else None for t in saved)
             return None, None, *parts
         cut, error, spread, pull = ctx.kept
-        sizes, counts, width = frame.sizes, frame.counts.numpy(), frame.prior_scale.numpy()
+        sizes, width = frame.sizes, frame.prior_scale.numpy()
+        counts = np.asarray(frame.counts, width.dtype)
         each = of_kls.numpy() * counts
         change = of_entropies.numpy() * counts - each
         by_number = np.repeat(each, sizes)

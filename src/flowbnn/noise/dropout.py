@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
 
@@ -20,8 +19,6 @@ class DropoutNoise(Noise):
 
     def __init__(self, layout: Layout, rate: float, site: Site = "position") -> None:
         super().__init__(layout, site)
-        if not 0.0 <= rate < 1.0:
-            raise FlowBNNError(f"a dropout rate is at least 0 and below 1, not {rate}")
         self.rate = rate
         self.label = f"Dropout({rate:g})"
         self.register_buffer("_device", torch.empty(0), persistent=False)
@@ -30,8 +27,6 @@ class DropoutNoise(Noise):
         return self._kept(self._uniform(shape, generator))
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
-        if type(self).draw is not DropoutNoise.draw or "draw" in vars(self):
-            return super().draw_each(at, generators)
         return self._kept(torch.stack([self._uniform(at, generator) for generator in generators]))
 
     def _uniform(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

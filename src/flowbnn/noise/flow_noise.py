@@ -1,4 +1,4 @@
-"""Noise from a flow: the stochastic part of document 000."""
+"""Noise from a flow: the stochastic part of Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,13 +21,13 @@ from flowbnn.distributions.draws import chosen_normal, components_of, reparamete
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
+from flowbnn.noise.passes import NoisePass, Share, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform
 
 __all__ = ["InputNoise"]
 
 
-MEMORY = 8  # sizes of batches
 PARTS = frozenset({"base", "transform", "prior"})
 
 
@@ -42,14 +42,12 @@ class InputNoise(Noise):
         prior: :math:`p`, on the *transformed* noise.
         layout: how the vector lies on the layer's tensor.
         site: ``"channel"``, one vector for the whole feature map, or ``"position"``, an independent one at every position.
-        positions: for site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does (a KL tempered
+        positions: for site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does (a KL tempered
             by the number of positions); an integer counts that many, which is exact when it is the map's size.
         kl_samples: fresh draws for a KL without closed form.
         label: what the conversion's table shows.
     """
 
-    # of passes so far, by the rows of the whole batch: the positions, and whether half precision rounds the draws
-    seen: dict[int, tuple[tuple[int, ...], bool]] | None = None
     mixed: Any = None  # where the noise begins as a mixture: base, elementwise affine map and prior
 
     def __init__(
@@ -94,24 +92,32 @@ class InputNoise(Noise):
         return Flow(self.base.distribution(), self.transform)
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-        """Noise vectors, always in float32 or better: flows lose their footing in bfloat16."""
+        """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
         half = self._half
         with self._in_full_precision():
             return self._end(self._begin(shape, generator, half), half is not None)
 
-    def draw_rows(self, rows: int, at: tuple[int, ...]) -> Tensor:
-        self._remember(rows, at)
-        if self.share is None or self.reads_batch:
-            return super().draw_rows(rows, at)
+    def draw_rows(
+        self, rows: int, at: tuple[int, ...], generator: torch.Generator | None, share: Share | None
+    ) -> Tensor:
+        if share is None or self.reads_batch:
+            return super().draw_rows(rows, at, generator, share)
         half = self._half
         with self._in_full_precision():
-            return self._end(self.begin_rows(rows, at, half), half is not None)
+            return self._end(self.begin_rows(rows, at, generator, share, half), half is not None)
 
-    def begin_rows(self, rows: int, at: tuple[int, ...], half: torch.dtype | None = None) -> Tensor:
+    def begin_rows(
+        self,
+        rows: int,
+        at: tuple[int, ...],
+        generator: torch.Generator | None,
+        share: Share | None,
+        half: torch.dtype | None = None,
+    ) -> Tensor:
         """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
-        if self.share is None:
-            return self._begin((rows, *at), self.generator, half)
-        return self.share.of(rows, lambda number: self._begin((number, *at), self.generator, half))
+        if share is None:
+            return self._begin((rows, *at), generator, half)
+        return share.of(rows, lambda number: self._begin((number, *at), generator, half))
 
     @property
     def chain(self) -> Chain | None:
@@ -119,37 +125,16 @@ class InputNoise(Noise):
         one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
         return one.chain if isinstance(one, PlanarLU) else None
 
-    @property
-    def foreseeable(self) -> bool:
-        """Whether one pass tells how to draw ahead of the next: one chain, drawn anew at every position."""
-        return self.site == "position" and self.chain is not None and self.draws_plainly
-
-    def foreseen(self, rows: int) -> tuple[tuple[int, ...], bool] | None:
-        """Positions of the next pass, of ``rows`` rows, and whether half precision rounds its draws; None where nothing tells."""
-        if self.seen is None or not self.foreseeable or self.mode != "sample" or self.ready is not None:
-            return None
-        return self.seen.get(self._whole(rows))
-
-    def _remember(self, rows: int, at: tuple[int, ...]) -> None:
-        """What a pass of the network tells of the next one; not a part of it that runs twice, which draws for itself."""
-        if (
-            torch.compiler.is_compiling()
-            or not self.foreseeable
-            or self.group is None
-            or not self.group.serves()
-        ):
+    def ask(self, state: NoisePass, rows: int, at: tuple[int, ...]) -> None:
+        """Where one chain is drawn anew at every position, one pass tells how to draw ahead of the next."""
+        if self.chain is None or not self.draws_plainly:
             return
-        kept = {} if self.seen is None or len(self.seen) >= MEMORY else self.seen
-        kept[self._whole(rows)] = (at, self._half is not None)
-        self.seen = kept
-
-    def _whole(self, rows: int) -> int:
-        """The same on every process, so that all draw ahead or none does."""
-        return rows if self.share is None else self.share.whole(rows)
-
-    def _fits(self, rows: int, at: tuple[int, ...]) -> bool:
-        found = None if self.seen is None else self.seen.get(self._whole(rows))
-        return super()._fits(rows, at) and (found is None or found[1] == (self._half is not None))
+        half = self._half is not None
+        forward = state.forward
+        if state.asked.get(self.key, (at, half))[1] != half and forward is not None:
+            forward.draws.pop(self.key, None)  # drawn ahead for another precision
+        if not torch.compiler.is_compiling():
+            state.asked[self.key] = (at, half)
 
     def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
         if self.reads_batch or not self.draws_plainly or self._opening is None:
@@ -179,8 +164,8 @@ class InputNoise(Noise):
 
     @property
     def draws_plainly(self) -> bool:
-        """Whether :meth:`draw` is the one of this class: no subclass and no trial has put another in its place."""
-        return type(self).draw is InputNoise.draw and "draw" not in vars(self)
+        """Whether :meth:`draw` is the one of this class, and not a subclass's."""
+        return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:
@@ -242,7 +227,7 @@ class InputNoise(Noise):
                 self.posterior(),
                 self.prior.distribution(),
                 samples or self.kl_samples,
-                generator or self.generator,
+                generator or pass_of(self).settings[self.key].generator,
             )
         return Divergence(kl * self.count, entropy * self.count)
 

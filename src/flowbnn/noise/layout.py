@@ -24,6 +24,8 @@ class Layout(NamedTuple):
             as well multiply the output, which spares a gradient for the images and, at prediction, all samples but one.
         split: lengths, when the layer reads several inputs of different widths (attention with its own key and value
             widths): the vector is cut and each input gets its piece.
+        examples_first: where the network folds time steps or frames into the rows: all rows of one example follow each other
+            (``x.flatten(0, 1)`` of examples first), or all examples of one step.
     """
 
     dim: int
@@ -33,6 +35,7 @@ class Layout(NamedTuple):
     side: Literal["input", "output"] = "input"
     split: tuple[int, ...] = ()
     fan_out: int = 0
+    examples_first: bool = True
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise.base import Mode, Noise
+from flowbnn.noise.base import Noise
+from flowbnn.noise.passes import Mode, NoisePass, Setting
+from flowbnn.options import Count, NonNegative, checked
 
 __all__ = [
     "freeze",
@@ -17,6 +19,7 @@ __all__ = [
     "noise_mode",
     "noise_parameters",
     "parameter_groups",
+    "settings_of",
     "unfreeze",
     "weight_parameters",
 ]
@@ -57,40 +60,59 @@ def _layers(model: nn.Module) -> dict[str, Noise]:
     return found
 
 
-def hold_noise(
+def settings_of(
     model: nn.Module,
     mode: Mode,
     samples: int = 1,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> None:
-    """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.noise.base.Noise` for the modes.
-
-    ``samples`` and ``seed`` serve mode ``"shared"``; ``seed`` or ``generator`` make mode ``"sample"`` repeatable.
+) -> dict[int, Setting]:
+    """One mode for all noise of a network, by the keys of its layers: what :class:`~flowbnn.noise.passes.NoisePass` takes.
 
     Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
     """
     layers = _layers(model)
-    if samples < 1:
-        raise FlowBNNError(f"samples is at least 1, not {samples}")
     if mode == "shared" and seed is None:
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
     if mode == "sample" and seed is not None and generator is None:
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         generator = torch.Generator(device).manual_seed(seed)
-    for index, layer in enumerate(layers.values()):
-        layer.hold(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+    return {
+        layer.key: Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+        for index, layer in enumerate(layers.values())
+    }
 
 
+@checked
+def hold_noise(
+    model: nn.Module,
+    mode: Mode,
+    samples: Count = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.noise.base.Noise` for the modes.
+
+    Args:
+        samples: in mode ``"shared"``, how many draws the noise holds.
+        seed: of these draws; in mode ``"sample"`` it makes the draws repeatable.
+        generator: as an alternative to ``seed`` in mode ``"sample"``.
+    """
+    settings = settings_of(model, mode, samples, seed, generator)
+    for layer in noise_layers(model).values():
+        layer.setting = settings[layer.key]
+
+
+@checked
 @contextmanager
 def noise_mode(
     model: nn.Module,
     mode: Mode,
-    samples: int = 1,
+    samples: Count = 1,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[nn.Module]:
-    """As :func:`hold_noise` for the length of a ``with`` block; the former state comes back after it.
+    """As :func:`hold_noise` for the length of a ``with`` block, in this thread only.
 
     >>> from flowbnn import NormalAffine, to_stochastic
     >>> plain = nn.Linear(3, 2)
@@ -100,15 +122,8 @@ def noise_mode(
     ...     torch.equal(bayesian(x), plain(x))
     True
     """
-    names = ("mode", "samples", "seed", "generator", "share", "part", "repeat", "ready", "_held")
-    # by their dictionaries: torch asks of every attribute that is set whether it is a parameter
-    before = [{name: vars(layer)[name] for name in names} for layer in _layers(model).values()]
-    try:
-        hold_noise(model, mode, samples, seed, generator)
+    with NoisePass(settings_of(model, mode, samples, seed, generator)):
         yield model
-    finally:
-        for layer, state in zip(noise_layers(model).values(), before, strict=True):
-            vars(layer).update(state)
 
 
 def noise_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -160,25 +175,28 @@ def unfreeze(model: nn.Module, part: Part) -> None:
             parameter.requires_grad_(True)
 
 
+@checked
 def parameter_groups(
-    model: nn.Module, weight_lr: float = 2e-4, noise_lr: float = 2e-3, weight_decay: float = 0.0
+    model: nn.Module,
+    likelihood: nn.Module | None = None,
+    weight_lr: NonNegative = 2e-4,
+    noise_lr: NonNegative = 2e-3,
+    weight_decay: NonNegative = 0.0,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups with learning rates of their own: document 000 uses 2e-4 for weights and 2e-3 for noise.
+    """Optimizer groups with learning rates of their own: Xiong's report uses 2e-4 for weights and 2e-3 for noise.
 
     Frozen parameters are left out; weight decay never touches the noise, whose prior is in the KL.
+
+    Args:
+        likelihood: its parameters, such as the noise of the observations, are trained with the rate of the noise.
     """
-    for name, rate in (("weight_lr", weight_lr), ("noise_lr", noise_lr), ("weight_decay", weight_decay)):
-        if not 0.0 <= rate < float("inf"):
-            raise FlowBNNError(f"{name} is a number of at least 0, not {rate}")
+    parts = {
+        "weights": (weight_parameters(model), weight_lr, weight_decay),
+        "noise": (noise_parameters(model), noise_lr, 0.0),
+        "likelihood": ([] if likelihood is None else list(likelihood.parameters()), noise_lr, 0.0),
+    }
     groups = [
-        {
-            "name": "weights",
-            "params": weight_parameters(model),
-            "lr": weight_lr,
-            "weight_decay": weight_decay,
-        },
-        {"name": "noise", "params": noise_parameters(model), "lr": noise_lr, "weight_decay": 0.0},
+        {"name": name, "params": [p for p in parameters if p.requires_grad], "lr": lr, "weight_decay": decay}
+        for name, (parameters, lr, decay) in parts.items()
     ]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     return [group for group in groups if group["params"]]

@@ -4,9 +4,8 @@ A recipe holds plain values only, so that it prints, compares and saves; :meth:`
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from numbers import Real
-from typing import Any, Literal
+from dataclasses import asdict, field, fields
+from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase
 from flowbnn.errors import FlowBNNError, nearest
@@ -14,6 +13,7 @@ from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.dropout import DropoutNoise
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
+from flowbnn.options import Count, Ge, Interval, Le, Positive, options
 from flowbnn.transforms import (
     AffineCoupling,
     Compose,
@@ -41,16 +41,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+Size = Annotated[int, Ge(1), Le(10_000)]
+Length = Annotated[int, Ge(0), Le(10_000)]
+
+
+@options(kw_only=True)
 class Recipe:
     """What noise a layer gets.
 
     Args:
-        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (document 000).
-        prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in document 000.
+        site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (Xiong's report).
+        prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in Xiong's report.
         base_loc, base_scale: the base before the transforms, likewise.
         components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
-        positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as document 000 does, which tempers
+        positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does, which tempers
             it; a number counts that many positions, exact when it is the size of the feature map.
         kl_samples: fresh draws for each estimate of a KL that has no closed form.
         batch_axis: the axis of the examples in the layer's input, or ``"none"`` where it has none; None finds it (axis 0, or 1
@@ -59,19 +63,13 @@ class Recipe:
 
     site: Site = "channel"
     prior_loc: float = 1.0
-    prior_scale: float = 0.5
+    prior_scale: Positive = 0.5
     base_loc: float = 1.0
-    base_scale: float = 0.5
-    components: int = 1
-    positions: int | Literal["mean"] = "mean"
-    kl_samples: int = 16
+    base_scale: Positive = 0.5
+    components: Size = 1
+    positions: Count | Literal["mean"] = "mean"
+    kl_samples: Count = 16
     batch_axis: int | Literal["none"] | None = None
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if type(one.default) in (int, float) and not isinstance(value, Real):
-                raise FlowBNNError(f"{type(self).__name__} takes a number as {one.name}, not {value!r:.60}")
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
@@ -80,10 +78,6 @@ class Recipe:
     def build(self, layout: Layout) -> Noise:
         """The noise module for one layer."""
         dim = layout.dim
-        if not (isinstance(self.positions, int) and self.positions >= 1) and self.positions != "mean":
-            raise FlowBNNError(f"positions is 'mean' or a number of at least 1, not {self.positions!r}")
-        if self.kl_samples < 1:
-            raise FlowBNNError(f"kl_samples is at least 1, not {self.kl_samples}")
         base: Base = NormalBase(dim, self.base_loc, self.base_scale)
         if self.components != 1:
             base = MixtureBase(dim, self.components, self.base_loc, self.base_scale)
@@ -108,92 +102,89 @@ class Recipe:
         return {"recipe": type(self).__name__, **asdict(self)}
 
 
-@dataclass(frozen=True)
+@options
 class NormalAffine(Recipe):
-    """The learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020); document 000's "no flow".
+    """The learnable Gaussian of the implicit Bayesian network (Trinh et al., 2020); Xiong's report has it as "no flow".
 
     >>> print(NormalAffine(prior_scale=0.3))
     NormalAffine(prior_scale=0.3)
     """
 
 
-@dataclass(frozen=True)
+@options
 class NormalPlanar(Recipe):
-    """``length`` planar flows after the learnable Gaussian; document 000's ``NormalPlanar1d`` has two."""
+    """``length`` planar flows after the learnable Gaussian; Xiong's report has two."""
 
-    length: int = 2
+    length: Length = 2
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [PlanarLU(dim, [("planar", _length(self.length))])]
+        return [PlanarLU(dim, [("planar", self.length)])]
 
 
-@dataclass(frozen=True)
+@options
 class NormalRadial(Recipe):
     """``length`` radial flows after the learnable Gaussian."""
 
-    length: int = 2
+    length: Length = 2
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [Radial(dim) for _ in range(_length(self.length))]
+        return [Radial(dim) for _ in range(self.length)]
 
 
-@dataclass(frozen=True)
+@options
 class NormalSylvester(Recipe):
     """``length`` Householder Sylvester flows after the learnable Gaussian (van den Berg et al., 2018)."""
 
-    length: int = 2
-    reflections: int = 4
+    length: Length = 2
+    reflections: Size = 4
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [HouseholderSylvester(dim, min(self.reflections, dim)) for _ in range(_length(self.length))]
+        return [HouseholderSylvester(dim, min(self.reflections, dim)) for _ in range(self.length)]
 
 
-@dataclass(frozen=True)
+@options
 class NormalInvConv(Recipe):
-    """Document 000's block for convolutions: planar flows, invertible 1x1 convolutions, planar flows.
+    """The block for convolutions of Xiong's report: planar flows, invertible 1x1 convolutions, planar flows.
 
     The features lie on the last axis, where the LU map *is* the invertible 1x1 convolution, so that this recipe serves a
     linear layer just as well.
     """
 
-    planar: int = 2
-    convolutions: int = 3
+    planar: Length = 2
+    convolutions: Length = 3
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        planar, mixing = _length(self.planar), _length(self.convolutions)
-        return [PlanarLU(dim, [("planar", planar), ("lu", mixing), ("planar", planar)])]
+        return [PlanarLU(dim, [("planar", self.planar), ("lu", self.convolutions), ("planar", self.planar)])]
 
 
-@dataclass(frozen=True)
+@options
 class NormalCoupling(Recipe):
     """``length`` affine couplings (RealNVP) with a reversal between them; one-dimensional noise stays Gaussian."""
 
-    length: int = 2
-    hidden: int = 32
+    length: Length = 2
+    hidden: Size = 32
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         if dim < 2:
             return ()
-        steps = [
-            (AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(_length(self.length))
-        ]
+        steps = [(AffineCoupling(dim, hidden=(self.hidden,)), Reverse(dim)) for _ in range(self.length)]
         return [part for step in steps for part in step]
 
 
-@dataclass(frozen=True)
+@options
 class NormalGlow(Recipe):
-    """``length`` Glow steps: the block that blew up in document 000, with bounded couplings."""
+    """``length`` Glow steps: the block that diverged in Xiong's report, with bounded couplings."""
 
-    length: int = 2
-    hidden: int = 32
+    length: Length = 2
+    hidden: Size = 32
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         if dim < 2:
             return ()
-        return [GlowStep(dim, hidden=(self.hidden,), flip=bool(i % 2)) for i in range(_length(self.length))]
+        return [GlowStep(dim, hidden=(self.hidden,), flip=bool(i % 2)) for i in range(self.length)]
 
 
-@dataclass(frozen=True)
+@options
 class FlowNoise(Recipe):
     """Any flow: ``factory(dim)`` gives a transform, ours or one through ``from_torch``.
 
@@ -224,24 +215,18 @@ class FlowNoise(Recipe):
         return {"recipe": "FlowNoise"}
 
 
-@dataclass(frozen=True)
+@options
 class Dropout(Recipe):
     """Dropout on the layer's input, kept on at prediction (MC dropout); no KL, nothing to train.
 
     It drops single values; ``site="channel"`` drops whole channels.
     """
 
-    rate: float = 0.1
+    rate: Annotated[float, Interval(ge=0, lt=1)] = 0.1
     site: Site = field(default="position", kw_only=True)
 
     def build(self, layout: Layout) -> Noise:
         return DropoutNoise(layout, self.rate, self.site)
-
-
-def _length(value: int) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise FlowBNNError(f"a flow has a whole length of at least 0, not {value}")
-    return value
 
 
 def recipe_from_dict(document: dict[str, Any]) -> Recipe:
@@ -250,8 +235,6 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
     True
     """
-    if not isinstance(document, dict):
-        raise FlowBNNError(f"a stored recipe is a mapping, not a {type(document).__name__}")
     settings = dict(document)
     name = settings.pop("recipe", "")
     known = {kind.__name__: kind for kind in _descendants(Recipe)}
@@ -261,15 +244,6 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
         raise FlowBNNError(
             "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it"
         )
-    kinds = {f.name: type(f.default) for f in fields(known[name])}
-    for key, value in settings.items():
-        good = key in kinds and (
-            isinstance(value, kinds[key]) or (kinds[key] is float and isinstance(value, int))
-        )
-        if key in ("positions", "batch_axis"):
-            good = value in (None, "mean", "none") or isinstance(value, int)
-        if not good or isinstance(value, bool) or (isinstance(value, int) and abs(value) > 10_000):
-            raise FlowBNNError(f"the stored recipe {name} has {key!r} = {value!r}, which it cannot have")
     return known[name](**settings)
 
 

@@ -6,8 +6,7 @@ launches; those of maps (site ``position``) for as many samples as memory holds.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import Noise, absorbs, noise_layers, noise_mode, shared_draws
+from flowbnn.noise import Noise, NoisePass, Setting, absorbs, noise_layers, settings_of, shared_draws
 from flowbnn.posterior.batches import call, pad, take, tensors_of
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating, parts_of
 
@@ -39,41 +38,39 @@ def reason(error: BaseException) -> str:
     return told[:LONGEST].rstrip(" .:")
 
 
-class Row:
-    """Where a pass finds the draws of its samples, ``[samples, width]``."""
-
-    def __init__(self) -> None:
-        self.tensor: Tensor | None = None
-
-
 class Unasked(Exception):
     """A pass asks for draws that no trial told of: what a layer multiplies has another shape with more rows."""
 
 
-class Slot:
-    """One layer's slice of the row."""
+class Table:
+    """Where every layer finds its slice of a row of draws, and where the samples enter the batch."""
 
-    def __init__(self, row: Row, dim: int) -> None:
-        self.row, self.dim = row, dim
-        self.starts: dict[tuple[int, ...], int] = {}
+    def __init__(self, settings: dict[int, Setting], starts: dict[tuple[int, tuple[int, ...]], int]) -> None:
+        self.settings, self.starts = settings, starts
+        self.entry = (-1, 1)
 
-    def __call__(self, at: tuple[int, ...]) -> Tensor:
-        assert self.row.tensor is not None
-        if at not in self.starts:
+
+class Row:
+    """The draws of the samples of one pass, ``[samples, width]``."""
+
+    def __init__(self, table: Table, tensor: Tensor) -> None:
+        self.table, self.tensor = table, tensor
+
+    def draws(self, layer: Noise, at: tuple[int, ...]) -> Tensor:
+        if (layer.key, at) not in self.table.starts:
             raise Unasked(f"noise is asked for at {at}, which two rows of inputs did not do")
-        start = self.starts[at]
-        size = self.dim
+        start, size = self.table.starts[layer.key, at], layer.layout.dim
         for count in at:
             size *= count
-        return self.row.tensor[:, start : start + size].view(len(self.row.tensor), *at, self.dim)
+        return self.tensor[:, start : start + size].view(len(self.tensor), *at, layer.layout.dim)
 
 
-def pass_given(model: nn.Module, row: Row, draws: Tensor, inputs: Any) -> Tensor:
+def pass_given(model: nn.Module, table: Table, draws: Tensor, inputs: Any) -> Tensor:
     """One pass of the network with these draws, ``[samples, width]``: what is compiled."""
-    row.tensor = draws
-    outputs = call(model, inputs)
-    row.tensor = None
-    return outputs
+    state = NoisePass(table.settings, shares=False)
+    state.given, state.entry = Row(table, draws), table.entry
+    with state:
+        return call(model, inputs)
 
 
 @dataclass
@@ -115,28 +112,23 @@ def _find_form(model: nn.Module, few: Any, half: torch.dtype | None) -> Form:
     layers, device = noise_layers(model), device_of(model)
     asks: Counter[Ask] = Counter()
 
-    def recorder(name: str, layer: Noise) -> Any:
-        def ones(at: tuple[int, ...]) -> Tensor:
-            asks[name, at] += 1
+    class Recorder:
+        """Draws of ones, and who asks for them."""
+
+        def draws(self, layer: Noise, at: tuple[int, ...]) -> Tensor:
+            asks[names[layer.key], at] += 1
             return torch.ones(1, *at, layer.layout.dim, device=device)
 
-        return ones
-
-    with evaluating(model), noise_mode(model, "shared", 1, 0):
+    names = {layer.key: name for name, layer in layers.items()}
+    state = NoisePass(settings_of(model, "shared", 1, 0), shares=False)
+    state.given = Recorder()
+    with evaluating(model), state:
+        truth = call(model, few)
         for name, layer in layers.items():
-            layer.given = recorder(name, layer)
-        try:
-            truth = call(model, few)
-            for name, layer in layers.items():
-                calls = sum(number for (asking, _), number in asks.items() if asking == name)
-                if layer.site == "position" and calls > 1:
-                    raise FlowBNNError(
-                        f"layer '{name}' is called {calls} times, with noise of its own each time"
-                    )
-            weights = None if half is None else _fitting(model, few, half, truth)
-        finally:
-            for layer in layers.values():
-                layer.given = None
+            calls = sum(number for (asking, _), number in asks.items() if asking == name)
+            if layer.site == "position" and calls > 1:
+                raise FlowBNNError(f"layer '{name}' is called {calls} times, with noise of its own each time")
+        weights = None if half is None else _fitting(model, few, half, truth)
     ordered = sorted(asks, key=lambda ask: layers[ask[0]].site == "position")
     return Form(tuple(ordered), weights)
 
@@ -209,26 +201,25 @@ class GivenDraws:
     """The draws of all samples, row by row, for a network that holds shared noise.
 
     Args:
-        model: the network, in mode ``shared``.
+        model: the network.
         form: what its passes ask for.
         half: precision of the passes, where it is not the network's own.
-        samples: how many there are.
+        state: of the prediction: it knows seeds and how many samples there are.
     """
 
-    def __init__(self, model: nn.Module, form: Form, half: torch.dtype | None, samples: int) -> None:
-        self.form, self.samples, self.device = form, samples, device_of(model)
+    def __init__(self, model: nn.Module, form: Form, half: torch.dtype | None, state: NoisePass) -> None:
+        self.form, self.state, self.device = form, state, device_of(model)
         self.layers = noise_layers(model)
-        self.row = Row()
-        self.slots = {name: Slot(self.row, layer.layout.dim) for name, layer in self.layers.items()}
+        self.samples = next(iter(state.settings.values())).samples
+        settings = {layer.key: Setting("shared") for layer in self.layers.values()}
+        self.table = Table(settings, {})
         self.width = 0
         for name, at in form.asks:
-            self.slots[name].starts[at] = self.width
-            size = self.slots[name].dim * prod(at)
-            self.width += -(-size // ALIGNED) * ALIGNED
+            layer = self.layers[name]
+            self.table.starts[layer.key, at] = self.width
+            self.width += -(-layer.layout.dim * prod(at) // ALIGNED) * ALIGNED
         channel = list(dict.fromkeys(name for name, _ in form.asks if self.layers[name].site == "channel"))
-        for layer in self.layers.values():
-            layer.part, layer.repeat = (0, samples), 1
-        found = shared_draws([self.layers[name] for name in channel], self.device)
+        found = shared_draws([self.layers[name] for name in channel], state, self.device)
         self.vectors = dict(zip(channel, found, strict=True))
         self.dtype = torch.promote_types(dtype_of(model) or torch.float32, torch.float32)
         self.weights = (
@@ -258,28 +249,19 @@ class GivenDraws:
         block = torch.zeros(stop - start, self.width, dtype=self.dtype, device=self.device)
         places, vectors = [], []
         for name, at in self.form.asks:
-            begin, size = self.slots[name].starts[at], self.slots[name].dim * prod(at)
+            layer = self.layers[name]
+            begin, size = self.table.starts[layer.key, at], layer.layout.dim * prod(at)
             place = block[:, begin : begin + size]
             if name in self.vectors:
                 places.append(place)
                 vectors.append(self.vectors[name][start:stop])
             else:
-                place.copy_(self.layers[name].shared_maps(at, start, stop, self.device).flatten(1))
+                seed = self.state.settings[layer.key].seed
+                place.copy_(layer.shared_maps(at, start, stop, seed, self.device).flatten(1))
         if places:
             torch._foreach_copy_(places, vectors)
         return block
 
-    @contextmanager
-    def handed(self) -> Iterator[None]:
-        """The layers read their draws from the row; the weights are in half precision where that serves."""
-        with ExitStack() as stack:
-            if self.weights is not None:
-                stack.enter_context(self.weights)
-            for name, layer in self.layers.items():
-                layer.given = self.slots[name]
-            try:
-                yield
-            finally:
-                self.row.tensor = None
-                for layer in self.layers.values():
-                    layer.given = None
+    def handed(self) -> AbstractContextManager[Any]:
+        """The weights are in half precision where that serves."""
+        return nullcontext() if self.weights is None else self.weights

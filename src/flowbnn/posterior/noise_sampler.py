@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.noise import Noise, absorbs, noise_layers, noise_mode, weight_scale
+from flowbnn.noise import (
+    Noise,
+    NoisePass,
+    Setting,
+    absorbs,
+    noise_layers,
+    noise_mode,
+    settings_of,
+    weight_scale,
+)
 from flowbnn.posterior.base import Prediction, PredictOptions
 from flowbnn.posterior.batches import apply, call, join, mirrored, pad, repeat, rows, take, tensors_of
 from flowbnn.posterior.compiled import Form, GivenDraws, Unasked, form_for, pass_given, reason
@@ -82,25 +91,30 @@ class ScaledWeights:
     Inside the ``with`` block these layers have no noise of their own. Whatever happens in it, the network gets its weights back.
 
     Args:
-        model: a stochastic network that holds shared draws.
+        model: a stochastic network.
         names: of the layers, as :func:`absorbable` gives them.
+        state: the pass that holds the shared draws.
         half: precision of the stand-ins, where the layers run in it; None is that of the weights.
         keep: use the same memory in every prediction, which compiled passes and CUDA graphs need.
     """
 
     def __init__(
-        self, model: nn.Module, names: tuple[str, ...], half: torch.dtype | None = None, keep: bool = False
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        state: NoisePass,
+        half: torch.dtype | None = None,
+        keep: bool = False,
     ) -> None:
-        self.names = names
+        self.names, self.state = names, state
         layers = noise_layers(model)
         self.layers: list[Noise] = [layers[name] for name in names]
         self.modules = [model.get_submodule(name) for name in names]
         self.weights: list[nn.Parameter] = [module._parameters["weight"] for module in self.modules]  # type: ignore[misc]
-        with torch.no_grad():
-            self.draws: list[Tensor] = [
-                layer.shared_vectors(weight.device)
-                for layer, weight in zip(self.layers, self.weights, strict=True)
-            ]
+        self.draws: list[Tensor] = [
+            vectors(layer, state, weight.device)
+            for layer, weight in zip(self.layers, self.weights, strict=True)
+        ]
         kept = _BUFFERS.setdefault(model, {}) if keep else {}
         self.buffers = []
         for name, weight in zip(names, self.weights, strict=True):
@@ -117,17 +131,26 @@ class ScaledWeights:
             torch.mul(weight, weight_scale(module, draws[index]), out=buffer.data)
 
     def __enter__(self) -> "ScaledWeights":
-        self.modes = [layer.mode for layer in self.layers]
-        for module, layer, buffer in zip(self.modules, self.layers, self.buffers, strict=True):
-            module._parameters["weight"], layer.mode = buffer, "off"
+        self.before = self.state.settings
+        self.state.settings = {**self.before, **{layer.key: Setting("off") for layer in self.layers}}
+        for module, buffer in zip(self.modules, self.buffers, strict=True):
+            module._parameters["weight"] = buffer
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        parts = zip(self.modules, self.layers, self.weights, self.modes, strict=True)
-        for module, layer, weight, mode in parts:
-            module._parameters["weight"], layer.mode = weight, mode
+        self.state.settings = self.before
+        for module, weight in zip(self.modules, self.weights, strict=True):
+            module._parameters["weight"] = weight
+
+
+def vectors(layer: Noise, state: NoisePass, device: torch.device) -> Tensor:
+    """The shared draws of a layer, ``[samples, dim]``."""
+    if state.given is not None:
+        return state.given.draws(layer, ())
+    _, samples, seed, _ = state.settings[layer.key]
+    return layer.shared_vectors(samples, seed, device)
 
 
 # -------------------- plans.py
@@ -243,26 +266,19 @@ def _work(model: nn.Module, few: Any, first: str) -> tuple[float, float]:
     return total / rows(few), (before[0] / total if total and before else 0.0)
 
 
-@contextmanager
-def _probing(model: nn.Module) -> Iterator[None]:
+class Trial:
     """Draws between a half and one and a half in place of the posterior's, which may be too narrow to tell two plans apart."""
-    layers = noise_layers(model).values()
-    for layer in layers:
 
-        def draw(
-            shape: tuple[int, ...],
-            generator: torch.Generator | None = None,
-            dim: int = layer.layout.dim,
-        ) -> Tensor:
-            device = generator.device if generator is not None else device_of(model)
-            return 0.5 + torch.rand((*shape, dim), generator=generator, device=device)
+    samples = 3
 
-        vars(layer)["draw"] = draw
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["draw"]
+    def __init__(self, state: NoisePass, device: torch.device) -> None:
+        self.state, self.device = state, device
+
+    def draws(self, layer: Noise, at: tuple[int, ...]) -> Tensor:
+        low, high = self.state.part or (0, self.samples)
+        source = torch.Generator(self.device).manual_seed(layer.key)
+        drawn = torch.rand((self.samples, *at, layer.layout.dim), generator=source, device=self.device)
+        return 0.5 + drawn[low:high]
 
 
 def _shaken(inputs: Any) -> Any:
@@ -309,25 +325,21 @@ def _try_plan(
     layers = noise_layers(model)
 
     def attempt(fold: str, low: int, high: int) -> Tensor | None:
-        for layer in layers.values():
-            layer.part, layer.repeat = (low, high), 1
-        if fold == "late":
-            layers[order[0]].repeat = high - low
+        state.part = (low, high)
+        state.entry = (layers[order[0]].key, high - low) if fold == "late" else (-1, 1)
         try:
             return call(model, repeat(few, high - low) if fold == "input" else few)
         except Exception:  # whatever the reason, this way does not serve this network
             return None
 
     def absorbed(names: tuple[str, ...], half: torch.dtype | None) -> Tensor | None:
-        for layer in layers.values():
-            layer.part, layer.repeat = (0, samples), 1
+        state.part, state.entry = (0, samples), (-1, 1)
         outputs = []
         try:
-            with ScaledWeights(model, names, half) as weights, casting(device, half):
+            with ScaledWeights(model, names, state, half) as weights, casting(device, half):
                 for index in range(samples):
                     weights.fill(index)
-                    for layer in layers.values():
-                        layer.part = (index, index + 1)
+                    state.part = (index, index + 1)
                     outputs.append(call(model, few))
         except Exception:  # as above
             return None
@@ -338,7 +350,9 @@ def _try_plan(
             found is not None and found.shape == truth.shape and bool((found - truth).abs().max() <= allowed)
         )
 
-    with evaluating(model), _probing(model), noise_mode(model, "shared", samples, seed=0):
+    state = NoisePass(settings_of(model, "shared", samples, 0), shares=False)
+    state.given = Trial(state, device)
+    with evaluating(model), state:
         with torch.autocast(device.type, enabled=False):
             singles = [attempt("single", index, index + 1) for index in range(samples)]
             alone = [single for single in singles if single is not None]
@@ -414,7 +428,8 @@ class Sampler:
         self.told = False
         self.generator = None if self.shared else torch.Generator(self.device)
         mode, samples = ("shared", self.samples) if self.shared else ("sample", 1)
-        prediction.stack.enter_context(noise_mode(self.model, mode, samples, self.seed, self.generator))  # type: ignore[arg-type]
+        settings = settings_of(self.model, mode, samples, self.seed, self.generator)  # type: ignore[arg-type]
+        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held={}))
         self.layers = noise_layers(self.model)
 
     @property
@@ -474,7 +489,7 @@ class Sampler:
         if form.failure:
             return False
         if id(form) not in self.given:
-            self.given[id(form)] = GivenDraws(self.model, form, self.half, self.samples)
+            self.given[id(form)] = GivenDraws(self.model, form, self.half, self.state)
         given = self.given[id(form)]
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
         failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
@@ -483,8 +498,7 @@ class Sampler:
             """How many samples go through at once, whether from a CUDA graph, by what function, and the inputs of its passes."""
             pieces = self.pieces(inputs)
             several = self._several(plan, high - low)
-            if plan.fold == "late":
-                self.layers[plan.first].repeat = several
+            given.table.entry = (self.layers[plan.first].key, several) if plan.fold == "late" else (-1, 1)
             graphs = self.graphs(plan.work * self.prediction.fixed * several)
             return several, graphs, compiled(self.prediction.kept, graphs, pass_given, whole=True), pieces
 
@@ -495,7 +509,7 @@ class Sampler:
                 size = rows(some)
                 if plan.fold != "late" and several > 1:
                     some = repeat(some, several)
-                outputs = (one_pass if fits else pass_given)(self.model, given.row, draws, some)
+                outputs = (one_pass if fits else pass_given)(self.model, given.table, draws, some)
                 outputs = checked(outputs, several * size).reshape(several, size, *outputs.shape[1:])
                 result.write(outputs[:count, : stop - start], at, at + count, start, stop)
             return True
@@ -503,7 +517,7 @@ class Sampler:
         several, graphs, one_pass, pieces = cut()
         index = low
         try:
-            with given.handed(), unconcerned(), many_shapes(), ExitStack() as settled:
+            with self.lifted(), given.handed(), unconcerned(), many_shapes(), ExitStack() as settled:
                 while index < high:
                     work = partial(take_samples, index, several, pieces, one_pass)
                     if self.limit.attempt(work, self.prediction.fixed * several) is None:
@@ -518,10 +532,16 @@ class Sampler:
             form.failure, form.pieces = reason(error), type(error).__name__ in ("Unsupported", "UserError")
             del self.given[id(form)]
             return False
-        finally:
-            if plan.fold == "late":
-                self.layers[plan.first].repeat = 1
         return True
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Without this prediction's pass around them, the passes that are compiled are the same in every prediction."""
+        self.state.__exit__()
+        try:
+            yield
+        finally:
+            self.state.__enter__()
 
     def _several(self, plan: Plan, number: int) -> int:
         """How many samples a compiled pass takes so that it fills the device; one, where only some of them are asked for."""
@@ -559,17 +579,14 @@ class Sampler:
 
     def _absorb(self, inputs: Any, low: int, high: int, plan: Plan, fast: Any, result: Outputs) -> None:
         """The plain network with the weights of one sample after the other."""
-        for layer in self.layers.values():
-            layer.part, layer.repeat = (0, self.samples), 1
+        self.state.part, self.state.entry = None, (-1, 1)
         if self.scaled is None or self.scaled.names != plan.absorbed:
             half = self.half if plan.half else None
-            self.scaled = ScaledWeights(self.model, plan.absorbed, half, keep=fast is not None)
+            self.scaled = ScaledWeights(self.model, plan.absorbed, self.state, half, keep=fast is not None)
         with self.scaled as weights:
             for index in range(low, high):
                 weights.fill(index)
-                for layer in self.layers.values():
-                    layer.part = (index, index + 1)
-
+                self.state.part = (index, index + 1)
                 self.prediction.compiles = fast is not None
                 for outputs, start, stop, _ in self.prediction.chunks(inputs, self.prediction.network):
                     result.write(outputs.unsqueeze(0), index - low, index - low + 1, start, stop)
@@ -584,10 +601,8 @@ class Sampler:
             while first < high:
                 last = min(first + at_once, high)
                 blocks = last - first
-                for layer in self.layers.values():
-                    layer.part, layer.repeat = (first, last), 1
-                if plan.fold == "late":
-                    self.layers[plan.first].repeat = blocks
+                self.state.part = (first, last)
+                self.state.entry = (self.layers[plan.first].key, blocks) if plan.fold == "late" else (-1, 1)
                 batch = repeat(some, blocks) if plan.fold == "input" else some
                 found = self.limit.attempt(partial(call, self.model, batch), blocks * (stop - start))
                 if found is not None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.noise import Share
+from flowbnn.noise import Share, share_batch
 from flowbnn.training.device import Process
 from flowbnn.training.finite import batch_size
 from flowbnn.training.options import TrainingOptions
@@ -288,7 +288,6 @@ class Worker(Process):
         self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
         self.sharded = options.strategy == "fsdp"
         self.share: Share | None = None
-        self.drawing: list[Any] = []  # modules that draw for every row of a batch
         self.everyone: list[Any] = [None] * self.processes
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
 
@@ -302,7 +301,6 @@ class Worker(Process):
 
     @contextmanager
     def sharing(self, objective: nn.Module) -> Iterator[None]:
-        self.drawing = [module for module in objective.modules() if "share" in vars(module)]
         with ExitStack() as stack:
             stack.callback(self.take_share, None, 1.0)
             stack.enter_context(warnings.catch_warnings())
@@ -327,8 +325,7 @@ class Worker(Process):
         self.weight, self.rows = weight, None if share is None else share.total
         if share != self.share:
             self.share = share
-            for module in self.drawing:
-                module.share = share
+            share_batch(share)
 
     def average(self, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
         names = sorted(numbers)  # the processes must agree on what they exchange

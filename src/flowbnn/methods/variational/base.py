@@ -83,7 +83,7 @@ def fit_elbo(
         if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
             likelihood.check(outputs, targets)
         known = Divergences({}, divergence())
-        terms = objective(around, outputs, targets, warm_up(clock.progress, method.warmup), known)
+        terms = objective.terms(outputs, targets, known, warm_up(clock.progress, method.warmup))
         logs = terms.logs()
         return terms.loss, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.noise.base import Share
+from flowbnn.noise import Share
 from flowbnn.noise.layout import FORWARD, absorbs
 
 __all__ = ["apply_weights", "flipout_noise", "is_linear_map", "local_noise", "rows_of"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.methods.variational.estimators import flipout_noise, local_noise
-from flowbnn.noise.base import Share
+from flowbnn.noise import current_share
 
 __all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "gaussian_kl", "mixture_kl"]
 
@@ -196,7 +196,6 @@ class DrawnWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.network, self.weights = network, weights
-        self.share: Share | None = None  # the batch is spread over several processes: the rows that are here
         self.places = Places(network, weights.names)
         self.behind: dict[str, Tensor] | None = None
         names = {id(p): name for name, p in network.named_parameters()}
@@ -216,7 +215,7 @@ class DrawnWeights(nn.Module):
             if self.behind is None:
                 return None
             x = args[0] if args else kwargs["input"]
-            return output + noise(module, x, self.behind[weight], self.behind.get(bias), self.share)
+            return output + noise(module, x, self.behind[weight], self.behind.get(bias), current_share())
 
         return hook
 

@@ -26,7 +26,7 @@ from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.methods.variational.estimators import local_noise, rows_of
 from flowbnn.methods.variational.gaussian_weights import Places, gaussian_kl
-from flowbnn.noise.base import Share
+from flowbnn.noise import current_share
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import Transform
 
@@ -162,7 +162,6 @@ class MultiplicativeWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.network, self.parts, self.served = network, nn.ModuleList(parts), list(served)
-        self.share: Share | None = None
         names = [name for one in served for name in (one.weight, one.bias) if name]
         self.places = Places(network, names)
         self.inside = False
@@ -178,7 +177,7 @@ class MultiplicativeWeights(nn.Module):
     def _hooks(self, name: str, part: MultiplicativeLayer) -> tuple[Any, Any]:
         def draw_z(x: Tensor) -> Tensor:
             shape = torch.Size((x.shape[0], part.dim))
-            return part.z(rows_of(self.share, shape, True, part.z_mean))[0]
+            return part.z(rows_of(current_share(), shape, True, part.z_mean))[0]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.inside:
@@ -192,7 +191,7 @@ class MultiplicativeWeights(nn.Module):
                 return None
             x = self.seen.pop(name)
             bias_std = None if part.bias_log_std is None else part.bias_log_std.exp()
-            noise = local_noise(module, x, part.log_std.exp(), bias_std, self.share)
+            noise = local_noise(module, x, part.log_std.exp(), bias_std, current_share())
             if not part.by_filter:
                 return output + noise
             ones = (1,) * (output.ndim - 2)
