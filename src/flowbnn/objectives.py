@@ -111,6 +111,7 @@ class ELBO:
         scale: Any = 1.0,
         samples: int = 1,
         forward: Callable[[Any], Any] | None = None,
+        check: bool = False,
     ) -> Terms:
         """Run the network on a batch and give the terms of its ELBO, each example with a draw of its own.
 
@@ -122,6 +123,7 @@ class ELBO:
             scale: multiplies beta, for warm-up.
             samples: draws per example.
             forward: what runs the network on the inputs, where that is a wrapper around ``model`` (torch's DDP, say).
+            check: whether to check that the targets fit the outputs, which waits for the device.
         """
         if samples > 1:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
@@ -142,6 +144,8 @@ class ELBO:
             if whole not in self._asked and len(self._asked) >= REMEMBERED:
                 self._asked.clear()
             self._asked[whole] = state.asked
+        if check:
+            self.likelihood.check(outputs, targets)
         return self.terms(outputs, targets, known, scale)
 
     def terms(self, outputs: Tensor, targets: Any, known: Divergences, scale: Any = 1.0) -> Terms:

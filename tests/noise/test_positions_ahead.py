@@ -126,7 +126,7 @@ def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch
     )
     for rows in (6, 4, 6, 4):
         assert objective(model, torch.randn(rows, 3, 6, 6), torch.zeros(rows, dtype=torch.long)).kl > 0
-    assert drew == [[False, False, False]] * 2  # the first pass of each size draws for itself
+    assert [coarse for coarse in drew if len(coarse) > 1] == [[False, False, False]] * 2  # the first pass of each size draws for itself
 
 
 def test_a_layer_called_twice_draws_anew():
@@ -196,7 +196,7 @@ def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coa
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             objective(model, images, labels)
-    assert coarse == [[False, False, False], [False, True, True]]
+    assert [each for each in coarse if len(each) > 1] == [[False, False, False], [False, True, True]]
 
 
 def test_all_processes_draw_ahead_or_none():

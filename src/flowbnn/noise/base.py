@@ -130,7 +130,7 @@ class Noise(nn.Module):
         forward, generator = state.forward, state.settings[self.key].generator
         if forward is None or not forward.serves():
             return self.draw_rows(rows, at, generator, state.share)
-        examples, times = forward.examples(rows)
+        examples, times = forward.examples(rows, state.entry[1])
         if self.site == "channel":
             drawn = forward.draws.get(self.key)
             if drawn is None or len(drawn) != examples:

@@ -70,7 +70,7 @@ class NoiseGroup:
         forward, generator = state.forward, state.settings[noise.key].generator
         assert forward is not None
         block, kind = [], _kind(noise)
-        if kind is not None and (not forward.sizes or rows in forward.sizes):
+        if kind is not None:
             block = [
                 layer
                 for layer in self.layers

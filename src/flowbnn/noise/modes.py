@@ -85,7 +85,7 @@ def settings_of(
 
 @checked
 def hold_noise(
-    model: nn.Module,
+    model: Any,
     mode: Mode,
     samples: Count = 1,
     seed: int | None = None,
@@ -94,6 +94,7 @@ def hold_noise(
     """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.noise.base.Noise` for the modes.
 
     Args:
+        model: the network.
         samples: in mode ``"shared"``, how many draws the noise holds.
         seed: of these draws; in mode ``"sample"`` it makes the draws repeatable.
         generator: as an alternative to ``seed`` in mode ``"sample"``.
@@ -106,7 +107,7 @@ def hold_noise(
 @checked
 @contextmanager
 def noise_mode(
-    model: nn.Module,
+    model: Any,
     mode: Mode,
     samples: Count = 1,
     seed: int | None = None,

@@ -156,14 +156,18 @@ class Forward:
             torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         )
 
-    def examples(self, rows: int) -> tuple[int, int]:
+    def examples(self, rows: int, repeated: int = 1) -> tuple[int, int]:
         """How many examples the ``rows`` rows of a layer belong to, and how many rows each has.
 
         Several where a network folds time steps or frames into its rows (``x.flatten(0, 1)``): the noise belongs to the example.
+
+        Args:
+            repeated: how many samples of each example a layer before has put into the batch.
         """
-        if not self.sizes or rows in self.sizes or self.sizes[0] == 0 or rows % self.sizes[0]:
+        if not self.sizes or rows in self.sizes:
             return rows, 1
-        return self.sizes[0], rows // self.sizes[0]
+        given = self.sizes[0] * repeated
+        return (rows, 1) if given == 0 or rows % given else (given, rows // given)
 
 
 class NoisePass:

@@ -13,7 +13,7 @@ from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.dropout import DropoutNoise
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Ge, Interval, Le, Positive, options
+from flowbnn.options import Count, Ge, Interval, Le, Positive, check, options
 from flowbnn.transforms import (
     AffineCoupling,
     Compose,
@@ -235,6 +235,7 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     >>> recipe_from_dict(NormalPlanar(3).to_dict()) == NormalPlanar(3)
     True
     """
+    check("recipe", document, dict)
     settings = dict(document)
     name = settings.pop("recipe", "")
     known = {kind.__name__: kind for kind in _descendants(Recipe)}
