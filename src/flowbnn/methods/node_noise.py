@@ -35,7 +35,7 @@ from flowbnn.noise import (
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import repeat_each, rows, split_batch, take
+from flowbnn.posterior.batches import rows, split_batch, take
 from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
 from flowbnn.training import Clock, is_main_process
 
