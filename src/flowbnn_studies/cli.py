@@ -350,7 +350,7 @@ def _jobs(asked: int | None, accelerator: str = "auto") -> int:
 
 def _show(results: dict[str, Any], folder: Path | None = None, every: bool = False) -> None:
     """The main table: a study's rows, mean and spread over seeds, the published value where there is one."""
-    from flowbnn_studies.report.console import console_lines
+    from flowbnn_studies.report import console_lines
 
     for line in console_lines(results, every):
         typer.echo(line)

@@ -84,7 +84,7 @@ def test_a_row_with_fewer_seeds_than_others_says_so_and_wins_nothing():
     for found, number in ((whole, 5), (few, 1)):
         table = rows(found, VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
         results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
-        ((_, made),) = make_tables(results, {})
+        (made,) = make_tables(results)
         row = next(row for row in made.rows if row.label.startswith("Best: mixture noise, position"))
         assert row.label.endswith("(1 of 5 seeds)") == (number == 1)
         assert all(cell.best == (number == 5) for cell in row.cells[:3])  # of the fourth all have the same
@@ -98,8 +98,8 @@ def test_cited_rows_stand_for_themselves_and_are_never_the_best():
     table = rows(parts(), VARIANTS, CLASSIFICATION, VGG16_CIFAR10)
     assert table[-1]["label"] == "To be reached"
     results = {"seeds": [0, 1, 2, 3, 4], "metrics": [vars(m) for m in CLASSIFICATION], "rows": table}
-    ((group, made),) = make_tables(results, {})
-    assert group == ""
+    (made,) = make_tables(results)
+    assert made.group == ""
     ibnn = next(row for row in made.rows if "iBNN" in row.label)
     assert ibnn.cells[1].mean == "0.1983"
     assert not any(cell.best for cell in ibnn.cells)

@@ -1,9 +1,8 @@
 """A trial of the program says that it is one, wherever it is shown."""
 
 from flowbnn_studies import get_study
-from flowbnn_studies.report import write_report
-from flowbnn_studies.report.console import console_lines
-from flowbnn_studies.report.tables import make_table
+from flowbnn_studies.report import console_lines, write_report
+from flowbnn_studies.report.tables import make_tables
 
 WORDS = "(generated images, a trial run: the numbers mean nothing)"
 
@@ -29,7 +28,7 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
         assert not panel.get("levels")
     assert "Dashed" in first["caption"]
     assert "Dashed" not in redrawn["caption"]
-    cells = [cell for row in make_table(marked, {}).rows for cell in row.cells]
+    cells = [cell for row in make_tables(marked)[0].rows for cell in row.cells]
     assert not any(cell.best for cell in cells)
     told = "\n".join(console_lines(marked))
     assert WORDS in told

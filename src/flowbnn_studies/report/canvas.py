@@ -1,7 +1,7 @@
 """From panels to pictures: inline SVG that follows the page's colours, or one PNG.
 
-A figure is a ``Plot``: panels that each know how to draw themselves on an empty matplotlib figure, and a key. The
-page sets every panel as a picture of its own, so that a phone stacks them; ``to_png`` puts them all on one sheet.
+A figure is a :class:`Plot`: panels that each draw themselves on an empty matplotlib figure, and a key that says what their symbols
+mean. The page shows every panel as a picture of its own, so that a phone stacks them; :func:`to_png` puts all on one sheet.
 """
 
 import io
@@ -15,36 +15,39 @@ from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.image import imsave
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from flowbnn_studies.report.style import COLOURS, RC, light
+from flowbnn_studies.report.style import COLOURS, RC, light, tick
 
-__all__ = ["Group", "Key", "Panel", "Plot", "nice_ticks", "to_png", "to_svg"]
+__all__ = ["Group", "Key", "Panel", "Plot", "Sheet", "extent", "numbers", "set_ticks", "to_png", "to_svg"]
+
+Sheet = Figure | SubFigure
+DASHED = (0, (4, 3))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend; ``mark`` is 'line', 'area', 'dot', 'sizes' (two dots) or 'ramp' (from nothing to the colour)."""
+    """One entry of a legend; ``mark`` is 'line', 'area', 'dot', 'sizes' (two dots), 'cross' (error bars) or 'ramp' (of a heat map)."""
 
     label: str
     colour: str
     mark: str = "line"
     dashes: str = ""
-    alpha: float | None = None
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: ``note`` is the quiet remark after its title."""
+    """One picture; ``note`` is the quiet remark after its title."""
 
     title: str
-    draw: Callable[[Figure], None]
+    draw: Callable[[Sheet], None]
     note: str = ""
 
 
@@ -54,60 +57,67 @@ class Group:
 
     panels: list[Panel]
     heading: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A whole figure; ``size`` is that of one panel, in pixels, ``remark`` what its caption says of how it is drawn."""
+    """A whole figure; ``size`` is that of one panel, in pixels."""
 
     groups: list[Group]
     keys: list[Key] = field(default_factory=list)
     columns: int = 3
     size: tuple[int, int] = (300, 225)
-    remark: str = ""
 
 
-def nice_ticks(most: int, whole: bool = False) -> MaxNLocator:
-    """At most that many ticks, in steps of 1, 2, 2.5 or 5."""
-    return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole)
+def numbers(value: object) -> np.ndarray:
+    """An array of floats; null and infinity become NaN, which figures leave blank.
+
+    >>> numbers([1, None, float("inf")])
+    array([ 1., nan, nan])
+    """
+    array = np.array(value, dtype=np.float64)
+    return np.where(np.isfinite(array), array, np.nan)
 
 
-def _settings(seed: str) -> Any:
-    """Everything from a clean start but the backend, which matplotlib does not put back."""
-    start = {name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name}
-    return {**start, **RC, "svg.hashsalt": seed}
+def extent(*arrays: np.ndarray) -> tuple[float, float] | None:
+    """The least and the greatest of all finite numbers, or None where they do not differ.
+
+    >>> extent(np.array([3.0, np.nan]), np.array([1.0])), extent(np.array([np.nan]))
+    ((1.0, 3.0), None)
+    """
+    flat = np.concatenate([np.zeros(0), *[array.ravel() for array in arrays]])
+    flat = flat[np.isfinite(flat)]
+    return (float(flat.min()), float(flat.max())) if flat.size and flat.min() < flat.max() else None
+
+
+def set_ticks(axes: Axes, x: int = 5, y: int = 5, integer: bool = False) -> None:
+    """At most that many ticks on each axis, with short labels; on a logarithmic axis at 1, 2 and 5 where the range is small."""
+    for axis, most in ((axes.xaxis, x), (axes.yaxis, y)):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=9))
+            axis.set_minor_locator(NullLocator())
+        else:
+            whole = integer and axis is axes.xaxis
+            axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole))
+        axis.set_major_formatter(FuncFormatter(tick))
 
 
 @contextmanager
 def _drawing(seed: str = "flowbnn") -> Iterator[None]:
-    """Our settings, for the length of one drawing: the user's own matplotlib settings stay as they are."""
+    """Our settings for the length of one drawing; the user's own matplotlib settings stay as they are."""
     with warnings.catch_warnings(), matplotlib.rc_context():
         # A label in a script that the measuring font lacks is still shown, by the fonts of the browser.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
-        matplotlib.rcParams.update(_settings(seed))
+        start: Any = {
+            name: value for name, value in matplotlib.rcParamsDefault.items() if "backend" not in name
+        }
+        matplotlib.rcParams.update(start | RC | {"svg.hashsalt": seed})
         yield
 
 
-def _figure(size: tuple[float, float]) -> Figure:
-    return Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-
-
-def _through_names(style: str) -> str:
-    names = {pair[0]: name for name, pair in COLOURS.items()}
-
-    def swap(match: re.Match[str]) -> str:
-        name = names.get(match.group().lower())
-        return f"var(--{name})" if name else match.group()
-
-    style = re.sub(r"#[0-9a-fA-F]{6}\b", swap, style)
-    return re.sub(
-        r"'DejaVu Sans'[^;]*", "inherit", re.sub(r"\bfont: ([\d.]+px) [^;]*", r"font-size: \1", style)
-    )
-
-
 def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
-    """The panel as an ``<svg>`` element to set into a page: no outside names, no identifiers but its own.
+    """The panel as an ``<svg>`` element to set into a page: colours by name, no identifiers but its own.
 
     Args:
         panel: what to draw.
@@ -116,177 +126,138 @@ def to_svg(panel: Panel, size: tuple[int, int], name: str, alt: str) -> str:
         alt: what a reader who cannot see the picture is told.
     """
     with _drawing(name):
-        figure = _figure(size)
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         panel.draw(figure)
-        figure.set_dpi(200)  # of what is rasterized inside; everything else stays a drawing
+        figure.set_dpi(150)  # of what is rasterized inside; everything else stays a drawing
         stream = io.BytesIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     tree = ElementTree.fromstring(stream.getvalue())
-    return _clean(tree, size, name, alt)
-
-
-def _clean(tree: ElementTree.Element, size: tuple[int, int], name: str, alt: str) -> str:
     for element in tree.iter():
         element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
         for child in list(element):
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 element.remove(child)
-        for key in list(element.attrib):
-            value = element.attrib.pop(key)
-            element.attrib[key.rpartition("}")[2]] = value
         element.tail = None
         if element.tag != "text":
             element.text = None
-    used = set()
+    reference = re.compile(r"(?<=^#)[\w-]+$|(?<=url\(#)[\w-]+")
+    used = {
+        match
+        for element in tree.iter()
+        for value in element.attrib.values()
+        if len(value) < 200
+        for match in reference.findall(value)
+    }
     for element in tree.iter():
-        for value in element.attrib.values():
-            used.update(re.findall(r"^#([\w-]+)$|url\(#([\w-]+)\)", value) if len(value) < 200 else [])
-    wanted = {identifier for pair in used for identifier in pair if identifier}
-    for element in tree.iter():
-        if element.attrib.get("id") not in wanted:
+        if element.attrib.get("id") not in used:
             element.attrib.pop("id", None)
         for key, value in element.attrib.items():
             if key == "id":
                 element.attrib[key] = f"{name}-{value}"
             elif key == "style":
-                element.attrib[key] = _through_names(value)
+                element.attrib[key] = _with_names(value)
             elif key == "d":
-                short = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found.group()):.1f}", value)
-                element.attrib[key] = " ".join(short.split())
+                element.attrib[key] = " ".join(
+                    re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.1f}", value).split()
+                )
             elif key in ("href", "clip-path") and len(value) < 200:
                 element.attrib[key] = value.replace("#", f"#{name}-")
-    tree.attrib.clear()
-    tree.attrib.update({"viewBox": f"0 0 {size[0]} {size[1]}", "role": "img", "aria-label": alt})
+    tree.attrib = {"viewBox": f"0 0 {size[0]} {size[1]}", "role": "img", "aria-label": alt}
     return ElementTree.tostring(tree, encoding="unicode")
 
 
-def _pixels(figure: Figure, scale: float) -> np.ndarray:
-    figure.set_dpi(72 * scale)
-    figure.set_facecolor("white")
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def _handle(key: Key) -> Any:
-    colour = light(key.colour)
-    if key.mark == "sizes":
-        return tuple(
-            Line2D([], [], color=colour, marker="o", linestyle="none", markersize=size, markeredgewidth=0)
-            for size in (2.5, 9)
-        )
-    if key.mark == "ramp":
-        return tuple(
-            Line2D(
-                [],
-                [],
-                color=colour,
-                alpha=alpha,
-                marker="s",
-                linestyle="none",
-                markersize=8,
-                markeredgewidth=0,
-            )
-            for alpha in (0.15, 0.55, 1.0)
-        )
-    if key.mark == "line":
-        return Line2D([], [], color=colour, linestyle=_dashes(key.dashes))
-    marker = "s" if key.mark == "area" else "o"
-    size = 8 if marker == "s" else 6
-    edge = 0.0 if key.alpha is not None else None
-    return Line2D(
-        [],
-        [],
-        color=colour,
-        marker=marker,
-        linestyle="none",
-        markersize=size,
-        alpha=key.alpha,
-        markeredgewidth=edge,
-    )
-
-
-def _dashes(pattern: str) -> Any:
-    return (0, tuple(float(part) for part in pattern.split())) if pattern else "-"
-
-
-def _heading(plot: Plot, title: str, width: int, scale: float) -> np.ndarray:
-    # A label costs its length and its mark; as many to a line as the longest of them allows.
-    longest = max([len(key.label) for key in plot.keys], default=0) * 6.5 + 48
-    columns = max(1, min(len(plot.keys), int((width - 16) // longest)))
-    lines = -(-len(plot.keys) // columns)
-    height = 34 + lines * 18
-    figure = Figure(figsize=(width / 72, height / 72))
-    figure.text(10 / width, 1 - 10 / height, title, va="top", fontsize=13, weight="bold")
-    if plot.keys:
-        figure.legend(
-            [_handle(key) for key in plot.keys],
-            # matplotlib drops entries that begin with an underscore.
-            [f" {key.label}" if key.label.startswith("_") else key.label for key in plot.keys],
-            loc="upper left",
-            bbox_to_anchor=(2 / width, 1 - 26 / height),
-            ncols=columns,
-            handler_map={tuple: HandlerTuple(ndivide=None)},
-            labelcolor=light("muted"),
-            borderaxespad=0.3,
-        )
-    return _pixels(figure, scale)
-
-
-def _strip(text: str, note: str, width: int, scale: float) -> np.ndarray:
-    figure = Figure(figsize=(width / 72, 26 / 72))
-    shown = figure.text(10 / width, 0.3, text, va="baseline", fontsize=11.5, weight="bold")
-    if note:
-        box = shown.get_window_extent(FigureCanvasAgg(figure).get_renderer())
-        figure.text(box.x1 / width + 8 / width, 0.3, note, va="baseline", color=light("muted"))
-    return _pixels(figure, scale)
-
-
-def _blank(height: int, width: int) -> np.ndarray:
-    return np.full((height, width, 3), 255, dtype=np.uint8)
-
-
-def _sheet_row(panels: list[Panel], plot: Plot, scale: float) -> np.ndarray:
-    tiles = []
-    for panel in panels:
-        figure = _figure((plot.size[0], plot.size[1] + 22))
-        panel.draw(figure)
-        title = f"{panel.title} ({panel.note})" if panel.note else panel.title
-        if title:
-            figure.suptitle(_short(title, plot.size[0]), x=0, ha="left", fontsize=10.5, weight="bold")
-        tiles.append(_pixels(figure, scale))
-    while len(tiles) < plot.columns:
-        tiles.append(_blank(*tiles[0].shape[:2]))
-    gap = _blank(tiles[0].shape[0], int(10 * scale))
-    return np.hstack([gap, *[part for tile in tiles for part in (tile, gap)]])
-
-
-def _short(text: str, width: float) -> str:
-    most = int(width / 6.6)
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+def _with_names(style: str) -> str:
+    """A style attribute with the page's names for colours, and the page's font."""
+    names = {pair[0]: f"var(--{name})" for name, pair in COLOURS.items()}
+    style = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: names.get(match[0].lower(), match[0]), style)
+    style = re.sub(r"\bfont: ([\d.]+px) [^;]*", r"font-size: \1", style)
+    return re.sub(r"'DejaVu Sans'[^;]*", "inherit", style)
 
 
 def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
-    """The whole figure on one white sheet, with its title, its key and its panels' titles.
-
-    Args:
-        plot: what to draw.
-        title: the line at the top.
-        scale: picture elements per pixel of the page.
-    """
+    """The whole figure on one white sheet, with its title, its key and its panels' titles."""
+    rows = [
+        (group.heading if start == 0 else "", group.panels[start : start + plot.columns])
+        for group in plot.groups
+        for start in range(0, len(group.panels), plot.columns)
+    ]
+    width = max(plot.columns * (plot.size[0] + 10), 420)
+    longest = max([len(key.label) for key in plot.keys], default=0) * 6.5 + 48
+    columns = max(1, min(len(plot.keys), int((width - 16) // longest)))
+    heights = [
+        38 + 18 * -(-len(plot.keys) // columns),
+        *(plot.size[1] + (50 if heading else 26) for heading, _ in rows),
+    ]
     with _drawing():
-        rows = []
-        for group in plot.groups:
-            strip = (group.heading, group.note)
-            for start in range(0, len(group.panels), plot.columns):
-                row = _sheet_row(group.panels[start : start + plot.columns], plot, scale)
-                if start == 0 and group.heading:
-                    rows.append(_strip(*strip, round(row.shape[1] / scale), scale))
-                rows.append(row)
-        width = max((row.shape[1] for row in rows), default=int(600 * scale))
-        rows.insert(0, _heading(plot, title, round(width / scale), scale))
-        wide = max(row.shape[1] for row in rows)
-        rows = [np.hstack([row, _blank(row.shape[0], wide - row.shape[1])]) for row in rows]
+        figure = Figure(
+            figsize=(width / 72, sum(heights) / 72), dpi=72 * scale, facecolor="white", layout="constrained"
+        )
+        head, *parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).ravel()
+        head.text(10 / width, 1 - 10 / heights[0], title, va="top", fontsize=13, weight="bold")
+        if plot.keys:
+            # matplotlib drops entries that begin with an underscore
+            labels = [f" {key.label}" if key.label.startswith("_") else key.label for key in plot.keys]
+            legend = head.legend(
+                [_handle(key) for key in plot.keys],
+                labels,
+                loc="upper left",
+                bbox_to_anchor=(2 / width, 1 - 30 / heights[0]),
+                ncols=columns,
+                handler_map={tuple: HandlerTuple(ndivide=None)},
+                labelcolor=light("muted"),
+                borderaxespad=0.3,
+            )
+            legend.set_in_layout(False)
+        for part, (heading, panels) in zip(parts, rows, strict=True):
+            if heading:
+                part.suptitle(heading, x=10 / width, ha="left", fontsize=12, weight="bold")
+            for cell, panel in zip(
+                part.subfigures(1, plot.columns, squeeze=False).ravel(), panels, strict=False
+            ):
+                text = f"{panel.title} ({panel.note})" if panel.note else panel.title
+                most = int(plot.size[0] / 6.4)
+                text = text if len(text) <= most else text[: most - 1].rstrip() + "…"
+                cell.suptitle(text, x=10 / plot.size[0], ha="left", fontsize=10.5, weight="bold")
+                panel.draw(cell)
         stream = io.BytesIO()
-        imsave(stream, np.vstack(rows), format="png")
+        FigureCanvasAgg(figure).print_png(stream)
     return stream.getvalue()
+
+
+def _handle(key: Key) -> Any:
+    """What stands before a label of the legend."""
+
+    def dot(size: float, marker: str = "o", alpha: float = key.alpha) -> Line2D:
+        return Line2D(
+            [],
+            [],
+            color=light(key.colour),
+            marker=marker,
+            linestyle="none",
+            markersize=size,
+            alpha=alpha,
+            markeredgewidth=0,
+        )
+
+    match key.mark:
+        case "sizes":
+            return dot(2.5), dot(9)
+        case "ramp":
+            return tuple(dot(8, "s", alpha) for alpha in (0.15, 0.55, 1.0))
+        case "area":
+            return dot(8, "s")
+        case "dot":
+            return dot(6)
+        case "cross":
+            return Line2D(
+                [],
+                [],
+                color=light(key.colour),
+                marker="+",
+                linestyle="none",
+                markersize=9,
+                markeredgewidth=1.2,
+            )
+    dashes: Any = (0, tuple(float(part) for part in key.dashes.split())) if key.dashes else "-"
+    return Line2D([], [], color=light(key.colour), linestyle=dashes, alpha=key.alpha)

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,96 +11,33 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.report.canvas import Plot, to_png, to_svg
-from flowbnn_studies.report.figures import make_plot, study_colours
-from flowbnn_studies.report.files import write_file
-from flowbnn_studies.report.glossary import sources_of
-from flowbnn_studies.report.reading import load_results
-from flowbnn_studies.report.style import COLOURS, duration
-from flowbnn_studies.report.tables import compare_table, definitions, flatten, make_tables
+from flowbnn_studies.report.canvas import to_png, to_svg
+from flowbnn_studies.report.figures import make_plot
+from flowbnn_studies.report.reading import Source, load_results
+from flowbnn_studies.report.style import COLOURS, assign_colours, duration
+from flowbnn_studies.report.tables import (
+    best_numbers,
+    compare_table,
+    definitions,
+    flatten,
+    make_tables,
+    sentences,
+    sources_of,
+)
+from flowbnn_studies.report.text import write_file
 
-__all__ = ["save_figures", "write_report"]
+__all__ = ["page_colours", "save_figures", "write_report"]
 
-Source = Path | str | dict[str, Any]
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "study"
-
-
-def _figure(figure: dict[str, Any], plot: Plot, name: str, number: int) -> dict[str, Any]:
-    caption = " ".join(filter(None, (figure.get("caption") or "", plot.remark)))
-    groups = []
-    for index, group in enumerate(plot.groups):
-        panels = []
-        for place, panel in enumerate(group.panels):
-            words = [figure["title"], group.heading, panel.title, panel.note, caption]
-            alt = ". ".join(word.rstrip(". ") for word in words if word)
-            svg = to_svg(panel, plot.size, f"{name}-{index}-{place}", alt)
-            panels.append({"title": panel.title, "note": panel.note, "svg": Markup(svg)})
-        groups.append({"heading": group.heading, "note": group.note, "panels": panels})
-    return {
-        "number": number,
-        "title": figure["title"],
-        "caption": caption,
-        "groups": groups,
-        "keys": plot.keys,
-        "columns": plot.columns,
-        "width": plot.size[0],
-    }
+Data = dict[str, Any]
 
 
-def _created(text: str) -> str:
-    try:
-        return datetime.datetime.fromisoformat(text).strftime("%d %B %Y, %H:%M").lstrip("0")
-    except ValueError:
-        return text
-
-
-def _counts(results: dict[str, Any]) -> set[int]:
-    """How many seeds the rows have."""
-    cells = [cell for row in results["rows"] for cell in row["values"].values() if cell]
-    return {len(cell["per_seed"]) for cell in cells if cell.get("per_seed")}
-
-
-def _study(results: dict[str, Any], index: int, first: int) -> dict[str, Any]:
-    colours = study_colours(results)
-    figures = []
-    drawn: set[str] = set()
-    for place, figure in enumerate(results["figures"]):
-        plot = make_plot(figure, colours)
-        figures.append(_figure(figure, plot, f"s{index}f{place}", first + place))
-        if figure["kind"] in ("curves", "reliability", "field"):
-            drawn.update(item["label"] for item in figure["data"].get("models", []))
-            for panel in figure["data"].get("panels", []):
-                drawn.update(line["label"] for line in panel["lines"])
-    versions = [f"{name} {version}" for name, version in (results.get("versions") or {}).items()]
-    facts = [
-        ("Seeds", ", ".join(str(seed) for seed in results["seeds"])),
-        ("Time", duration(results["seconds"]) if results.get("seconds") is not None else ""),
-        ("Device", results.get("device") or ""),
-        ("Versions", ", ".join(versions)),
-        ("Run on", _created(results.get("created") or "")),
-    ]
-    return {
-        "anchor": f"study-{index + 1}-{_slug(results['study'])}",
-        "name": results["study"],
-        "title": results["title"],
-        "question": results["question"],
-        "answer": results["answer"].splitlines() or [""],
-        "source": results.get("source") or "",
-        "command": results.get("command") or "",
-        "facts": [(name, value) for name, value in facts if value],
-        "seeds": results["seeds"],
-        "trial": bool(results.get("trial")),
-        "uneven": len(_counts(results)) > 1,
-        "unfinished": any(row.get("unfinished") for row in results["rows"]),
-        "tables": make_tables(results, {label: name for label, name in colours.items() if label in drawn}),
-        "differences": compare_table(results),
-        "settings": flatten(results.get("settings") or {}),
-        "notes": results.get("notes") or [],
-        "figures": figures,
-    }
+def page_colours(studies: Sequence[Data]) -> dict[str, str]:
+    """One colour for each label of a row, the same in all tables and figures of the page; steps of a quantity have a ramp."""
+    colours = assign_colours(row["label"] for study in studies for row in study["rows"])
+    for study in studies:
+        own = assign_colours(row["label"] for row in study["rows"])
+        colours |= {label: colour for label, colour in own.items() if colour.startswith("step")}
+    return colours
 
 
 def write_report(results: Sequence[Source], out: Path | str) -> Path:
@@ -114,53 +51,103 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
 
     Returns:
         The path of the page.
-
-    Raises:
-        FlowBNNError: in one line, where a file cannot be read, lacks a field, or the page cannot be written.
     """
-    sources = [results] if isinstance(results, dict | str | Path) else list(results)
-    if not sources:
-        raise FlowBNNError("there are no results to report; run a study first")
-    checked = [load_results(source) for source in sources]
-    studies: list[dict[str, Any]] = []
-    first = 1
+    checked = [load_results(source) for source in results]
+    if not checked:
+        raise FlowBNNError("there are no results to report; run a study first", kind="file")
+    colours = page_colours(checked)
+    studies: list[Data] = []
     for index, one in enumerate(checked):
-        studies.append(_study(one, index, first))
-        first += len(one["figures"])
+        first = 1 + sum(len(study["figures"]) for study in studies)
+        studies.append(_study(one, index, first, colours))
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = (
-        resources.files("flowbnn_studies.report")
-        .joinpath("templates/report.html.j2")
-        .read_text(encoding="utf-8")
+        resources.files("flowbnn_studies.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     )
     html = environment.from_string(template).render(
-        studies=studies, colours=COLOURS, definitions=definitions, sources=sources_of(checked)
+        studies=studies, colours=COLOURS, sources=sources_of(checked)
     )
     path = Path(out)
-    if path.is_dir():
-        path = path / "report.html"
+    path = path / "report.html" if path.is_dir() else path
     write_file(path, html.encode("utf-8", errors="replace"))
     return path
 
 
 def save_figures(results: Sequence[Source], folder: Path | str) -> list[Path]:
-    """Write every figure of the studies as a PNG of its own, for a README or a paper.
-
-    Args:
-        results: as for :func:`write_report`.
-        folder: where to write ``<study>-<number>-<kind>.png``; made if it is not there.
-
-    Returns:
-        The paths, in the order of the figures.
-    """
-    sources = [results] if isinstance(results, dict | str | Path) else list(results)
+    """Write every figure of the studies as a PNG of its own, ``<study>-<number>-<kind>.png``, for a README or a paper."""
+    checked = [load_results(source) for source in results]
+    colours = page_colours(checked)
     paths: list[Path] = []
-    for one in [load_results(source) for source in sources]:
-        colours = study_colours(one)
+    for one in checked:
         for index, figure in enumerate(one["figures"], start=1):
-            path = Path(folder) / f"{_slug(one['study'])}-{index}-{figure['kind']}.png"
-            write_file(path, to_png(make_plot(figure, colours), figure["title"]))
-            paths.append(path)
+            paths.append(Path(folder) / f"{_slug(one['study'])}-{index}-{figure['kind']}.png")
+            write_file(paths[-1], to_png(make_plot(figure, colours), figure["title"]))
     return paths
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "study"
+
+
+def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) -> Data:
+    """What the template shows of one study; its figures are numbered from ``first``."""
+    seeds = {
+        len(cell.get("per_seed") or ()) for row in results["rows"] for cell in row["values"].values() if cell
+    }
+    tables = [table for table in make_tables(results, colours) if table.rows and table.columns]
+    facts = {
+        "Seeds": ", ".join(str(seed) for seed in results["seeds"]),
+        "Time": duration(results["seconds"]) if results.get("seconds") is not None else "",
+        "Device": results.get("device") or "",
+        "Versions": ", ".join(
+            f"{name} {version}" for name, version in (results.get("versions") or {}).items()
+        ),
+        "Run on": _date(results.get("created") or ""),
+    }
+    optional = {name: results.get(name) or "" for name in ("source", "command", "trial")}
+    return optional | {
+        "anchor": f"study-{index + 1}-{_slug(results['study'])}",
+        "name": results["study"],
+        "title": results["title"],
+        "question": results["question"],
+        "answer": sentences(results["answer"]),
+        "best": best_numbers(results),
+        "facts": {name: value for name, value in facts.items() if value},
+        "seeds": results["seeds"],
+        "uneven": len(seeds - {0}) > 1,
+        "unfinished": any(row.get("unfinished") for row in results["rows"]),
+        "tables": tables,
+        "meanings": definitions(column for table in tables for column in table.columns),
+        "differences": compare_table(results),
+        "settings": flatten(results.get("settings") or {}),
+        "notes": results.get("notes") or [],
+        "figures": [
+            _figure(figure, f"s{index}f{place}", first + place, colours)
+            for place, figure in enumerate(results["figures"])
+        ],
+    }
+
+
+def _figure(figure: Data, name: str, number: int, colours: Mapping[str, str]) -> Data:
+    plot = make_plot(figure, colours)
+    groups = []
+    for index, group in enumerate(plot.groups):
+        panels = []
+        for place, panel in enumerate(group.panels):
+            alt = ". ".join(
+                filter(None, (f"Figure {number}, {figure['title']}", group.heading, panel.title, panel.note))
+            )
+            svg = Markup(to_svg(panel, plot.size, f"{name}-{index}-{place}", alt))
+            panels.append({"title": panel.title, "note": panel.note, "svg": svg})
+        groups.append({"heading": group.heading, "panels": panels})
+    caption = figure.get("caption") or figure["title"]
+    return {"number": number, "title": figure["title"], "caption": caption, "groups": groups, "plot": plot}
+
+
+def _date(text: str) -> str:
+    try:
+        return datetime.datetime.fromisoformat(text).strftime("%d %B %Y, %H:%M").lstrip("0")
+    except ValueError:
+        return text

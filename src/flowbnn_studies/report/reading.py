@@ -1,74 +1,267 @@
-"""Finding and reading ``results.json``."""
+"""Finding and reading ``results.json``; what is wrong with one is said in one line that names the file and the field."""
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from flowbnn.errors import FlowBNNError
-from flowbnn_studies.report.schema import check_results
+import numpy as np
 
-__all__ = ["find_results", "load_results"]
+from flowbnn.errors import FlowBNNError, nearest
+
+__all__ = ["FIGURES", "SCHEMA", "find_results", "load_results"]
 
 FILE = "results.json"
+SCHEMA = 1
+Source = Path | str | dict[str, Any]
+
+# What a value must be: a type; a list of one shape; a dictionary of fields ("name?" may be missing or null); the dimensions of an array
+# (null for a gap); or in words: an array as long as a field beside it ("x", "edges-1"), a table ("y x"), "pairs", "increasing" numbers.
+_BINS = [{"low": float, "high": float, "confidence?": float, "accuracy?": float, "fraction": float}]
+_LINE = {"label": str, "x": 1, "mean": "x", "std?": "x", "style?": str, "like?": str}
+_NAMED = {"label": str, "value": float}
+_POINTS = {"x": 1, "y": "x"}
+_IMAGE = {"title": str, "pixels": (2, 3)}
+FIGURES: dict[str, Any] = {
+    "bands": {
+        "x_label?": str,
+        "span?": 1,
+        "truth?": _POINTS,
+        "panels": [
+            {
+                "title": str,
+                "note?": str,
+                "x": 1,
+                "mean": "x",
+                "epistemic": "x",
+                "total": "x",
+                "points": _POINTS,
+            }
+        ],
+    },
+    "bars": {"panels": [{"title": str, "x_label?": str, "bars": [_NAMED], "level?": float}]},
+    "curves": {
+        "x_label?": str,
+        "y_label?": str,
+        "columns?": int,
+        "baseline?": str,
+        "panels": [{"title": str, "y_label?": str, "better?": str, "lines": [_LINE], "levels?": [_NAMED]}],
+    },
+    "density": {
+        "panels": [{"title": str, "x": 1, "posterior": "x", "prior?": "x", "modes?": int}],
+        "pairs?": [
+            {
+                "title": str,
+                "x_label?": str,
+                "y_label?": str,
+                "x": "increasing",
+                "y": "increasing",
+                "density": "y x",
+            }
+        ],
+    },
+    "draws": {
+        "classes?": [str],
+        "images?": [_IMAGE],
+        "panels": [{"title": str, "sides": [{"note?": str, "samples": (2,)}]}],
+    },
+    "field": {
+        "seed?": int,
+        "models": [
+            {
+                "label": str,
+                "accuracy?": float,
+                "ece?": float,
+                "points": "pairs",
+                "point_class": "points",
+                "grid": "pairs",
+            }
+            | {"grid_class": "grid", "grid_uncertainty?": "grid", "bins": _BINS}
+        ],
+    },
+    "histogram": {
+        "x_label?": str,
+        "panels": [{"title": str, "groups": [{"label": str, "edges": 1, "fraction": "edges-1"}]}],
+    },
+    "images": {"panels": [_IMAGE | {"bars?": [{"label": str, "value?": float}]}]},
+    "map": {
+        "label?": str,
+        "top?": float,
+        "x?": 1,
+        "y?": 1,
+        "points?": "pairs",
+        "point_class?": "points",
+        "ring?": float,
+        "panels": [{"title": str, "note?": str, "values": (2,)}],
+    },
+    "pareto": {
+        "panels": [
+            {"title": str, "x_label?": str, "y_label?": str}
+            | {"items": [{"label": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}]}
+        ]
+    },
+    "reliability": {"models": [{"label": str, "ece?": float, "bins": _BINS}]},
+}
+_VALUE = {"mean?": float, "std?": float, "per_seed?": 1, "published?": float}
+_RESULTS: dict[str, Any] = {
+    "study": str,
+    "title": str,
+    "question": str,
+    "answer": str,
+    "source?": str,
+    "command?": str,
+    "created?": str,
+    "seconds?": float,
+    "device?": str,
+    "versions?": dict,
+    "settings?": dict,
+    "seeds": list,
+    "metrics": [
+        {"key": str, "label": str, "format?": str, "better?": str, "definition?": str, "group?": str}
+    ],
+    "rows": [
+        {"key": str, "label": str, "values": dict, "cited?": str, "reference?": str, "unfinished?": str}
+    ],
+    "comparisons?": [
+        {"title": str, "metric": str, "mean": float, "low?": float, "high?": float, "p?": float}
+    ],
+    "headline?": [str],
+    "trial?": str,
+    "figures": [{"kind": str, "title": str, "caption?": str, "data": dict}],
+    "notes?": [str],
+}
+_WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object", list: "a list"}
 
 
-def load_results(source: Path | str | dict[str, Any]) -> dict[str, Any]:
+def load_results(source: Source) -> dict[str, Any]:
     """Read and check one study's results: a file, the folder that holds it, or the dictionary itself.
-
-    Args:
-        source: what to read; a dictionary is only checked.
-
-    Raises:
-        FlowBNNError: in one line, where the file is missing, is no JSON, is of another schema or lacks a field.
 
     >>> load_results({"schema": 7})
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: results has schema 7, but this flowbnn reads schema 1; run the study again
     """
     if isinstance(source, dict):
-        return check_results(source, str(source.get("study") or "results"))
+        return _checked(source, str(source.get("study") or "results"))
     path = Path(source)
     if path.is_dir():
         path = path / FILE
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FlowBNNError(f"there is no {path}; run a study first") from None
+        return _checked(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
-        raise FlowBNNError(f"cannot read {path}: {error.strerror or error}") from None
+        raise FlowBNNError(
+            f"cannot read {path}: {error.strerror or error}; run a study first", kind="file"
+        ) from None
+    except FlowBNNError:
+        raise
     except (ValueError, RecursionError) as error:
-        detail = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-        raise FlowBNNError(f"{path} is no valid JSON{detail}; delete it and run the study again") from None
-    return check_results(results, str(path))
+        line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise FlowBNNError(
+            f"{path} is not valid JSON{line}; delete it and run the study again", kind="file"
+        ) from None
 
 
 def find_results(folder: Path | str) -> list[Path]:
     """Every ``results.json`` in the folder itself or in one of its immediate subfolders, by name; or the file itself, if it is one.
 
-    Each one is read and checked, so that what comes back can be drawn.
-
-    Raises:
-        FlowBNNError: in one line, where there is none or one of them is unusable.
-
     >>> find_results("no-such-folder")
     Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: there is no folder no-such-folder; give the folder a study wrote to
+    flowbnn.errors.FlowBNNError: no results.json in no-such-folder or its subfolders; run a study with this output folder first
     """
     root = Path(folder)
-    if root.is_file():
-        load_results(root)
-        return [root]
-    if not root.is_dir():
-        raise FlowBNNError(f"there is no folder {root}; give the folder a study wrote to")
-    try:
-        paths = [root / FILE, *sorted(child / FILE for child in root.iterdir() if child.is_dir())]
-        found = [path for path in paths if path.is_file()]
-    except OSError as error:
-        raise FlowBNNError(f"cannot read {root}: {error.strerror or error}") from None
+    found = (
+        [root]
+        if root.is_file()
+        else [path for path in (root / FILE, *sorted(root.glob(f"*/{FILE}"))) if path.is_file()]
+    )
     if not found:
         raise FlowBNNError(
-            f"no {FILE} in {root} or its subfolders; run a study with this output folder first"
+            f"no {FILE} in {root} or its subfolders; run a study with this output folder first", kind="file"
         )
-    for path in found:
-        load_results(path)
     return found
+
+
+def _checked(results: Any, origin: str) -> dict[str, Any]:
+    """The results, unchanged, if they have the shape that the report draws."""
+    if not isinstance(results, dict):
+        _refuse(origin, "should hold one JSON object")
+    if results.get("schema") != SCHEMA:
+        _refuse(
+            origin,
+            f"has schema {results.get('schema')!r}, but this flowbnn reads schema {SCHEMA}; run the study again",
+        )
+    _check(results, _RESULTS, origin, {})
+    for index, metric in enumerate(results["metrics"]):
+        if not re.fullmatch(r"[+,]?(\.\d{1,2})?[efg%]", metric.get("format") or ".3f"):
+            _refuse(
+                f"{origin}.metrics[{index}].format",
+                f"is {metric['format']!r}; write one like '.3f', '.2e' or '.1%'",
+            )
+    for index, row in enumerate(results["rows"]):
+        for key, value in row["values"].items():
+            if value is not None:
+                _check(value, _VALUE, f"{origin}.rows[{index}].values.{key}", {})
+    for index, figure in enumerate(results["figures"]):
+        where, data = f"{origin}.figures[{index}]", figure["data"]
+        if figure["kind"] not in FIGURES:
+            _refuse(f"{where}.kind", f"'{figure['kind']}' is unknown{nearest(figure['kind'], FIGURES)}")
+        _check(data, FIGURES[figure["kind"]], f"{where}.data", {})
+        for place, panel in enumerate(data["panels"] if figure["kind"] == "map" else []):
+            if _shape(panel["values"]) != (len(data.get("y") or []), len(data.get("x") or [])):
+                _refuse(
+                    f"{where}.data.panels[{place}].values",
+                    "should have a row for each y and a column for each x of the map",
+                )
+    return results
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise FlowBNNError(f"{where} {problem}", kind="results", field=where)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of nested lists of numbers; none where they are no array."""
+    try:
+        return np.array(value, dtype=np.float64).shape
+    except (TypeError, ValueError, OverflowError):
+        return ()
+
+
+def _check(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
+    match shape:
+        case type():
+            wanted = int | float if shape in (int, float) else shape
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                _refuse(where, f"should be {_WORDS[shape]}, not {type(value).__name__}")
+        case dict():
+            if not isinstance(value, dict):
+                _refuse(where, f"should be an object with fields {', '.join(shape)}")
+            for field, inner in shape.items():
+                name = field.removesuffix("?")
+                if value.get(name) is not None:
+                    _check(value[name], inner, f"{where}.{name}", value)
+                elif name == field:
+                    _refuse(where, f"lacks the field '{name}'")
+        case list():
+            if not isinstance(value, list):
+                _refuse(where, "should be a list")
+            for index, item in enumerate(value):
+                _check(item, shape[0], f"{where}[{index}]", {})
+        case _:
+            _check_array(value, shape, where, beside)
+
+
+def _check_array(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
+    found = _shape(value)
+    dimensions = shape if isinstance(shape, tuple) else (2 if shape in ("pairs", "y x") else 1,)
+    if len(found) not in dimensions and found != (0,):
+        depth = " or ".join(str(number) for number in dimensions)
+        _refuse(where, f"should be numbers in a list of depth {depth}, rows of equal length")
+    if shape == "pairs" and found != (0,) and found[1] != 2:
+        _refuse(where, "should be a list of [x, y]")
+    if shape == "increasing" and (found[0] < 2 or not np.all(np.diff(np.array(value, float)) > 0)):
+        _refuse(where, "should be a grid of at least two increasing numbers")
+    if shape == "y x" and found != (len(beside["y"]), len(beside["x"])):
+        _refuse(where, f"should have {len(beside['y'])} rows (y) of {len(beside['x'])} (x)")
+    name, _, less = shape.partition("-") if isinstance(shape, str) else ("", "", "")
+    if name in beside and found[0] != (wanted := len(beside[name]) - int(less or 0)):
+        _refuse(where, f"has {found[0]} values, but {wanted} go with its {name}")

@@ -1,17 +1,27 @@
-"""Colours, fonts and numbers: everything that decides how the report looks, in one place."""
+"""How the report looks: colours, fonts, and how numbers are written. No other file names a colour by its code."""
 
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from flowbnn_studies.report.methods import method_of
+__all__ = [
+    "CLASSES",
+    "COLOURS",
+    "KINDS",
+    "RC",
+    "Kind",
+    "assign_colours",
+    "decimal",
+    "duration",
+    "kind_of",
+    "light",
+    "tick",
+]
 
-__all__ = ["COLOURS", "RC", "assign_colours", "decimal", "duration", "light", "tick"]
-
-# Each name is a custom property of the page: (light scheme, dark scheme). The figures are drawn in the light
-# value and the page swaps it for the name, so that a figure follows the reader's scheme. Hues are those of
-# Okabe & Ito (2008), the brightest darkened until they stand out on white.
+# Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value and the page replaces it
+# by the name, so that a figure follows the reader's scheme. Hues are those of Okabe and Ito (2008), darkened to stand out on white.
 COLOURS: dict[str, tuple[str, str]] = {
     "ink": ("#20242c", "#e9ebef"),
     "muted": ("#5f6673", "#a7aebb"),
@@ -20,17 +30,23 @@ COLOURS: dict[str, tuple[str, str]] = {
     "surface": ("#fefefe", "#1a1e25"),
     "page": ("#f6f7f9", "#12151a"),
     "accent": ("#00619a", "#5cb5ee"),
-    "blue": ("#0072b2", "#4fabe6"),
-    "vermillion": ("#d55e00", "#f4813a"),
-    "green": ("#009e73", "#30c79c"),
-    "purple": ("#c0609a", "#e39cc4"),
-    "amber": ("#c78500", "#f0b23c"),
-    "sky": ("#3b9fd6", "#8fd0f7"),
+    # methods
     "slate": ("#6b7280", "#98a1b0"),
-    "violet": ("#7a52b8", "#a98be0"),
     "brown": ("#8a5a3c", "#c8966f"),
+    "vermillion": ("#d55e00", "#f4813a"),
+    "blue": ("#0072b2", "#4fabe6"),
+    "purple": ("#c0609a", "#e39cc4"),
+    "green": ("#009e73", "#30c79c"),
     "olive": ("#7c8500", "#bcc64a"),
     "crimson": ("#a6163a", "#f2617c"),
+    "amber": ("#c78500", "#f0b23c"),
+    "violet": ("#7a52b8", "#a98be0"),
+    # what is no method: classes of points, heat maps
+    "navy": ("#2b4a7f", "#86a8e0"),
+    "sand": ("#b58f4e", "#dcbd85"),
+    "sky": ("#3b9fd6", "#8fd0f7"),
+    "teal": ("#17808a", "#4fc4cd"),
+    # steps of one quantity
     "step1": ("#440154", "#3e4a89"),
     "step2": ("#433e85", "#31688e"),
     "step3": ("#30678d", "#26828e"),
@@ -40,23 +56,34 @@ COLOURS: dict[str, tuple[str, str]] = {
     "step7": ("#b3b410", "#b5de2b"),
     "step8": ("#c9a227", "#fde725"),
 }
-MODELS = (
-    "blue",
-    "vermillion",
-    "green",
-    "purple",
-    "amber",
-    "sky",
-    "slate",
-    "violet",
-    "brown",
-    "olive",
-    "crimson",
-)
-GROUPS = ("slate", "amber", "green", "purple", "blue", "vermillion")
+CLASSES = ("sand", "navy", "teal", "sky")
 STEPS = tuple(f"step{number}" for number in range(1, 9))
 
-# For matplotlib's rc_context: one point is one pixel of the page, because figures are saved at 72 dots an inch.
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of method: its name in a legend, its colour on every page, and the words by which a label is recognised."""
+
+    name: str
+    colour: str
+    words: str
+
+
+# The first that matches counts: "multiplicative flows" are variational weights, so they come before flow noise.
+KINDS = (
+    Kind("variational weights", "crimson", r"backprop|multiplicative|\bmnf\b"),
+    Kind("Laplace", "amber", r"\blaplace\b"),
+    Kind("ensembles", "olive", r"\bensemble|\bswag\b"),
+    Kind("Markov chains", "violet", r"\bsgld\b|\bhmc\b|\bnuts\b"),
+    Kind("one network, trained as long", "brown", r"trained (as long|longer)"),
+    Kind("dropout", "green", r"\bdropout\b"),
+    Kind("mixture noise", "purple", r"\bmixture\b|\bcomponents\b"),
+    Kind("Gaussian noise", "blue", r"\bgaussian\b|\bno flow\b"),
+    Kind("flow noise", "vermillion", r"\bflows?\b|\bplanar\b|\bstochastic\b"),
+    Kind("one network", "slate", r"\bplain\b|maximum likelihood|\bmle\b|\bmap\b|\btemperature\b|\bsgd\b"),
+)
+
+# For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.
 RC: dict[str, Any] = {
     "figure.dpi": 72,
     "figure.facecolor": "none",
@@ -71,14 +98,16 @@ RC: dict[str, Any] = {
     "axes.edgecolor": COLOURS["faint"][0],
     "axes.labelcolor": COLOURS["muted"][0],
     "axes.labelsize": 10.5,
-    "axes.titlesize": 10.5,
+    "axes.titlesize": 10,
+    "axes.titlecolor": COLOURS["muted"][0],
+    "axes.titlelocation": "left",
+    "axes.titlepad": 5,
     "axes.linewidth": 0.9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "axes.unicode_minus": True,
     "grid.color": COLOURS["line"][0],
     "grid.linewidth": 0.9,
     "xtick.color": COLOURS["faint"][0],
@@ -89,8 +118,6 @@ RC: dict[str, Any] = {
     "ytick.labelsize": 10,
     "xtick.major.size": 3,
     "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
@@ -100,7 +127,7 @@ RC: dict[str, Any] = {
 
 
 def light(name: str) -> str:
-    """The colour that figures are drawn in.
+    """The code of the colour that figures are drawn in.
 
     >>> light("blue")
     '#0072b2'
@@ -108,32 +135,40 @@ def light(name: str) -> str:
     return COLOURS[name][0]
 
 
-def _are_steps(labels: list[str]) -> bool:
-    """Whether the labels differ only in a number, as 'Length 0', 'Length 3' do."""
-    without = {re.sub(r"\d+(\.\d+)?", "", label).strip().lower() for label in labels}
-    numbers = [re.findall(r"\d+(?:\.\d+)?", label) for label in labels]
-    return len(labels) > 2 and len(without) == 1 and all(len(found) == 1 for found in numbers)
+def kind_of(label: str) -> Kind | None:
+    """The kind of method that a label names, if it names one.
+
+    >>> [kind_of(label).name for label in ("Best: flow noise, channel", "Multiplicative flows", "Plain MLP, trained as long")]
+    ['flow noise', 'variational weights', 'one network, trained as long']
+    >>> kind_of("Length 3")
+    """
+    return next((kind for kind in KINDS if re.search(kind.words, label, re.IGNORECASE)), None)
 
 
-def assign_colours(labels: Iterable[str], groups: bool = False) -> dict[str, str]:
-    """A colour name for each label: a ramp where the labels are steps of one quantity, else the method's own, else hues in order.
+def assign_colours(labels: Iterable[str]) -> dict[str, str]:
+    """A colour for each label: a ramp where the labels differ only in a number, else that of the method, else hues in order.
 
     >>> assign_colours(["flow noise", "Gaussian noise", "mine", "yours"])
-    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'green', 'yours': 'purple'}
+    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'teal', 'yours': 'navy'}
     >>> list(assign_colours(["length 0", "length 6", "length 12"]).values())
     ['step1', 'step4', 'step6']
     """
-    unique = list(dict.fromkeys(labels))
-    if _are_steps(unique) and len(unique) <= len(STEPS):
-        last = 5.0 if len(unique) <= 6 else 7.0
-        places = [round(last * index / (len(unique) - 1) + 1e-9) for index in range(len(unique))]
-        return {label: STEPS[place] for label, place in zip(unique, places, strict=True)}
-    if groups:
-        return {label: GROUPS[index % len(GROUPS)] for index, label in enumerate(unique)}
-    own = {label: kind.colour for label in unique if (kind := method_of(label))}
-    hues = [hue for hue in MODELS if hue not in own.values()] or list(MODELS)
-    rest = [label for label in unique if label not in own]
-    return {label: own[label] if label in own else hues[rest.index(label) % len(hues)] for label in unique}
+    labels = list(dict.fromkeys(labels))
+    stems = {re.sub(r"\d+(\.\d+)?", "#", label) for label in labels}
+    if 2 < len(labels) <= len(STEPS) and len(stems) == 1 and stems.pop().count("#") == 1:
+        last = 5.0 if len(labels) <= 6 else 7.0
+        places = [round(last * index / (len(labels) - 1) + 1e-9) for index in range(len(labels))]
+        return {label: STEPS[place] for label, place in zip(labels, places, strict=True)}
+    known = {label: kind.colour for label in labels if (kind := kind_of(label))}
+    hues = (
+        "teal",
+        "navy",
+        "sand",
+        "sky",
+        *(kind.colour for kind in KINDS if kind.colour not in known.values()),
+    )
+    others = [label for label in labels if label not in known]
+    return {label: known.get(label) or hues[others.index(label) % len(hues)] for label in labels}
 
 
 def decimal(value: object, form: str = ".3f") -> str:
@@ -162,17 +197,15 @@ def tick(value: float, _position: object = None) -> str:
     return text.replace("-", "−")
 
 
-def duration(seconds: object) -> str:
+def duration(seconds: float) -> str:
     """Seconds in the units a person would use.
 
     >>> duration(7.26), duration(83), duration(7320)
     ('7.3 s', '1 min 23 s', '2 h 2 min')
     """
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not math.isfinite(seconds):
         return "–"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,27 +1,129 @@
-"""The numbers of a study, as strings laid out for the page."""
+"""The numbers of a study, laid out for a table; and what a reader must know to read them: terms, and the sources that are cited."""
 
 import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowbnn_studies.report.glossary import explain
 from flowbnn_studies.report.style import decimal
 
 __all__ = [
+    "SOURCES",
+    "TERMS",
     "Cell",
     "Column",
     "Difference",
     "Row",
     "Table",
+    "best_numbers",
     "compare_table",
     "definitions",
+    "explain",
     "flatten",
-    "make_table",
+    "headline_metrics",
     "make_tables",
     "row_name",
+    "sentences",
+    "sources_of",
 ]
 
+Data = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
+HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")
+
+TERMS = {
+    "NLL*": "How little the network trusts its own answer: minus the logarithm of the probability of the likeliest class, after the "
+    "probabilities of all sampled networks are averaged. 0 when it is certain, log K when all K classes are equally likely. The star "
+    "says that no true label is needed: plain NLL takes the probability of the right class instead.",
+    "entropy*": "How spread out the averaged answer is: average the probabilities of all sampled networks, then take the entropy "
+    "−Σ p log p over the classes, in nats. 0 when one class has all the probability, log K when all K classes are equally likely. The "
+    "star says that it is that of the average, not of one network.",
+    "total variance": "How much the sampled networks disagree: the variance of each class's probability over the sampled networks, "
+    "summed over the classes. 0 when all of them say the same; a single network has none.",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that results cite: ``name`` is what they call it, ``link`` is empty where none is known."""
+
+    name: str
+    author: str
+    title: str
+    link: str = ""
+
+
+SOURCES = (
+    Source(
+        "Xiong's report",
+        "Weijiang Xiong (supervisor: Markus Heinonen)",
+        "Normalizing Flows for Implicit Bayesian Neural Networks (project report)",
+    ),
+    Source(
+        "Ahn and Lee's lecture",
+        "Sungsoo Ahn and Kimin Lee",
+        "Bayesian Deep Learning (slides of lecture 8 of KAIST's EE807, Recent Advances in Deep Learning)",
+    ),
+    Source(
+        "Ravenda's report",
+        "Federico Ravenda",
+        "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)",
+    ),
+    Source(
+        "Trinh et al. 2020",
+        "Trung Trinh, Samuel Kaski and Markus Heinonen",
+        "Scalable Bayesian neural networks by layer-wise input augmentation (2020)",
+        "https://arxiv.org/abs/2010.13498",
+    ),
+    Source(
+        "Blundell et al. 2015",
+        "Charles Blundell, Julien Cornebise, Koray Kavukcuoglu and Daan Wierstra",
+        "Weight Uncertainty in Neural Networks (2015)",
+        "https://arxiv.org/abs/1505.05424",
+    ),
+)
+
+
+def explain(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """The terms that occur in some labels or sentences, each with its meaning.
+
+    >>> [term for term, _ in explain(["AUROC, entropy*", "Mean NLL of the right class"])]
+    ['entropy*']
+    """
+    text = "\n".join(texts).lower()
+    return [(term, meaning) for term, meaning in TERMS.items() if term.lower() in text]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int | float)):
+        for part in value:
+            yield from _texts(part)
+
+
+def sources_of(results: Iterable[Data]) -> list[Source]:
+    """The sources whose author is named anywhere in the results, in the order of :data:`SOURCES`.
+
+    >>> [source.name for source in sources_of([{"source": "Ravenda's report, figure 6", "notes": ["As Trinh et al. do"]}])]
+    ["Ravenda's report", 'Trinh et al. 2020']
+    """
+    text = "\n".join(line for one in results for line in _texts(one))
+    return [source for source in SOURCES if source.name.split("'")[0].split(" et al")[0] in text]
+
+
+def sentences(text: str) -> list[str]:
+    """The lines of an answer; one line is split into its sentences.
+
+    >>> sentences("Yes: 0.95 vs. 0.94 (p 0.05). But longer training does it, too. No more.")
+    ['Yes: 0.95 vs. 0.94 (p 0.05).', 'But longer training does it, too.', 'No more.']
+    """
+    lines = text.splitlines() or [""]
+    return lines if len(lines) > 1 else re.split(r"(?<=[.!?]) (?=[A-Z])", lines[0])
 
 
 @dataclass(frozen=True)
@@ -56,15 +158,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The whole table; ``spread`` and ``published`` say whether any cell has a ± and a published value."""
+    """The metrics of one group; ``spread`` and ``published`` say whether any cell has a ± and a published value."""
 
+    group: str
     columns: list[Column]
     rows: list[Row]
-    spread: bool
-    published: bool
+
+    @property
+    def spread(self) -> bool:
+        return any(cell.std for row in self.rows for cell in row.cells)
+
+    @property
+    def published(self) -> bool:
+        return any(cell.published for row in self.rows for cell in row.cells)
 
 
-def row_name(row: dict[str, Any]) -> str:
+def row_name(row: Data) -> str:
     """What a table calls a row: its label, and how far it is where seeds are missing that the others have.
 
     >>> row_name({"label": "Flow noise"}), row_name({"label": "Flow noise", "unfinished": "1 of 5 seeds"})
@@ -77,18 +186,125 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _best(means: list[Any], better: str, form: str) -> set[str]:
-    """The text of the best mean: rows that read the same share the mark."""
-    finite = [mean for mean in means if _finite(mean)]
-    texts = {format(mean, form) for mean in finite}
-    if better not in ARROWS or len(texts) < 2:
-        return set()
-    return {format(max(finite) if better == "higher" else min(finite), form)}
+def _form(metric: Data) -> str:
+    return metric.get("format") or ".3f"
+
+
+def _best(results: Data, metric: Data) -> list[Data]:
+    """The rows with the best mean of a metric: all that read the same; none where nothing is better than another.
+
+    Published rows, references such as the true probabilities, unfinished rows and trial runs do not compete.
+    """
+    if metric.get("better") not in ARROWS or results.get("trial"):
+        return []
+    means: dict[int, Any] = {}
+    for place, row in enumerate(results["rows"]):
+        mean = (row["values"].get(metric["key"]) or {}).get("mean")
+        if _finite(mean) and not (row.get("cited") or row.get("reference") or row.get("unfinished")):
+            means[place] = mean
+    if len({format(mean, _form(metric)) for mean in means.values()}) < 2:
+        return []
+    best = format((max if metric["better"] == "higher" else min)(means.values()), _form(metric))
+    return [results["rows"][place] for place, mean in means.items() if format(mean, _form(metric)) == best]
+
+
+def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list[Table]:
+    """Rows by metrics, one table for each group of metrics: mean ± standard deviation over seeds, the published value, the best.
+
+    Rows that are ``cited`` have published values alone, which stand in the place of the mean. Rows without any value of a group are
+    left out of its table.
+
+    >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
+    >>> (table,) = make_tables({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
+    ...                         "rows": [{"label": "Plain", "values": {"ece": cell}}]})
+    >>> table.rows[0].cells[0]
+    Cell(mean='0.031', std='0.004', published='0.094', best=False, per_seed=['0.028', '0.034'])
+    """
+    groups: dict[str, list[Data]] = {}
+    for metric in results["metrics"]:
+        groups.setdefault(metric.get("group") or "", []).append(metric)
+    tables = []
+    for group, metrics in groups.items():
+        columns = [
+            Column(
+                metric["label"],
+                *ARROWS.get(metric.get("better") or "", ("", "")),
+                metric.get("definition") or "",
+            )
+            for metric in metrics
+        ]
+        best = [_best(results, metric) for metric in metrics]
+        rows = []
+        for row in results["rows"]:
+            values = [row["values"].get(metric["key"]) or {} for metric in metrics]
+            if len(groups) == 1 or any(values):
+                cells = [
+                    _cell(value, metric, row, len(results["seeds"]), any(row is one for one in winners))
+                    for value, metric, winners in zip(values, metrics, best, strict=True)
+                ]
+                rows.append(Row(row_name(row), (colours or {}).get(row["label"], ""), cells))
+        tables.append(Table(group, columns, rows))
+    return tables
+
+
+def _cell(value: Data, metric: Data, row: Data, seeds: int, best: bool) -> Cell:
+    form, per_seed = _form(metric), value.get("per_seed") or []
+    if row.get("cited"):
+        return Cell(decimal(value.get("published"), form), "", "", False, [])
+    spread = _finite(value.get("std")) and _finite(value.get("mean")) and seeds > 1 and len(per_seed) != 1
+    return Cell(
+        decimal(value.get("mean"), form),
+        decimal(value["std"], form.lstrip("+")) if spread else "",
+        decimal(value["published"], form) if _finite(value.get("published")) else "",
+        best,
+        [decimal(item, form) for item in per_seed],
+    )
+
+
+def headline_metrics(results: Data) -> list[Data]:
+    """The metrics to show first: those that the study names as its ``headline``, or the usual ones."""
+    names = list(results.get("headline") or HEADLINE)
+    chosen = [metric for metric in results["metrics"] if metric["key"] in names]
+    return (
+        sorted(chosen, key=lambda metric: names.index(metric["key"])) if results.get("headline") else chosen
+    )
+
+
+def best_numbers(results: Data, most: int = 4) -> list[tuple[str, str, str]]:
+    """For the first few headline metrics: the name, the best mean, and whose it is."""
+    metrics = headline_metrics(results)
+    if not any(metric.get("better") in ARROWS for metric in metrics):
+        metrics = results["metrics"]
+    found = []
+    for metric in metrics:
+        if rows := _best(results, metric):
+            others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            mean = decimal(rows[0]["values"][metric["key"]]["mean"], _form(metric))
+            found.append((metric["label"], mean, rows[0]["label"] + others))
+    return found[:most]
+
+
+def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
+    """What the columns mean, after the terms that they use; those that share their words stand together.
+
+    >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
+    >>> [([column.label for column in named], text) for named, text in definitions(some)]
+    [(['NLL', 'ECE'], 'Of both.')]
+    """
+    named: dict[str, list[Column]] = {}
+    for column in columns:
+        if column.definition and column not in named.setdefault(column.definition, []):
+            named[column.definition].append(column)
+    texts = [
+        text for group in named.values() for column in group for text in (column.label, column.definition)
+    ]
+    terms = [([Column(term, "", "", meaning)], meaning) for term, meaning in explain(texts)]
+    return [*terms, *((group, text) for text, group in named.items())]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One paired comparison: the difference, its interval and p-value, and whether the interval leaves out nought."""
+    """One paired comparison: the difference, its interval and p-value, and whether the interval excludes zero."""
 
     mean: str
     span: str
@@ -96,135 +312,59 @@ class Difference:
     clear: bool
 
 
-def make_tables(results: dict[str, Any], colours: dict[str, str]) -> list[tuple[str, Table]]:
-    """One table for each group of metrics, under its name; rows that have none of a group's values are left out there."""
-    groups = dict.fromkeys(metric.get("group") or "" for metric in results["metrics"])
-    found = []
-    for group in groups:
-        metrics = [metric for metric in results["metrics"] if (metric.get("group") or "") == group]
-        keys = {metric["key"] for metric in metrics}
-        rows = results["rows"]
-        if len(groups) > 1:
-            rows = [row for row in rows if any(row["values"].get(key) for key in keys)]
-        found.append((group, make_table({**results, "metrics": metrics, "rows": rows}, colours)))
-    return found
-
-
-def definitions(columns: list[Column]) -> list[tuple[list[Column], str]]:
-    """What the columns mean, after the terms that they use; those that share their words stand together.
-
-    >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
-    >>> [([column.label for column in found], text) for found, text in definitions(some)]
-    [(['NLL', 'ECE'], 'Of both.')]
-    """
-    found: dict[str, list[Column]] = {}
-    for column in columns:
-        if column.definition:
-            found.setdefault(column.definition, []).append(column)
-    words = [word for column in columns for word in (column.label, column.definition)]
-    terms = [([Column(term, "", "", meaning)], meaning) for term, meaning in explain(words)]
-    return [*terms, *((some, text) for text, some in found.items())]
-
-
-def compare_table(
-    results: dict[str, Any],
-) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
+def compare_table(results: Data) -> tuple[list[str], list[tuple[str, list[Difference | None]]]] | None:
     """Paired comparisons by metrics: heads, and rows of a title and its cells; None where there are none."""
-    given = results.get("comparisons") or []
-    if not given:
-        return None
-    metrics = [m for m in results["metrics"] if any(one["metric"] == m["key"] for one in given)]
-    titles = dict.fromkeys(one["title"] for one in given)
-    cells = {(one["title"], one["metric"]): one for one in given}
+    comparisons = results.get("comparisons") or []
+    by_place = {(one["title"], one["metric"]): one for one in comparisons}
+    metrics = [metric for metric in results["metrics"] if any(metric["key"] == key for _, key in by_place)]
 
-    def cell(title: str, metric: dict[str, Any]) -> Difference | None:
-        one = cells.get((title, metric["key"]))
+    def cell(one: Data | None, form: str) -> Difference | None:
         if one is None:
             return None
-        form = "+" + (metric.get("format") or ".3f").lstrip("+")
         low, high = one.get("low"), one.get("high")
         known = _finite(low) and _finite(high)
         return Difference(
             decimal(one["mean"], form),
             f"{decimal(low, form)} to {decimal(high, form)}" if known else "",
             f"p {one['p']:.2g}" if _finite(one.get("p")) else "",
-            known and (low > 0 or high < 0),
+            known and bool(low > 0 or high < 0),  # type: ignore[operator]
         )
 
-    heads = [f"{m['label']} {ARROWS.get(m.get('better') or '', ('', ''))[0]}".strip() for m in metrics]
-    return heads, [(title, [cell(title, metric) for metric in metrics]) for title in titles]
-
-
-def make_table(results: dict[str, Any], colours: dict[str, str]) -> Table:
-    """Rows by metrics: mean ± standard deviation over seeds, the published value, and the best of each column.
-
-    Rows that are ``cited`` have published values alone, which stand in the place of the mean; ones that are ``unfinished`` are the
-    best of nothing.
-
-    >>> cell = {"mean": 0.0312, "std": 0.004, "per_seed": [0.028, 0.034], "published": 0.094}
-    >>> table = make_table({"seeds": [0, 1], "metrics": [{"key": "ece", "label": "ECE", "better": "lower"}],
-    ...                     "rows": [{"label": "Plain", "values": {"ece": cell}}]}, {})
-    >>> table.rows[0].cells[0]
-    Cell(mean='0.031', std='0.004', published='0.094', best=False, per_seed=['0.028', '0.034'])
-    """
-    columns, by_row = [], [[] for _ in results["rows"]]  # type: ignore[var-annotated]
-    for metric in results["metrics"]:
-        form = metric.get("format") or ".3f"
-        better = metric.get("better") or "none"
-        arrow, direction = ARROWS.get(better, ("", ""))
-        columns.append(Column(metric["label"], arrow, direction, metric.get("definition") or ""))
-        values = [row["values"].get(metric["key"]) or {} for row in results["rows"]]
-        # the best of numbers that mean nothing is nothing
-        finished = [
-            value for value, row in zip(values, results["rows"], strict=True) if not row.get("unfinished")
-        ]
-        best = (
-            set() if results.get("trial") else _best([value.get("mean") for value in finished], better, form)
-        )
-        for cells, value, row in zip(by_row, values, results["rows"], strict=True):
-            if row.get("cited"):
-                cells.append(Cell(decimal(value.get("published"), form), "", "", False, []))
-                continue
-            mean, std, published = value.get("mean"), value.get("std"), value.get("published")
-            seeds = value.get("per_seed") or []
-            single = len(seeds) == 1 or len(results["seeds"]) == 1
-            cells.append(
-                Cell(
-                    decimal(mean, form),
-                    decimal(std, form.lstrip("+")) if _finite(std) and _finite(mean) and not single else "",
-                    decimal(published, form) if _finite(published) else "",
-                    _finite(mean) and format(mean, form) in best and not row.get("unfinished"),
-                    [decimal(item, form) for item in seeds],
-                )
-            )
-    rows = [
-        Row(row_name(row), colours.get(row["label"], ""), cells)
-        for row, cells in zip(results["rows"], by_row, strict=True)
+    heads = [
+        f"{metric['label']} {ARROWS.get(metric.get('better') or '', ('', ''))[0]}".strip()
+        for metric in metrics
     ]
-    every = [cell for row in rows for cell in row.cells]
-    return Table(columns, rows, any(cell.std for cell in every), any(cell.published for cell in every))
+    rows = [
+        (
+            title,
+            [
+                cell(by_place.get((title, metric["key"])), "+" + _form(metric).lstrip("+"))
+                for metric in metrics
+            ],
+        )
+        for title in dict.fromkeys(title for title, _ in by_place)
+    ]
+    return (heads, rows) if comparisons else None
 
 
-def flatten(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(settings: Data, prefix: str = "") -> list[tuple[str, str]]:
     """Nested settings as (dotted name, value) lines.
 
     >>> flatten({"train": {"epochs": 20, "rates": [0.1, 0.2]}, "site": None})
     [('train.epochs', '20'), ('train.rates', '0.1, 0.2'), ('site', '–')]
     """
+
+    def plain(value: object) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, list):
+            return ", ".join(plain(item) for item in value) or "–"
+        return (
+            decimal(value, ".6g") if isinstance(value, float) else "–" if value in (None, {}) else str(value)
+        )
+
     lines = []
     for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            lines += flatten(value, f"{prefix}{name}.")
-        else:
-            lines.append((f"{prefix}{name}", _plain(value)))
+        nested = isinstance(value, dict) and value
+        lines += flatten(value, f"{prefix}{name}.") if nested else [(f"{prefix}{name}", plain(value))]
     return lines
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(_plain(item) for item in value) or "–"
-    if isinstance(value, float):
-        return decimal(value, ".6g") if not value.is_integer() or abs(value) >= 1e15 else decimal(value, "g")
-    return "–" if value is None or value == {} else str(value)

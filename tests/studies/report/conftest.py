@@ -1,45 +1,33 @@
 """The made-up results as fixtures."""
 
-import json
+from collections.abc import Callable
 from typing import Any
 
+import made_up
 import pytest
-from made_up import make_digits, make_flow_length, make_lenet, make_rivals, make_two_clusters
 
 from flowbnn_studies.report import write_report
 
 
-@pytest.fixture
-def rivals() -> dict[str, Any]:
-    return make_rivals()
+def _fixture(make: Callable[[], dict[str, Any]]) -> Any:
+    return pytest.fixture(lambda: make())
 
 
-@pytest.fixture
-def lenet() -> dict[str, Any]:
-    return make_lenet()
-
-
-@pytest.fixture
-def two_clusters() -> dict[str, Any]:
-    return make_two_clusters()
-
-
-@pytest.fixture
-def digits() -> dict[str, Any]:
-    return make_digits()
-
-
-@pytest.fixture
-def flow_length() -> dict[str, Any]:
-    return make_flow_length()
+two_clusters = _fixture(made_up.make_two_clusters)
+digits = _fixture(made_up.make_digits)
+flow_length = _fixture(made_up.make_flow_length)
+lenet = _fixture(made_up.make_lenet)
+rivals = _fixture(made_up.make_rivals)
 
 
 @pytest.fixture(scope="session")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One page of all three studies, from a dictionary and from files."""
-    folder = tmp_path_factory.mktemp("page")
-    sources: list[Any] = [make_two_clusters()]
-    for study in (make_digits(), make_flow_length()):
-        sources.append(folder / f"{study['study']}.json")
-        sources[-1].write_text(json.dumps(study))
-    return write_report(sources, folder / "report.html").read_text(encoding="utf-8")
+    """One page of all five studies: every kind of figure is drawn here, once."""
+    studies = [
+        made_up.make_two_clusters(),
+        made_up.make_digits(),
+        made_up.make_flow_length(),
+        made_up.make_lenet(),
+        made_up.make_rivals(),
+    ]
+    return write_report(studies, tmp_path_factory.mktemp("page") / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Results that cannot be used are told in one line that names the file and the field."""
+"""Results that cannot be used are refused in one line that names the file and the field."""
 
 import copy
 import json
@@ -37,42 +37,44 @@ def test_nothing_found(tmp_path: Path) -> None:
     with pytest.raises(FlowBNNError, match=r"no results.json in .* run a study") as error:
         find_results(tmp_path)
     line(error)
-    with pytest.raises(FlowBNNError, match="there is no folder"):
+    with pytest.raises(FlowBNNError, match="no results.json in .*missing"):
         find_results(tmp_path / "missing")
-    with pytest.raises(FlowBNNError, match=r"there is no .*results\.json; run a study first"):
+    with pytest.raises(
+        FlowBNNError, match=r"cannot read .*results\.json: No such file or directory; run a study first"
+    ):
         load_results(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "", '{"schema": 1,}', "\x00", "[" * 100_000])
 def test_not_json(tmp_path: Path, text: str) -> None:
     put(tmp_path, text)
-    with pytest.raises(FlowBNNError, match="is no valid JSON") as error:
-        find_results(tmp_path)
+    with pytest.raises(FlowBNNError, match="is not valid JSON") as error:
+        load_results(tmp_path)
     assert "results.json" in line(error)
 
 
 def test_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FlowBNNError, match="is no valid JSON"):
-        find_results(tmp_path)
+    with pytest.raises(FlowBNNError, match="is not valid JSON"):
+        load_results(tmp_path)
 
 
 @pytest.mark.parametrize("content", [[], "text", 3, None])
 def test_not_an_object(tmp_path: Path, content: Any) -> None:
     put(tmp_path, json.dumps(content))
     with pytest.raises(FlowBNNError, match="one JSON object"):
-        find_results(tmp_path)
+        load_results(tmp_path)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_wrong_schema(tmp_path: Path, two_clusters: dict[str, Any], version: Any) -> None:
     put(tmp_path, two_clusters | {"schema": version})
     with pytest.raises(FlowBNNError, match="this flowbnn reads schema 1") as error:
-        find_results(tmp_path)
+        load_results(tmp_path)
     assert repr(version) in line(error)
 
 
-NEEDED = ("schema", "study", "title", "question", "answer", "seeds", "metrics", "rows", "figures")
+NEEDED = ("study", "title", "question", "answer", "seeds", "metrics", "rows", "figures")
 
 
 @pytest.mark.parametrize("field", NEEDED)
@@ -80,12 +82,12 @@ def test_missing_field_is_named(tmp_path: Path, two_clusters: dict[str, Any], fi
     del two_clusters[field]
     put(tmp_path, two_clusters)
     with pytest.raises(FlowBNNError, match=f"lacks the field '{field}'") as error:
-        find_results(tmp_path)
+        load_results(tmp_path)
     line(error)
 
 
 def test_optional_fields_may_be_missing(tmp_path: Path, two_clusters: dict[str, Any]) -> None:
-    for field in set(two_clusters) - set(NEEDED):
+    for field in set(two_clusters) - {"schema", *NEEDED}:
         del two_clusters[field]
     for figure in two_clusters["figures"]:
         del figure["caption"]
@@ -113,7 +115,7 @@ WRONG = [
     ("rows.1.values.ece.mean", "low", r"rows\[1\]\.values\.ece\.mean should be a number"),
     ("rows.1.values.ece.per_seed", ["a"], r"values\.ece\.per_seed should be numbers"),
     ("metrics.2.format", "1000000f", r"metrics\[2\]\.format is '1000000f'; write one like '\.3f'"),
-    ("metrics.2.key", None, r"metrics\[2\]\.key is null"),
+    ("metrics.2.key", None, r"metrics\[2\] lacks the field 'key'"),
     ("notes", "a note", "notes should be a list"),
     ("seeds", 5, "seeds should be a list"),
     ("figures.0.kind", "feild", r"figures\[0\]\.kind 'feild' is unknown; did you mean 'field'"),
@@ -121,20 +123,20 @@ WRONG = [
     (
         "figures.0.data.models.1.grid_class",
         [0],
-        r"models\[1\]\.grid_class has 1 values, but 2025 go with its grid",
+        r"models\[1\]\.grid_class has 1 values, but 81 go with its grid",
     ),
     ("figures.0.data.models.0.grid", [[1, 2], [3]], r"grid should be numbers in a list of depth 2"),
-    ("figures.0.data.models.0.points", [[1, 2, 3]] * 1500, r"points should be a list of \[x, y\]"),
+    ("figures.0.data.models.0.points", [[1, 2, 3]] * 60, r"points should be a list of \[x, y\]"),
     ("figures.1.data.models.0.bins.3.fraction", "x", r"bins\[3\]\.fraction should be a number"),
     ("figures.1.data.models.0.ece", True, r"models\[0\]\.ece should be a number"),
     (
         "figures.2.data.panels.0.groups.0.edges",
         [0, 1],
-        r"groups\[0\]\.fraction has 15 values, but 1 go with its edges",
+        r"groups\[0\]\.fraction has 8 values, but 1 go with its edges",
     ),
-    ("figures.3.data.panels.0.prior", [1.0], r"panels\[0\]\.prior has 1 values, but 161 go with its x"),
+    ("figures.3.data.panels.0.prior", [1.0], r"panels\[0\]\.prior has 1 values, but 41 go with its x"),
     ("figures.3.data.pairs.0.x", [1.0], r"pairs\[0\]\.x should be a grid of at least two increasing"),
-    ("figures.3.data.pairs.0.density", [[1.0]], r"pairs\[0\]\.density should have 41 rows \(y\) of 41 \(x\)"),
+    ("figures.3.data.pairs.0.density", [[1.0]], r"pairs\[0\]\.density should have 11 rows \(y\) of 11 \(x\)"),
 ]
 
 
@@ -145,7 +147,13 @@ def test_what_is_wrong_is_named(two_clusters: dict[str, Any], path: str, value: 
     line(error)
 
 
+def test_a_map_of_another_shape_is_refused(rivals: dict[str, Any]) -> None:
+    rivals["figures"][1]["data"]["panels"][0]["values"] = [[0.1, 0.2]]
+    with pytest.raises(FlowBNNError, match="a row for each y and a column for each x"):
+        load_results(rivals)
+
+
 def test_curves_of_unequal_length(flow_length: dict[str, Any]) -> None:
     wrong = change(flow_length, "figures.0.data.panels.0.lines.1.std", [0.1])
-    with pytest.raises(FlowBNNError, match=r"lines\[1\]\.std has 1 values, but 50 go with its x"):
+    with pytest.raises(FlowBNNError, match=r"lines\[1\]\.std has 1 values, but 8 go with its x"):
         load_results(wrong)

@@ -1,0 +1,325 @@
+"""Galleries: one panel for each method, image or noise dimension, all on the same axes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
+from flowbnn_studies.report.style import CLASSES, decimal, light, tick
+
+__all__ = ["bands", "density", "draws", "images", "maps", "mass_levels"]
+
+Data = dict[str, Any]
+WIDE = 2.0  # standard deviations to either side
+BLANK = 0.03  # a map whose greatest value is below this share of the scale shows no colour, and says so
+
+
+def _ramp(name: str) -> LinearSegmentedColormap:
+    """From nothing to the colour, so that empty ground is the page's own, light or dark."""
+    colour = to_rgb(light(name))
+    return LinearSegmentedColormap.from_list("ramp", [(*colour, 0.0), (*colour, 1.0)])
+
+
+def bands(data: Data, colours: Mapping[str, str]) -> Plot:
+    """The mean of each method, its epistemic band inside the band of the whole prediction, in the colour of the method."""
+    panels = data["panels"]
+    truth = data.get("truth") or {"x": [], "y": []}
+    means = [numbers(panel["mean"]) for panel in panels]
+    spreads = [WIDE * numbers(panel["total"]) for panel in panels]
+    # what all panels show: points and truth, with room for the common bands but not for the widest
+    reach = np.concatenate(
+        [
+            np.zeros(0),
+            *(mean + sign * wide for mean, wide in zip(means, spreads, strict=True) for sign in (-1, 1)),
+        ]
+    )
+    reach = reach[np.isfinite(reach)]
+    near = [numbers(truth["y"]), *(numbers(panel["points"]["y"]) for panel in panels)]
+    limits = extent(*near, np.quantile(reach, [0.02, 0.98]) if reach.size else reach)
+
+    def make(panel: Data, mean: np.ndarray) -> Panel:
+        colour = light(colours.get(panel["title"], "sky"))
+
+        def draw(sheet: Sheet) -> None:
+            axes, x = sheet.subplots(), numbers(panel["x"])
+            for name, alpha in (("total", 0.18), ("epistemic", 0.38)):
+                spread = WIDE * np.nan_to_num(numbers(panel[name]))
+                axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=alpha, linewidth=0)
+            axes.plot(
+                numbers(truth["x"]), numbers(truth["y"]), color=light("ink"), linestyle=DASHED, linewidth=1.1
+            )
+            axes.plot(x, mean, color=colour)
+            points = panel["points"]
+            axes.plot(
+                numbers(points["x"]),
+                numbers(points["y"]),
+                "o",
+                color=light("ink"),
+                markersize=2.2,
+                alpha=0.6,
+                markeredgewidth=0,
+            )
+            for edge in filter(np.isfinite, numbers(data.get("span") or [])):
+                axes.axvline(edge, color=light("faint"), linewidth=0.9)
+            if limits is not None:
+                room = 0.04 * (limits[1] - limits[0])
+                axes.set_ylim(limits[0] - room, limits[1] + room)
+            if (span := extent(x)) is not None:
+                axes.set_xlim(*span)
+            set_ticks(axes)
+            axes.set_xlabel(data.get("x_label") or "")
+
+        return Panel(panel["title"], draw, panel.get("note") or "")
+
+    keys = [
+        Key("training points", "ink", "dot", alpha=0.6),
+        Key("predictive mean, in the colour of the method", "muted"),
+        Key("± 2 standard deviations: epistemic", "muted", "area", alpha=0.5),
+        Key("± 2 standard deviations: whole prediction", "muted", "area", alpha=0.2),
+        Key("true curve", "ink", "line", "4 3"),
+    ]
+    keys += [Key("ends of the training range", "faint")] if data.get("span") else []
+    made = [make(panel, mean) for panel, mean in zip(panels, means, strict=True)]
+    return Plot([Group(made)], keys if panels else [], 3, (300, 215))
+
+
+def maps(data: Data, colours: Mapping[str, str]) -> Plot:
+    """How unsure each method is over the plane, on one colour scale for all panels."""
+    panels = data["panels"]
+    greatest = extent(np.zeros(1), *[numbers(panel["values"]) for panel in panels])
+    top = float(data.get("top") or 0.0)
+    top = top if top > 0 else greatest[1] if greatest else 1.0
+    x, y = numbers(data.get("x") or []), numbers(data.get("y") or [])
+    points, labels = numbers(data.get("points") or []).reshape(-1, 2), numbers(data.get("point_class") or [])
+    classes = [int(label) for label in np.unique(labels[np.isfinite(labels)])]
+    regular = all(axis.size > 1 and bool(np.all(np.diff(axis) > 0)) for axis in (x, y))
+
+    def make(panel: Data) -> Panel:
+        values = numbers(panel["values"])
+        most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+
+        def draw(sheet: Sheet) -> None:
+            axes = sheet.subplots()
+            if regular and values.size:
+                half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
+                box = (x[0] - half_x, x[-1] + half_x, y[0] - half_y, y[-1] + half_y)
+                axes.imshow(
+                    np.nan_to_num(values),
+                    extent=box,
+                    origin="lower",
+                    cmap=_ramp("sky"),
+                    vmin=0.0,
+                    vmax=top,
+                    interpolation="bilinear",
+                )
+            for label in classes:
+                colour = light(CLASSES[label % len(CLASSES)])
+                axes.scatter(
+                    points[labels == label, 0],
+                    points[labels == label, 1],
+                    s=4,
+                    color=colour,
+                    alpha=0.7,
+                    linewidths=0,
+                    rasterized=True,
+                )
+            if data.get("ring") is not None and regular:
+                angle = np.linspace(0, 2 * np.pi, 181)
+                axes.plot(
+                    data["ring"] * np.cos(angle),
+                    data["ring"] * np.sin(angle),
+                    color=light("ink"),
+                    linestyle=DASHED,
+                    linewidth=1.1,
+                )
+            axes.set_aspect("equal")
+            axes.grid(False)
+            set_ticks(axes)
+            if values.size and most < BLANK * top:
+                text = f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}"
+                ground = {"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0}
+                axes.text(
+                    0.5, 0.97, text, transform=axes.transAxes, ha="center", va="top", fontsize=10, bbox=ground
+                )
+
+        return Panel(panel["title"], draw, panel.get("note") or "")
+
+    keys = [Key(f"{data.get('label') or 'uncertainty'}, from 0 to {tick(round(top, 3))}", "sky", "ramp")]
+    keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
+    keys += [Key("ring of far-away inputs", "ink", "line", "4 3")] if data.get("ring") is not None else []
+    return Plot([Group([make(panel) for panel in panels])], keys if panels else [], 3, (300, 275))
+
+
+def draws(data: Data, colours: Mapping[str, str]) -> Plot:
+    """The class probabilities that single sampled networks give to a known image (grey) and to a novel one (the method's colour)."""
+
+    def distribution(axes: Axes, samples: np.ndarray, colour: str) -> None:
+        count, width = samples.shape
+        axes.bar(np.arange(width), np.nan_to_num(samples.mean(0)), 0.8, color=colour, alpha=0.3, linewidth=0)
+        # a fixed spread of the dots within their bar, so that equal ones are seen to be many
+        aside = (np.arange(count) * 0.61803399 % 1.0 - 0.5) * (0.62 if count > 1 else 0.0)
+        places = np.arange(width)[None, :] + aside[:, None]
+        size = 5 if count > 1 else 14
+        axes.scatter(
+            places.ravel(), samples.ravel(), s=size, color=colour, alpha=0.6, linewidths=0, rasterized=True
+        )
+        axes.set_ylim(0, 1.04)
+        axes.set_xlim(-0.6, width - 0.4)
+        set_ticks(axes, 5, 2)
+        axes.set_xticks(
+            range(width), data.get("classes") or [str(place) for place in range(width)], fontsize=9
+        )
+
+    def make(panel: Data) -> Panel:
+        def draw(sheet: Sheet) -> None:
+            row = sheet.subplots(1, max(1, len(panel["sides"])), sharey=True, squeeze=False)[0]
+            for place, (axes, side) in enumerate(zip(row, panel["sides"], strict=True)):
+                samples = numbers(side["samples"])
+                if samples.ndim == 2 and samples.size:
+                    distribution(
+                        axes, samples, light(colours.get(panel["title"], "sky") if place else "slate")
+                    )
+                    axes.set_title(side.get("note") or "", fontsize=9.5)
+
+        return Panel(panel["title"], draw, panel.get("note") or "")
+
+    pictures = data.get("images") or []
+
+    def draw_pictures(sheet: Sheet) -> None:
+        for axes, image in zip(sheet.subplots(1, len(pictures), squeeze=False)[0], pictures, strict=True):
+            axes.set_axis_off()
+            if (pixels := numbers(image["pixels"])).size:
+                axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
+            axes.set_title(image["title"], loc="center", fontsize=10)
+
+    panels = [make(panel) for panel in data["panels"]]
+    if panels and pictures:
+        panels.insert(0, Panel("The images", draw_pictures))
+    marks = ("faint", "left, grey"), ("ink", "right, in the colour of the method")
+    keys = [
+        Key(f"{image['title']} ({words})", colour, "area", alpha=0.4)
+        for image, (colour, words) in zip(pictures, marks, strict=False)
+    ]
+    keys += [
+        Key("a dot for each sampled network", "muted", "dot"),
+        Key("bar: their mean", "muted", "area", alpha=0.3),
+    ]
+    return Plot([Group(panels)], keys if panels else [], 2, (420, 150))
+
+
+def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:
+    """Heights whose level sets hold the given shares of the whole: the regions of highest density.
+
+    >>> mass_levels(np.array([[4.0, 3.0], [2.0, 1.0]]), (0.5, 0.9))
+    [2.0, 3.0]
+    """
+    ordered = np.sort(np.nan_to_num(values).clip(min=0).ravel())[::-1]
+    if ordered.size == 0 or ordered.sum() <= 0:
+        return []
+    held = np.cumsum(ordered) / ordered.sum()
+    return sorted({float(ordered[int(np.searchsorted(held, mass))]) for mass in masses})
+
+
+def density(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Densities of single noise dimensions with the number of their modes, then of pairs of dimensions."""
+    panels, pairs = data["panels"], data.get("pairs") or []
+    limits = extent(*[numbers(panel["x"]) for panel in panels])
+
+    def line(panel: Data) -> Panel:
+        def draw(sheet: Sheet) -> None:
+            axes, x, posterior = sheet.subplots(), numbers(panel["x"]), numbers(panel["posterior"])
+            axes.fill_between(x, 0, posterior, color=light("teal"), alpha=0.2, linewidth=0)
+            axes.plot(x, posterior, color=light("teal"))
+            if panel.get("prior") is not None:
+                axes.plot(x, numbers(panel["prior"]), color=light("muted"), linestyle=DASHED, linewidth=1.3)
+            if limits is not None:
+                axes.set_xlim(*limits)
+            axes.set_ylim(bottom=0)
+            axes.grid(False)
+            set_ticks(axes)
+            axes.yaxis.set_visible(False)
+            axes.spines["left"].set_visible(False)
+            axes.set_xlabel("noise z")
+
+        modes = panel.get("modes")
+        note = "" if modes is None else f"{int(modes)} mode{'' if int(modes) == 1 else 's'}"
+        return Panel(panel["title"].replace("noise dimension", "dimension"), draw, note)
+
+    def pair(panel: Data) -> Panel:
+        def draw(sheet: Sheet) -> None:
+            axes = sheet.subplots()
+            x, y, values = numbers(panel["x"]), numbers(panel["y"]), np.nan_to_num(numbers(panel["density"]))
+            box = (x[0], x[-1], y[0], y[-1])
+            axes.imshow(
+                values, extent=box, origin="lower", aspect="auto", cmap=_ramp("teal"), interpolation="bicubic"
+            )
+            levels = [
+                level for level in mass_levels(values, (0.5, 0.9)) if values.min() < level < values.max()
+            ]
+            if levels:
+                axes.contour(x, y, values, levels=levels, colors=[light("ink")], linewidths=1.0)
+            axes.grid(False)
+            set_ticks(axes)
+            axes.set_xlabel(panel.get("x_label") or "")
+            axes.set_ylabel(panel.get("y_label") or "")
+
+        return Panel(panel["title"].replace("noise dimension", "dimension"), draw)
+
+    made = [*(line(panel) for panel in panels), *(pair(panel) for panel in pairs)]
+    keys = [Key("posterior", "teal", "area", alpha=0.5)] if panels else []
+    keys += [Key("prior", "muted", "line", "4 3")] if any(panel.get("prior") for panel in panels) else []
+    keys += [Key("lines hold 50 % and 90 % of the mass", "ink")] if pairs else []
+    return Plot([Group(made)], keys, 3, (300, 225 if pairs else 190))
+
+
+def images(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Examples, each beside the probabilities it was given."""
+
+    def make(panel: Data) -> Panel:
+        pixels = numbers(panel["pixels"])
+        bars = [bar for bar in panel.get("bars") or [] if bar.get("value") is not None]
+        best = max([float(bar["value"]) for bar in bars], default=0.0)
+
+        def draw(sheet: Sheet) -> None:
+            picture, *charts = sheet.subplots(
+                1, 2 if bars else 1, width_ratios=(1, 1.25)[: 2 if bars else 1], squeeze=False
+            )[0]
+            picture.set_axis_off()
+            if pixels.size:
+                span = extent(pixels)
+                shown = (pixels - span[0]) / (span[1] - span[0]) if span and pixels.ndim == 3 else pixels
+                picture.imshow(shown, cmap="gray_r", interpolation="nearest")
+            for chart in charts:
+                likely = sorted(sorted(bars, key=lambda bar: -bar["value"])[:10], key=bars.index)
+                for place, bar in enumerate(likely):
+                    chart.barh(
+                        place,
+                        bar["value"],
+                        height=0.72,
+                        color=light("teal" if bar["value"] == best else "faint"),
+                    )
+                    if bar["value"] >= 0.05 * max(best, 1e-12):
+                        text = decimal(bar["value"], ".2f")
+                        chart.text(
+                            bar["value"] + 0.03, place, text, va="center", fontsize=9, color=light("muted")
+                        )
+                chart.set_yticks(range(len(likely)), [bar["label"][:14] for bar in likely], fontsize=9)
+                chart.invert_yaxis()
+                chart.set_xlim(0, max(1.0, best) * 1.28)
+                chart.xaxis.set_visible(False)
+                chart.spines["bottom"].set_visible(False)
+                chart.grid(False)
+
+        return Panel(panel["title"], draw)
+
+    keys = [
+        Key("probability of the likeliest class", "teal", "area"),
+        Key("of other classes", "faint", "area"),
+    ]
+    made = [make(panel) for panel in data["panels"]]
+    return Plot(
+        [Group(made)], keys if any(panel.get("bars") for panel in data["panels"]) else [], 3, (300, 160)
+    )

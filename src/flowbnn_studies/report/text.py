@@ -1,0 +1,208 @@
+"""The results as text: one Markdown file for a repository, and a table for the terminal."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from flowbnn.errors import FlowBNNError
+from flowbnn_studies.report.reading import Source, load_results
+from flowbnn_studies.report.style import duration
+from flowbnn_studies.report.tables import (
+    Cell,
+    best_numbers,
+    compare_table,
+    definitions,
+    explain,
+    headline_metrics,
+    make_tables,
+    row_name,
+    sentences,
+    sources_of,
+)
+
+__all__ = ["console_lines", "write_file", "write_markdown"]
+
+Data = dict[str, Any]
+WIDTH = 110
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write all or nothing: a reader never sees half a file, and an old one survives a failure."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(content)
+        os.replace(scratch, path)
+    except OSError as error:
+        raise FlowBNNError(f"cannot write {path}: {error.strerror or error}", kind="file") from None
+    finally:
+        if scratch.is_file():
+            scratch.unlink()
+
+
+def _escape(text: object) -> str:
+    return str(text).replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return [lines[0], "|---" * len(heads) + "|", *lines[1:], ""]
+
+
+def _folded(title: str, lines: list[str]) -> list[str]:
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
+
+
+def _cell(cell: Cell) -> str:
+    text = f"{cell.mean} ± {cell.std}" if cell.std else cell.mean
+    text = f"**{text}**" if cell.best else text
+    return f"{text} ({cell.published})" if cell.published else text
+
+
+def _differences(results: Data) -> list[str]:
+    compared = compare_table(results)
+    if compared is None:
+        return []
+    heads, rows = compared
+    lines = []
+    for title, cells in rows:
+        texts = []
+        for cell in cells:
+            mean = "–" if cell is None else f"**{cell.mean}**" if cell.clear else cell.mean
+            texts.append(mean if cell is None else f"{mean} ({', '.join(filter(None, (cell.span, cell.p)))})")
+        lines.append([_escape(title), *texts])
+    return _table(["", *map(_escape, heads)], lines)
+
+
+def _study(results: Data) -> list[str]:
+    first, *others = sentences(results["answer"])
+    lines = [f"## {results['title']}", "", f"*{results['question']}*", "", f"**{_escape(first)}**", ""]
+    lines += [*(f"- {_escape(line)}" for line in others), ""] if others else []
+    tables = make_tables(results)
+    for table in tables:
+        heads = [_escape(f"{column.label} {column.arrow}".strip()) for column in table.columns]
+        rows = [[_escape(row.label), *map(_cell, row.cells)] for row in table.rows]
+        body = _table(["", *heads], rows)
+        lines += _folded(table.group, body) if table.group else body
+    seeds = {
+        len(cell.get("per_seed") or ()) for row in results["rows"] for cell in row["values"].values() if cell
+    }
+    words = [
+        f"Seeds {', '.join(map(str, results['seeds']))}{', or as many as a row has' if len(seeds - {0}) > 1 else ''}"
+    ]
+    words += ["mean ± standard deviation over seeds"] if any(table.spread for table in tables) else []
+    published = any(table.published for table in tables)
+    words += [f"in brackets the value of {results.get('source') or 'the source'}"] if published else []
+    lines += ["; ".join(words) + ".", ""]
+    title = "Differences, seed by seed (mean, 95 % interval, p of the exact sign-flip test; bold: the interval excludes zero)"
+    lines += _folded(title, _differences(results))
+    lines += _folded("Notes and shortfalls", [f"- {note}" for note in results.get("notes") or []])
+    versions = ", ".join(f"{name} {value}" for name, value in (results.get("versions") or {}).items())
+    time = duration(results["seconds"]) if results.get("seconds") is not None else ""
+    facts = [
+        f"`{results['command']}`" if results.get("command") else "",
+        results.get("device") or "",
+        versions,
+        time,
+    ]
+    return [*lines, "Reproduce: " + "; ".join(fact for fact in facts if fact) + ".", ""]
+
+
+def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
+    """Write the question, answer and tables of each study to one Markdown file, atomically."""
+    checked = [load_results(source) for source in results]
+    lines = [
+        "# Results",
+        "",
+        "Written by `flowbnn report --markdown` from the stored results. Figures, settings and every seed are in the page that "
+        "`flowbnn report` makes of the same folder.",
+        "",
+    ]
+    rows = []
+    for one in checked:
+        best = "; ".join(f"{label} {mean} ({_escape(row)})" for label, mean, row in best_numbers(one))
+        rows.append([one["study"], _escape(sentences(one["answer"])[0]), best or "–"])
+    lines += _table(["study", "answer", "best means"], rows)
+    for one in checked:
+        lines += _study(one)
+    columns = [column for one in checked for table in make_tables(one) for column in table.columns]
+    if meanings := definitions(columns):
+        lines += ["## What the columns mean", ""]
+        lines += [
+            f"- **{'; '.join(_escape(column.label) for column in named)}**: {text}"
+            for named, text in meanings
+        ]
+        lines += [""]
+    if sources := sources_of(checked):
+        lines += ["## Sources", ""]
+        for source in sources:
+            title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
+            lines.append(f"- **{source.name}**: {source.author}, {title}")
+    write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
+    return Path(out)
+
+
+def _note(name: str, text: str) -> list[str]:
+    return wrap(
+        f"{name}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
+
+
+def _console_cell(value: Data | None, metric: Data) -> str:
+    value = value or {}
+    form, published = metric.get("format") or ".3f", value.get("published")
+    text = "" if value.get("mean") is None else format(value["mean"], form)
+    text += f" ± {value['std']:{form}}" if text and value.get("std") is not None else ""
+    text += f" [{published:g}]" if published is not None else ""
+    return text.strip() or "-"
+
+
+def console_lines(results: Data, every: bool = False) -> list[str]:
+    """A study's rows with mean and spread over seeds and what is published in brackets, what the columns mean, and the answer.
+
+    Args:
+        results: of one study.
+        every: show all metrics; else those of :func:`~flowbnn_studies.report.tables.headline_metrics`.
+    """
+    metrics = results["metrics"] if every else headline_metrics(results)
+    rows = [row for row in results["rows"] if any(row["values"].get(metric["key"]) for metric in metrics)]
+    table = [["", *(metric["label"] for metric in metrics)]]
+    table += [
+        [row_name(row), *(_console_cell(row["values"].get(metric["key"]), metric) for metric in metrics)]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    cells = [row["values"].get(metric["key"]) or {} for row in rows for metric in metrics]
+    published = " [published]" if any(cell.get("published") is not None for cell in cells) else ""
+    count = len(results["seeds"])
+    spread = f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+    lines = ["", f"{results['study']}: {results['title']}", f"  {spread}{published}"]
+    lines += [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    notes = [
+        (metric["label"], metric["definition"])
+        for metric in metrics
+        if metric.get("definition") and results.get("headline")
+    ]
+    notes += explain([*(metric["label"] for metric in metrics), results["answer"]])
+    lines += ["", *(line for name, text in notes for line in _note(name, text))]
+    lines += [""] if notes else []
+    lines += [f"  {line}" for line in results["answer"].splitlines()]
+    if remarks := results.get("notes"):
+        words = f"{len(remarks)} notes go" if len(remarks) > 1 else "One note goes"
+        lines += [
+            "",
+            *_note(f"{words} with these numbers, in the file and on its page; the last", remarks[-1]),
+        ]
+    cited = sources_of([{name: results.get(name) or "" for name in ("source", "title", "answer")}])
+    if cited and results.get("source"):
+        lines += ["", *_note("Source", results["source"])]
+    for source in cited:
+        lines += _note(
+            source.name, f"{source.author}, {source.title}{f', {source.link}' if source.link else ''}."
+        )
+    return lines

@@ -1,0 +1,90 @@
+"""One colour for one method on the whole page, and colours that can be seen and told apart."""
+
+from typing import Any
+
+import pytest
+
+from flowbnn.candidates import CANDIDATES
+from flowbnn_studies.images.variants import image_variants
+from flowbnn_studies.report.figures import make_plot
+from flowbnn_studies.report.page import page_colours
+from flowbnn_studies.report.style import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
+
+
+def test_every_method_of_every_study_has_its_colour() -> None:
+    expected = {
+        "plain": "slate",
+        "longer": "brown",
+        "dropout": "green",
+        "gaussian": "blue",
+        "flow": "vermillion",
+        "mixture": "purple",
+    }
+    for variant in image_variants("LeNet", (1, 1)):
+        names = [name for name in expected if name in variant.key.split("-")]
+        if variant.shown and names:
+            kind = kind_of(variant.label)
+            assert kind is not None, variant.label
+            assert kind.colour == expected[names[0]], variant.label
+    families: dict[str, set[str]] = {}
+    for rival in CANDIDATES:
+        kind = kind_of(rival.label)
+        assert kind is not None, rival.label
+        families.setdefault(rival.family, set()).add(kind.name)
+    assert families.pop("noise") == {"Gaussian noise", "mixture noise", "flow noise"}
+    assert all(len(kinds) == 1 for kinds in families.values())
+    assert len(set().union(*families.values())) == len(families)
+
+
+def test_no_two_kinds_share_a_colour_and_no_class_has_that_of_a_method() -> None:
+    colours = {kind.colour for kind in KINDS}
+    assert len(colours) == len(KINDS)
+    assert not colours & {*CLASSES, "sky", "teal"}
+    assert len({light(name) for name in COLOURS}) == len(COLOURS)
+    for count in range(3, 9):
+        labels = [f"length {number}" for number in range(count)]
+        assert len(set(assign_colours(labels).values())) == count
+
+
+def test_a_label_has_one_colour_on_the_whole_page(
+    digits: dict[str, Any], rivals: dict[str, Any], flow_length: dict[str, Any]
+) -> None:
+    rivals["rows"][0]["label"] = digits["rows"][0]["label"] = "Of my own"
+    colours = page_colours([digits, rivals, flow_length])
+    assert colours["Of my own"] == "teal"
+    assert [colours[row["label"]] for row in rivals["rows"][1:]] == ["green", "olive", "vermillion"]
+    assert [colours[row["label"]] for row in flow_length["rows"]] == ["step1", "step4", "step6"]
+    keys = {
+        key.label: key.colour for key in make_plot(rivals["figures"][3], colours).keys if key.mark == "dot"
+    }
+    assert keys == {
+        "ensembles": "olive",
+        "dropout": "green",
+        "flow noise": "vermillion",
+        "one network": "slate",
+    }
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of WCAG 2, from relative luminances."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_contrast(scheme: int) -> None:
+    """Text at 4.5 to 1 on both grounds, the colours of figures at nearly 3 to 1, in light and in dark."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for ground in ("surface", "page"):
+        for text in ("ink", "muted", "accent"):
+            assert contrast(COLOURS[text][scheme], COLOURS[ground][scheme]) >= 4.5, text
+    for name in {*(kind.colour for kind in KINDS), *CLASSES}:
+        assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 2.9, name
+    for name in STEPS:
+        assert contrast(COLOURS[name][scheme], COLOURS["surface"][scheme]) >= 1.9, name

@@ -1,0 +1,162 @@
+"""Tables, Markdown and the terminal: the same numbers, terms and sources named where they are used and only there."""
+
+from typing import Any
+
+import pytest
+
+from flowbnn_studies.report import console_lines, write_markdown, write_report
+from flowbnn_studies.report.tables import TERMS, best_numbers, compare_table, make_tables
+
+
+def starred(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with a metric whose label uses a term."""
+    results["figures"] = []
+    results["metrics"].append(
+        {"key": "auroc", "label": "AUROC, entropy*", "format": ".3f", "definition": "How often."}
+    )
+    results["headline"] = ["accuracy"]
+    for row in results["rows"]:
+        row["values"]["auroc"] = {"mean": 0.75, "std": None, "per_seed": [0.75], "published": None}
+    return results
+
+
+def one_line(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
+
+def test_groups_have_tables_of_their_own_without_empty_rows(lenet: dict[str, Any]) -> None:
+    first, second = make_tables(lenet)
+    assert (first.group, second.group) == ("", "Elsewhere")
+    assert [column.label for column in second.columns] == ["ECE", "Parameters"]
+    assert [row.label for row in first.rows] == ["Gaussian noise", "Flow noise", "Of others"]
+    assert [row.label for row in second.rows] == ["Gaussian noise", "Flow noise"]
+    cell = first.rows[2].cells[0]  # a cited row shows its value and wins nothing
+    assert (cell.mean, cell.published, cell.best) == ("0.999", "", False)
+
+
+def test_best_of_each_column(digits: dict[str, Any]) -> None:
+    def marks() -> list[list[bool]]:
+        return [[cell.best for cell in row.cells] for row in make_tables(digits)[0].rows]
+
+    assert marks() == [[False] * 4] * 3 + [[True, True, True, False]]
+    assert best_numbers(digits)[2] == ("ECE", "0.006", "Flow noise")
+    # what reads the same is equally good
+    digits["rows"][0]["values"]["ece"]["mean"] = digits["rows"][3]["values"]["ece"]["mean"] + 1e-6
+    assert [row[2] for row in marks()] == [True, False, False, True]
+    assert best_numbers(digits)[2] == ("ECE", "0.006", "Plain network and 1 more")
+    # references and unfinished rows do not compete, and of a trial nothing is best
+    digits["rows"][0]["reference"], digits["rows"][3]["unfinished"] = "yes", "1 of 5 seeds"
+    assert [row[2] for row in marks()] == [False, False, True, False]
+    assert make_tables(digits)[0].rows[3].label == "Flow noise (1 of 5 seeds)"
+    digits["trial"] = "yes"
+    assert not any(any(row) for row in marks())
+    assert best_numbers(digits) == []
+
+
+def test_comparisons_mark_what_excludes_zero(lenet: dict[str, Any]) -> None:
+    compared = compare_table(lenet)
+    assert compared is not None
+    heads, rows = compared
+    assert heads == ["Accuracy ↑", "ECE ↓"]
+    table: dict[str, list[Any]] = dict(rows)
+    clear, unclear = table["flow − Gaussian"]
+    assert (clear.mean, clear.span, clear.p, clear.clear) == ("+0.020", "+0.010 to +0.030", "p 0.062", True)
+    assert not unclear.clear
+    missing, bare = table["Gaussian − plain"]
+    assert missing is None
+    assert (bare.span, bare.p, bare.clear) == ("", "", False)
+    assert compare_table({**lenet, "comparisons": []}) is None
+
+
+def test_markdown_holds_every_number_and_word(
+    two_clusters: dict[str, Any], lenet: dict[str, Any], tmp_path: Any
+) -> None:
+    two_clusters["rows"][1]["label"] = "a | b"
+    text = write_markdown([two_clusters, lenet], tmp_path / "docs" / "results.md").read_text()
+    assert text.startswith("# Results\n")
+    for name in ("title", "question", "command"):
+        assert two_clusters[name] in text
+    first, second = two_clusters["answer"].split(". T")
+    assert f"**{first}.**" in text
+    assert f"- T{second}" in text
+    assert "| two-clusters | Yes: over 5 seeds" in text  # the overview
+    for row, label in zip(two_clusters["rows"], ("Plain MLP", "a \\| b"), strict=True):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+        for metric in two_clusters["metrics"]:
+            value = row["values"][metric["key"]]
+            assert format(value["mean"], metric["format"]) in line
+            if value["published"] is not None:
+                assert f"({value['published']:{metric['format']}})" in line
+    assert "<summary>Elsewhere</summary>" in text
+    assert (
+        "| flow − Gaussian | **+0.020** (+0.010 to +0.030, p 0.062) | −0.001 (−0.020 to +0.018, p 1) |"
+        in text
+    )
+    assert "| Of others | 0.999 | – |" in text
+    assert text.count("Share of test samples whose most probable class is right.") == 1
+
+
+def test_a_term_is_explained_where_a_table_uses_it(two_clusters: dict[str, Any], tmp_path: Any) -> None:
+    meaning = TERMS["entropy*"]
+    assert meaning not in one_line(console_lines(two_clusters, every=True))
+    results = starred(two_clusters)
+    page = write_report([results], tmp_path / "page.html").read_text()
+    assert page.count(meaning) == 1
+    assert TERMS["NLL*"] not in page
+    text = write_markdown([results], tmp_path / "a.md").read_text()
+    assert "- **entropy\\***: " in text  # the term's own star is no mark of Markdown
+    assert "AUROC, entropy\\*" in text
+    assert meaning in text
+    assert meaning in one_line(console_lines(results, every=True))
+    assert meaning not in one_line(console_lines(results))
+
+
+@pytest.mark.parametrize("label", ["Trinh et al.: SGD", "SGD"])
+def test_every_source_named_is_listed_and_no_other(
+    two_clusters: dict[str, Any], tmp_path: Any, label: str
+) -> None:
+    two_clusters["figures"] = []
+    two_clusters["rows"][0]["label"] = label
+    page = write_report([two_clusters], tmp_path / "page.html").read_text()
+    text = write_markdown([two_clusters], tmp_path / "a.md").read_text()
+    for output in (page, text):
+        assert "Weijiang Xiong" in output
+        assert ("https://arxiv.org/abs/2010.13498" in output) == label.startswith("Trinh")
+        assert "Ravenda" not in output
+        assert "Sungsoo Ahn" not in output
+    two_clusters["source"] = ""
+    assert ("Sources" in write_markdown([two_clusters], tmp_path / "a.md").read_text()) == label.startswith(
+        "Trinh"
+    )
+
+
+def test_the_console_says_published_only_where_something_is(two_clusters: dict[str, Any]) -> None:
+    lines = console_lines(two_clusters)
+    assert "[published]" in "\n".join(lines)
+    assert "  Source: Xiong's report, figure 3" in lines
+    assert any("Xiong's report: Weijiang Xiong" in line for line in lines)
+    for row in two_clusters["rows"]:
+        for cell in row["values"].values():
+            cell["published"] = None
+    assert "[published]" not in "\n".join(console_lines(two_clusters))
+
+
+def test_the_console_shows_the_headline_of_the_study_in_its_order(two_clusters: dict[str, Any]) -> None:
+    assert console_lines(two_clusters)[3].split() == ["Accuracy", "NLL", "ECE"]
+    lines = console_lines({**two_clusters, "headline": ["parameters", "accuracy"]})
+    assert lines[3].split() == ["Parameters", "Accuracy"]
+    assert any("Trained numbers in the network." in line for line in lines)
+
+
+def test_the_console_says_how_many_notes_there_are_and_the_last(two_clusters: dict[str, Any]) -> None:
+    two_clusters["notes"] = []
+    assert "with these numbers" not in "\n".join(console_lines(two_clusters))
+    two_clusters["notes"] = ["first"]
+    assert any(line.strip().startswith("One note goes") for line in console_lines(two_clusters))
+    two_clusters["notes"] = ["first", "best-flow-channel: collapsed"]
+    shown = one_line(console_lines(two_clusters))
+    assert (
+        "2 notes go with these numbers, in the file and on its page; the last: best-flow-channel: collapsed"
+        in shown
+    )
+    assert "first" not in shown
