@@ -32,15 +32,7 @@ __all__ = [
     "measure",
 ]
 
-FAMILIES = {  # the name in figures, and the colour that the report gives it
-    "point": ("one network", "slate"),
-    "dropout": ("dropout", "green"),
-    "ensemble": ("ensembles", "olive"),
-    "variational": ("variational weights", "crimson"),
-    "laplace": ("Laplace", "amber"),
-    "chain": ("Markov chains", "violet"),
-    "noise": ("node noise", "vermillion"),
-}
+FAMILIES = ("point", "dropout", "ensemble", "variational", "laplace", "chain", "noise")
 PLAIN = "mle"  # times are ratios to those of the plain network
 HOURS = 100_000  # above this many weights HMC and NUTS take hours
 
@@ -72,10 +64,6 @@ class Candidate:
     held_out: bool = False
     most_weights: int | None = None
     short: Callable[[int, int | None], Mapping[str, Any]] | None = None
-
-    @property
-    def colour(self) -> str:
-        return FAMILIES[self.family][1]
 
     def make(
         self, specific: Mapping[str, Any] | None = None, batches: int | None = None, **common: Any

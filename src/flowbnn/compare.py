@@ -22,7 +22,6 @@ from torch import nn
 
 from flowbnn.candidates import (
     CANDIDATES,
-    FAMILIES,
     PLAIN,
     Candidate,
     best_first,
@@ -47,6 +46,7 @@ from flowbnn.results import (
     read_json,
     recorded_warnings,
     reliability_figure,
+    summary,
     write_json,
 )
 from flowbnn.training import check_writable, track
@@ -301,9 +301,7 @@ class Comparison:
 
     def table_rows(self) -> list[dict[str, Any]]:
         """The rows of ``results.json``."""
-        return [
-            {**self.parts.row(one.key, one.label, self.metrics), "colour": one.colour} for one in self.ranked
-        ]
+        return [self.parts.row(one.key, one.label, self.metrics) for one in self.ranked]
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -381,31 +379,32 @@ class Comparison:
         """Quality against cost, and calibration, as plain data for the report."""
         if not self.ranked:
             return []
+
+        def item(one: Candidate, **axes: str) -> dict[str, Any]:
+            cells = {axis: summary(self.parts.values(one.key, name)) for axis, name in axes.items()}
+            means = {axis: cell["mean"] for axis, cell in cells.items()}
+            return {
+                "label": one.label,
+                **means,
+                **{f"{axis}_std": cell["std"] for axis, cell in cells.items()},
+            }
+
         panels = [
             {
                 "title": f"{loss.upper()} against {cost} time",
                 "x_label": f"{cost} time, as a multiple of the plain network's",
                 "y_label": loss.upper(),
-                "items": [
-                    {"label": one.label, "colour": one.colour}
-                    | {axis: self.parts.mean(one.key, name) for axis, name in (("x", cost), ("y", loss))}
-                    for one in known
-                ],
+                "items": [item(one, x=cost, y=loss) for one in known],
             }
             for loss in ("nll", "ece")
             for cost in ("training", "prediction")
             if (known := best_first(self.parts, self.ranked, loss))
         ]
-        families = dict.fromkeys(FAMILIES[one.family] for one in self.ranked)
-        data = {
-            "families": [{"label": label, "colour": colour} for label, colour in families],
-            "panels": panels,
-        }
         caption = (
             "Means over seeds; low and left is better. The line joins the methods that no other beats in both: a method above it or to "
             "the right of it costs more than one on it and is no better."
         )
-        drawn = [figure("pareto", "What a better answer costs", caption, data)]
+        drawn = [figure("pareto", "What a better answer costs", caption, {"panels": panels})]
         binned = {
             one.key: one.label
             for one in self.ranked

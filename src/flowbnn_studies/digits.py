@@ -150,7 +150,6 @@ class DigitsStudy(Study):
             "validation": held_out.evaluate(digits.validation[1]),
             "history": {name: history[name] for name in names if name in history},
             "bins": reliability(known.probabilities, digits.test[1]),
-            "confidence": {name: histogram(one.confidence, 0.0, 1.0, 20) for name, one in both.items()},
             "entropy": {name: histogram(one.entropy, 0.0, 2.2, 22) for name, one in both.items()},
         }
         if job.variant == "flow":
@@ -215,10 +214,10 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
-        f"Over {len(parts.seeds)} splits. Probabilities (NLL): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
+        f"Probabilities (NLL, {len(parts.seeds)} splits): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
         f"{ranking('auroc', True)} Accuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}. For novelty {verdict}: "
         f"{flow.words(3)}."
-    )
+    ).replace("gaussian", "Gaussian")
 
 
 def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[str, Any]]:
@@ -249,12 +248,6 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
             "Entropy of known and of novel digits",
             "Predictive entropy in nats; all seeds together. Good noise moves the novel digits to the right and leaves the known ones.",
             {"x_label": "predictive entropy (nats)", "panels": panels("entropy")},
-        ),
-        figure(
-            "histogram",
-            "Confidence in known and in novel digits",
-            "Probability of the likeliest class; all seeds together.",
-            {"x_label": "confidence", "panels": panels("confidence")},
         ),
         reliability_figure("Known digits.", labels, parts),
         figure(

@@ -172,7 +172,7 @@ def gallery(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> dict[str,
         part = parts.content.get((one.key, 0), {})
         if "curve" in part:
             growth = part["values"].get("growth")
-            note = "" if growth is None else f"× {growth:.1f}"
+            note = "" if growth is None else f"spread × {growth:.1f} outside"
             panels.append({"title": one.label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
     return figure(

@@ -19,8 +19,6 @@ from flowbnn_studies.runner.figures import (
     count_modes_of,
     curve,
     density_panels,
-    histogram,
-    histogram_panels,
     panel,
     short,
 )
@@ -133,13 +131,12 @@ class TwoClusters(Study):
             "values": predictive.evaluate(targets),
             "history": {name: history[name] for name in names if name in history},
             "bins": reliability(predictive.probabilities, targets),
-            "confidence": histogram(predictive.confidence, 0.5, 1.0, 20),
         }
         if job.variant == "plain":
             one = true_probability(points, s.spread)
             exact = CategoricalPredictive.from_probabilities(torch.stack([1 - one, one], -1).unsqueeze(0))
             content["exact"] = exact.evaluate(targets)
-        if job.variant in ("plain", "flow"):
+        if job.variant in ("plain", "longer", "flow"):
             axis = torch.linspace(-8, 8, s.grid)
             grid = torch.cartesian_prod(axis, axis)
             field = posterior.predict(grid, samples, seed=0).cpu()
@@ -161,7 +158,8 @@ class TwoClusters(Study):
             parts.seeds,
             {("exact", seed): {"values": parts.content["plain", seed]["exact"]} for seed in parts.seeds},
         )
-        rows.append(exact.row("exact", "Bayes-optimal classifier (true probabilities)", CLASSIFICATION))
+        reference = exact.row("exact", "Bayes-optimal classifier (true probabilities)", CLASSIFICATION)
+        rows.append({**reference, "reference": "yes"})
         best = best_possible(settings.spread)
         notes = [
             f"The blobs' standard deviation is {settings.spread:g}, so that the best possible accuracy is "
@@ -212,7 +210,7 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
     """The figures, in the order of the page."""
     first = parts.seeds[0]
     fields = []
-    for key in ("plain", "flow"):
+    for key in ("plain", "longer", "flow"):
         part = parts.content[key, first]
         scores = {name: part["values"][name] for name in ("accuracy", "ece")}
         fields.append({"label": labels[key], **scores, **part["field"], "bins": part["bins"]})
@@ -220,26 +218,16 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
     def lines(name: str, *keys: str) -> list[dict[str, Any]]:
         return [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
 
-    confidence = [
-        histogram_panels({label: [{label: part["confidence"]} for part in parts.of(key)]}, {label: label})
-        for key, label in labels.items()
-    ]
     return [
         figure(
             "field",
             "Where each network is unsure",
-            f"Seed {first}. Left: test points, the predicted class on a grid, and as the size of the dots the standard deviation of "
-            "the predicted probability over sampled networks. Middle: share of the test points by confidence. Right: accuracy by "
-            "confidence; on the diagonal a confidence means what it says.",
+            "Above: test points, and on a grid the predicted class; the size of a dot is the standard deviation of the predicted "
+            "probability over sampled networks, which a single network does not have. Below: accuracy by confidence; on the diagonal a "
+            "confidence means what it says.",
             {"models": fields, "seed": first},
         ),
         reliability_figure("", labels, parts),
-        figure(
-            "histogram",
-            "How confident are they?",
-            "Share of the test points by confidence, all seeds together.",
-            {"x_label": "confidence", "panels": [one for (one,) in confidence]},
-        ),
         figure(
             "curves",
             "Training",

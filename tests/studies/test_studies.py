@@ -23,9 +23,9 @@ SETTINGS = {
     "digits": {"width": 3, "hidden": 8, "batch": 500, "samples": 4},
 }
 FIGURES = {
-    "two-clusters": ["field", "reliability", "histogram", "curves", "density"],
+    "two-clusters": ["field", "reliability", "curves", "density"],
     "flow-length": ["curves"],
-    "digits": ["images", "histogram", "histogram", "reliability", "curves", "density"],
+    "digits": ["images", "histogram", "reliability", "curves", "density"],
 }
 
 

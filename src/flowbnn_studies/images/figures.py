@@ -128,12 +128,19 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
         }
 
     panels = [
-        panel(f"{kind.capitalize()}: {words}", "", [line(variant, kind, name) for variant in variants])
-        for name, words in (("accuracy", "accuracy"), ("ece", "ECE"))
+        panel(
+            f"{kind.capitalize()}: {words}",
+            "",
+            [line(variant, kind, name) for variant in variants],
+            better=better,
+        )
+        for name, words, better in (("accuracy", "accuracy", "higher"), ("ece", "ECE", "lower"))
         for kind in KINDS
     ]
-    caption = "Corrupted test images, five strengths of each kind; mean over seeds, the band is one standard deviation."
-    data = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
+    caption = "Corrupted test images, five strengths of each kind: the mean over seeds minus that of the plain network."
+    data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
+    plain = [variant.label for variant in variants if variant.key.endswith("-plain")]
+    data |= {"baseline": plain[0]} if plain else {}
     return figure("curves", "Under corruption", caption, data)
 
 

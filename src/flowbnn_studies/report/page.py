@@ -142,7 +142,7 @@ def _figure(figure: Data, name: str, number: int, colours: Mapping[str, str]) ->
             svg = Markup(to_svg(panel, plot.size, f"{name}-{index}-{place}", alt))
             panels.append({"title": panel.title, "note": panel.note, "svg": svg})
         groups.append({"heading": group.heading, "panels": panels})
-    caption = figure.get("caption") or figure["title"]
+    caption = " ".join(filter(None, (figure.get("caption") or figure["title"], figure.get("published"))))
     return {"number": number, "title": figure["title"], "caption": caption, "groups": groups, "plot": plot}
 
 

@@ -127,7 +127,7 @@ _RESULTS: dict[str, Any] = {
     ],
     "headline?": [str],
     "trial?": str,
-    "figures": [{"kind": str, "title": str, "caption?": str, "data": dict}],
+    "figures": [{"kind": str, "title": str, "caption?": str, "published?": str, "data": dict}],
     "notes?": [str],
 }
 _WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object", list: "a list"}

@@ -114,11 +114,8 @@ class MethodStudy(Study):
         return known
 
     def rows(self, settings: Any, parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-        """A row for each method that has numbers, in the colour of its family."""
-        return [
-            {**parts.row(one.key, one.label, metrics), "colour": one.colour}
-            for one in self.measured(settings, parts)
-        ]
+        """A row for each method that has numbers."""
+        return [parts.row(one.key, one.label, metrics) for one in self.measured(settings, parts)]
 
     def refusals(self, parts: Parts) -> dict[str, str]:
         """Why methods are not in the table, by key."""
