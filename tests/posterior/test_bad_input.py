@@ -1,4 +1,4 @@
-"""What users bring by mistake, found before time is lost on it, and told with what to do."""
+"""Mistakes of users are refused before time is lost on them, in a line that says what to do."""
 
 import warnings
 
@@ -70,7 +70,7 @@ def test_a_pair_of_tensors_is_validation_data_and_the_look_at_it_changes_nothing
     assert histories[0]["loss"] == histories[2]["loss"]
     assert histories[0][-1] == histories[0].records[1]
     one_line(lambda: histories[0][2], "2 epochs")
-    one_line(lambda: histories[0][1.5], "by a name or by the place")
+    one_line(lambda: histories[0][1.5], "1.5")
 
 
 def test_a_pair_of_tensors_to_train_on_is_told_how_to_become_a_loader():
@@ -133,9 +133,7 @@ def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
     posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
     path = posterior.save(tmp_path / "a.safetensors")
     other = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    with pytest.warns(
-        FlowBNNWarning, match=r"of other layers: '1' is a Tanh and was a ReLU; its predictions"
-    ):
+    with pytest.warns(FlowBNNWarning, match="of other layers: '1' .*Tanh"):
         fb.load_posterior(path, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
