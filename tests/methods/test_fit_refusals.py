@@ -34,7 +34,7 @@ class Exploding(nn.Module):
         (lambda m: fb.fit(m, iter(loader()), **QUIET), "only once"),
         (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(None), "a tensor of inputs or a loader"),
         (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
-        (lambda m: fb.evaluate(network(), loader()), "evaluate takes a posterior"),
+        (lambda m: fb.evaluate(network(), loader()), "posterior=.* must be a Posterior"),
         (lambda m: fb.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "did you mean 'epochs'"),
         (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "labels run from 0 to 3"),

@@ -22,7 +22,7 @@ torch.Size([5, 3])
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import wraps
 from itertools import islice
@@ -101,19 +101,13 @@ class PredictOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        argument, trouble = "views" if self.views else "adaptive", ""
         if not all(map(callable, self.views)):
-            raise FlowBNNError(
-                "views must be functions of a batch of inputs, such as [mirrored]",
-                kind="value",
-                argument="views",
-            )
-        if not self.shared and (self.views or self.adaptive is not None):
-            argument = "views" if self.views else "adaptive"
-            raise FlowBNNError(
-                f"{argument} needs the same draws for all inputs; leave shared=True",
-                kind="value",
-                argument=argument,
-            )
+            trouble = "views must be functions of a batch of inputs, such as [mirrored]"
+        elif not self.shared and (self.views or self.adaptive is not None):
+            trouble = f"{argument} needs the same draws for all inputs; leave shared=True"
+        if trouble:
+            raise FlowBNNError(trouble, kind="value", argument=argument)
 
 
 class Prediction(Forward):
@@ -273,16 +267,18 @@ class Posterior:
 
     def _refuse(self, loader: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
+        kind, argument, trouble = type(self).__name__, "", ""
         if not hasattr(loader, "__iter__"):
-            raise FlowBNNError(f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}")
-        if self.only_shared and not options.shared:
-            raise FlowBNNError(
-                f"a draw of a {type(self).__name__} serves all inputs; leave shared=True", argument="shared"
+            argument, trouble = (
+                "inputs",
+                f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}",
             )
-        if options.compile is True and not self.compiles:
-            raise FlowBNNError(
-                f"a {type(self).__name__} does not compile; leave compile=", argument="compile"
-            )
+        elif self.only_shared and not options.shared:
+            argument, trouble = "shared", f"a draw of a {kind} serves all inputs; leave shared=True"
+        elif options.compile is True and not self.compiles:
+            argument, trouble = "compile", f"a {kind} does not compile for prediction; leave compile as it is"
+        if trouble:
+            raise FlowBNNError(trouble, kind="unsupported", argument=argument)
 
     def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
@@ -346,15 +342,18 @@ class Posterior:
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior, to be used as any network is."""
-        raise FlowBNNError(f"a {type(self).__name__} has no single network to hand out; it can predict")
+        return self._without("single network to hand out")
 
     def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
         """What differs from sample to sample, ``{name: [samples, ...]}``: weights, or noise."""
-        raise FlowBNNError(f"a {type(self).__name__} has no draws to hand out; it can predict")
+        return self._without("draws to hand out")
 
     def log_prob(self, values: Any) -> Tensor:
         """Log-density of weights, where the method has one."""
-        raise FlowBNNError(f"a {type(self).__name__} has no density that could be computed; it can predict")
+        return self._without("density that could be computed")
+
+    def _without(self, what: str) -> Any:
+        raise FlowBNNError(f"a {type(self).__name__} has no {what}; it can predict", kind="unsupported")
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of the posterior besides the network's and the likelihood's, for saving."""
@@ -402,28 +401,22 @@ class Posterior:
         tensors, document = cls.read(path)
         point = Posterior.restore(deepcopy(network), tensors, document, path)
         state = {name: value.to(device_of(network)) for name, value in _part(tensors, "posterior").items()}
-        try:
+        with reading(path):
             return cls.restored(point, state, document.get("settings", {}))
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-            raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
 
     @classmethod
     def read(cls, path: "str | Path | Stored") -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and document of a saved posterior of this kind."""
         tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
-        kind = document.get("kind") if isinstance(document, dict) else None
+        kind, bad = _kind_of(document), first_nonfinite_tensor(iter(tensors.items()))
+        trouble = f"is damaged: '{bad}' holds NaN or infinity" if bad else ""
+        for name in cls.parts:
+            if not isinstance(document.get(name), dict):
+                trouble = f"is damaged: it has no {name}"
         if kind != cls.kind:
-            raise FlowBNNError(
-                f"'{path}' holds a {kind or 'file of another kind'}, not a {cls.kind}", kind="file"
-            )
-        bad = first_nonfinite_tensor(iter(tensors.items()))
-        lost = next(
-            (f"it has no {name}" for name in cls.parts if not isinstance(document.get(name), dict)), ""
-        )
-        if bad or lost:
-            raise FlowBNNError(
-                f"'{path}' is damaged: {lost or f'{bad!r} holds NaN or infinity'}", kind="file"
-            )
+            trouble = f"holds a {kind}, not a {cls.kind}"
+        if trouble:
+            raise FlowBNNError(f"'{path}' {trouble}", kind="file")
         return tensors, document
 
     @classmethod
@@ -431,11 +424,9 @@ class Posterior:
         cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any
     ) -> "Posterior":
         """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit."""
-        try:
+        with reading(path):
             likelihood = make_likelihood(document["likelihood"])
             history = History.from_dict(document["history"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
         filled = {"network": model, "likelihood": likelihood}
         for part, target in filled.items():
             check_architecture(target, _part(tensors, part), path)
@@ -450,6 +441,20 @@ def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")
     }
+
+
+@contextmanager
+def reading(path: Any) -> Iterator[None]:
+    """Whatever goes wrong inside says that the file is damaged."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
+
+
+def _kind_of(document: Any) -> str:
+    kind = document.get("kind") if isinstance(document, dict) else None
+    return kind if isinstance(kind, str) else "file of another kind"
 
 
 class Stored:
@@ -470,13 +475,9 @@ def load_posterior(path: "str | Path | Stored", network: nn.Module) -> Posterior
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
     _, document = path.contents if isinstance(path, Stored) else load_tensors(path)
-    kind = document.get("kind") if isinstance(document, dict) else None
-    kinds: dict[str, Any] = {found.kind: found for found in _descendants(Posterior)}
+    kind, kinds = _kind_of(document), {found.kind: found for found in _descendants(Posterior)}
     if kind not in kinds:
-        raise FlowBNNError(
-            f"'{path}' holds a {kind or 'file of another kind'}, which is no posterior of this version",
-            kind="file",
-        )
+        raise FlowBNNError(f"'{path}' holds a {kind}, which is no posterior of this version", kind="file")
     return kinds[kind].load(path, network)
 
 

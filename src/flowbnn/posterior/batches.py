@@ -6,6 +6,7 @@ Where several processes share a loader, each has a :class:`Share` of its batches
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,13 +50,11 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
     The inputs may be a tensor, a tuple (passed as ``model(*inputs)``) or a mapping (``model(**inputs)``).
     """
-    if isinstance(batch, list | tuple) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, list | tuple) and len(batch) == 1:
-        return batch[0], None
-    if isinstance(batch, list | tuple):
-        return tuple(batch[:-1]), batch[-1]
-    return batch, None
+    if not isinstance(batch, list | tuple):
+        return batch, None
+    if len(batch) <= 2:
+        return batch[0], batch[1] if len(batch) == 2 else None
+    return tuple(batch[:-1]), batch[-1]
 
 
 def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -139,7 +138,7 @@ def count_data(loader: Any) -> int:
         if getattr(batches, "drop_last", False):
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
-    raise FlowBNNError("how many examples this loader gives cannot be told; say it with num_data=")
+    raise FlowBNNError("this loader does not say how many examples it gives; say it with num_data=")
 
 
 def is_batch(inputs: Any) -> bool:
@@ -163,14 +162,14 @@ def check_finite(inputs: Any, what: str = "inputs") -> None:
 
 def failure(inputs: Any, error: Exception) -> str:
     """Why a network does not take inputs, in a line: their shapes, what it said, and what may help."""
-    tensors = list(tensors_of(inputs))
+    tensors = tensors_of(inputs)
     sizes = ", ".join(str(tuple(part.shape)) for part in tensors)
     said = str(error).strip().splitlines() or [type(error).__name__]
     advice = ""
     if any(part.dtype == torch.uint8 for part in tensors):
-        advice = "; bytes are made numbers by images.float() / 255"
+        advice = "; bytes become numbers by images.float() / 255"
     elif "same dtype" in said[0] and any(not part.is_floating_point() for part in tensors):
-        advice = "; whole numbers are made real ones by inputs.float()"
+        advice = "; integers are made real numbers by inputs.float()"
     elif any(part.ndim in (1, 3) for part in tensors) and re.search("shape|channels|dim", said[0]):
         advice = "; the examples come first: a single one is given as inputs[None]"
     return f"shape {sizes}: {said[0]}{advice}"
@@ -274,7 +273,7 @@ class Collected:
         spent = torch.cat(self.spent) if self.spent else None
         targets = torch.cat(self.targets) if self.targets else None
         if isinstance(self.loader, Share):
-            return self.loader.gather(outputs, spent, targets)
+            outputs, spent, targets = self.loader.gather(outputs, spent, targets)
         if outputs is None:
             raise FlowBNNError("the loader is empty: there is nothing to predict", kind="empty")
         return outputs, spent, targets
@@ -346,11 +345,10 @@ class Share:
         return iter(pick_rows(self.loader, self._pick, self.rank))
 
     def report(self, trouble: str | None = None, *tensors: Tensor | None) -> list[Any]:
-        """What all processes have to tell, in their order: their trouble, or their shares' sizes and the kinds of their tensors."""
+        """What all processes report, in their order: their trouble, or the sizes of their shares and their tensors."""
         self.done = True
-        kinds = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         reports: list[Any] = [None] * self.world
-        _exchange(lambda: distributed.all_gather_object(reports, (trouble, self.sizes, kinds)))
+        _exchange(lambda: distributed.all_gather_object(reports, (trouble, self.sizes, tensors)))
         for rank, (message, _, _) in enumerate(reports):
             if message is not None and trouble is None:
                 raise FlowBNNError(f"worker {rank} of {self.world} cannot predict its share: {message}")
@@ -358,45 +356,28 @@ class Share:
 
     def gather(
         self, outputs: Tensor | None, spent: Tensor | None, targets: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Everybody's outputs ``[samples, rows, ...]``, sample counts and targets, in the order of the loader."""
-        reports = self.report(None, outputs, spent, targets)
-        sizes = [report[1] for report in reports]
-        if not any(map(sum, sizes)):
-            raise FlowBNNError("the loader is empty: there is nothing to predict")
-        together, counts, truth = (
-            self._joined(tensor, axis, sizes, [report[2][place] for report in reports])
-            for place, (tensor, axis) in enumerate(((outputs, 1), (spent, 0), (targets, 0)))
-        )
-        assert together is not None
-        return together, counts, truth
+        home = torch.device("cpu") if outputs is None else outputs.device
+        own = [None if tensor is None else tensor.cpu() for tensor in (outputs, spent, targets)]
+        _, sizes, tensors = zip(*self.report(None, *own), strict=True)
+        outputs, spent, targets = map(partial(_in_order, sizes), zip(*tensors, strict=True), (1, 0, 0))
+        return None if outputs is None else outputs.to(home), spent, targets
 
-    def _joined(
-        self, own: Tensor | None, axis: int, sizes: list[list[int]], kinds: list[Any]
-    ) -> Tensor | None:
-        if all(kind is None for kind in kinds):
-            return None
-        home = torch.device("cpu") if own is None else own.device
-        parts: list[Iterator[Tensor]] = []
-        for rank, kind in enumerate(kinds):
-            if kind is None:
-                parts.append(iter(()))
-                continue
-            shape, dtype = kind
-            part = own if rank == self.rank and own is not None else torch.empty(shape, dtype=dtype)
-            carried = (
-                part.to(self.device).contiguous().view(-1).view(torch.uint8)
-            )  # bytes: all kinds of numbers travel
-            _exchange(lambda carried=carried, rank=rank: distributed.broadcast(carried, rank))  # type: ignore[misc]
-            whole = carried.view(dtype).view(shape).to(home)
-            parts.append(iter(whole.split([size for size in sizes[rank] if size], axis)))
-        pieces = [
-            next(part)
-            for batch in zip(*sizes, strict=True)
-            for part, size in zip(parts, batch, strict=True)
-            if size
-        ]
-        return torch.cat(pieces, axis)
+
+def _in_order(sizes: Sequence[list[int]], parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+    """The rows of all processes in the order of the loader, of every batch of which each has had so many; None if there are none."""
+    pieces = [
+        iter(() if part is None else part.split([size for size in own if size], axis))
+        for part, own in zip(parts, sizes, strict=True)
+    ]
+    ordered = [
+        next(piece)
+        for batch in zip(*sizes, strict=True)
+        for piece, size, part in zip(pieces, batch, parts, strict=True)
+        if size and part is not None
+    ]
+    return torch.cat(ordered, axis) if ordered else None
 
 
 def _device() -> torch.device:

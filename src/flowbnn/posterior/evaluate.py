@@ -7,13 +7,14 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
-from flowbnn.options import takes
+from flowbnn.options import checked, takes
 from flowbnn.posterior.base import Posterior, PredictOptions
 
 __all__ = ["evaluate"]
 
 
 @takes(PredictOptions)
+@checked
 def evaluate(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -32,8 +33,6 @@ def evaluate(
         seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``samples_spent``, the mean over the
             inputs of ``loader``.
     """
-    if not isinstance(posterior, Posterior):
-        raise FlowBNNError(f"evaluate takes a posterior, as fit returns it, not a {type(posterior).__name__}")
     predictive, targets = posterior.predict_with_targets(_as_loader(loader), seed=seed, **options)
     if targets is None:
         raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")

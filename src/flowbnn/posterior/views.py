@@ -29,8 +29,6 @@ def _seen(view: View, inputs: Any) -> Any:
     name = getattr(view, "__name__", type(view).__name__)
     try:
         seen = view(inputs)
-    except FlowBNNError:
-        raise
     except Exception as error:
         raise FlowBNNError(f"the view {name} fails on inputs of {failure(inputs, error)}") from error
     if type(seen) is not type(inputs) or rows(seen) != rows(inputs):

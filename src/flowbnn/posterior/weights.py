@@ -33,6 +33,14 @@ def generator_of(seed: int, index: int, device: torch.device | str = "cpu") -> t
     return torch.Generator(device).manual_seed((seed * 1_000_003 + index) % 2**63)
 
 
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a network; tied ones under each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 class Exchange:
     """Other weights in the place of a network's own, which come back at the end of the ``with`` block.
 
@@ -42,12 +50,7 @@ class Exchange:
     """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        own = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
-        missing = [name for name in names if name not in own]
-        if missing:
-            raise FlowBNNError(f"the network has no weight '{missing[0]}'")
+        own = _own(model)
         wanted = {id(own[name]): name for name in names}
         self.places: list[tuple[dict[str, Any], str, Any, str]] = []
         for module in model.modules():
@@ -94,11 +97,11 @@ class WeightPosterior(Posterior):
     @property
     def names(self) -> list[str]:
         """The parameters and buffers that differ from sample to sample."""
-        raise NotImplementedError(f"{type(self).__name__} must define names")
+        raise NotImplementedError
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         """The weights of the sample of this number under this seed."""
-        raise NotImplementedError(f"{type(self).__name__} must define weights(index, seed)")
+        raise NotImplementedError
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         """The weights of these samples of a prediction, one after the other.
@@ -110,9 +113,7 @@ class WeightPosterior(Posterior):
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density of one set of weights."""
-        raise FlowBNNError(
-            f"a {type(self).__name__} has no density that could be computed; it can be sampled"
-        )
+        return self._without("density that could be computed")
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
@@ -140,9 +141,7 @@ class WeightPosterior(Posterior):
     def network_of(self, values: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the network with these weights, ready to predict."""
         network = deepcopy(self.model).eval()
-        own = dict(network.named_parameters(remove_duplicate=False)) | dict(
-            network.named_buffers(remove_duplicate=False)
-        )
+        own = _own(network)
         with torch.no_grad():
             for name, value in values.items():
                 own[name].copy_(value)
@@ -177,7 +176,7 @@ class MemberPosterior(WeightPosterior):
 
     Args:
         model: the network.
-        likelihood: how outputs speak of targets.
+        likelihood: the observation model of the outputs.
         members: weights (and buffers) ``{name: [M, ...]}``.
         history: the training record.
     """
@@ -208,9 +207,8 @@ class MemberPosterior(WeightPosterior):
         **more: Any,
     ) -> "MemberPosterior":
         """From one dictionary of weights for each member."""
-        if not states:
-            raise FlowBNNError("there is no network in the list")
-        members = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+        names = states[0] if states else {}
+        members = {name: torch.stack([state[name] for state in states]) for name in names}
         return cls(model, likelihood, members, history, **more)
 
     def __len__(self) -> int:
@@ -267,9 +265,7 @@ class MemberPosterior(WeightPosterior):
 
 def check_members(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Whether weights ``{name: [M, ...]}`` are those of networks like this one."""
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    own = _own(model)
     for name, value in state.items():
         if name not in own or value.shape[1:] != own[name].shape:
             raise ValueError(f"its member weights '{name}' do not fit the network")
