@@ -191,7 +191,7 @@ def test_millions_of_weights_are_warned_of_before_anything_begins(monkeypatch):
         raise AssertionError("the training has begun")
 
     monkeypatch.setattr(fb.HMC, "start", never)
-    with pytest.raises(FlowBNNWarning, match=r"HMC of 15 weights: about .* minutes .* over='noise'"):
+    with pytest.raises(FlowBNNWarning, match=r"HMC of 15 weights: about .* hours .* over='noise'"):
         small(epochs=3).fit(net, [blobs(30).tensors], seed=0, **QUIET)
     monkeypatch.setattr(methods, "MANY_WEIGHTS", 10**6)
     monkeypatch.setattr(methods, "LONG", 0.0)

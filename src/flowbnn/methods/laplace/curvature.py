@@ -316,16 +316,24 @@ def _by_layer(model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> boo
 def measure(
     model: nn.Module,
     layers: list[CoveredLayer],
-    structure: str,
     seen: Survey,
     likelihood: Likelihood,
     batches: Iterable[Any],
-    kind: str,
     check: Callable[[Any], None],
+    *,
+    structure: str,
+    kind: str,
     seed: int,
     total: int | None = None,
 ) -> Curvature:
-    """Go through the data once; with ``total``, the examples seen stand for so many. ``seed`` is for drawn targets."""
+    """Go through the data once.
+
+    Args:
+        check: of the targets of a batch.
+        structure: of the curvature: ``"kron"``, ``"diag"`` or ``"full"``.
+        kind: of the Hessian in the outputs: ``"ggn"``, ``"fisher"`` or ``"sampled"``, with targets drawn from ``seed``.
+        total: the number of examples that those seen stand for.
+    """
     way: type[Sums] = RowSums
     if is_direct(layers, seen):
         way = LastLayer

@@ -1,23 +1,23 @@
-r"""Laplace approximation (MacKay 1992; Ritter et al. 2018; Daxberger et al., 2106.14806): a Gaussian around the trained network.
+r"""Laplace approximation: a Gaussian around the trained network (MacKay 1992; Ritter et al. 2018; Daxberger et al. 2021).
 
 .. math:: q(w) = \mathcal N(\hat w, (H + \delta I)^{-1}), \qquad H = \sum_i J_i^T \Lambda_i J_i
 
-with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the likelihood's curvature :math:`\Lambda_i` in the
-outputs, and the prior precision :math:`\delta`, by default the one at which the marginal likelihood of the training data is highest.
-The network is differentiated in evaluation mode, with the running statistics of its BatchNorm layers.
+with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the Hessian :math:`\Lambda_i` of the loss in the
+outputs, and the prior precision :math:`\delta`, by default the one with the highest marginal likelihood of the training data. The
+network is differentiated in evaluation mode, with the running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from flowbnn.likelihoods import Gaussian
-from flowbnn.methods.base import FitOptions, LikelihoodName, Method, register_method
+from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.laplace.curvature import Curvature, is_direct, measure
 from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
@@ -39,24 +39,24 @@ __all__ = ["Laplace"]
 class Laplace(Method):
     r"""A Gaussian around the trained weights, from the curvature of the loss.
 
-    ``epochs=0`` takes the network as it is trained, and then costs little more than one pass over the data for the last layer.
+    ``epochs=0`` uses a trained network as it is, and then costs little more than one pass over the data for the last layer.
 
     Args:
         structure: of the covariance: ``"kron"``, a Kronecker product for each layer, its bias included; ``"diag"``; ``"full"``.
-            Kronecker factors serve Linear and Conv1d, 2d, 3d layers; the scales and shifts of normalization layers then stay as they
-            are trained, while "diag" and "full" cover them. "diag" and "full" take any layer, tied weights included.
-        layers: ``"last"``, the layer with weights that is called last; ``"all"``; or a glob of their names. What is frozen stays out.
-        prior_scale: standard deviation of the Gaussian prior; ``"marginal likelihood"`` finds the one that the data speak for. The
-            network is trained (``epochs`` above 0) under the given one, or under 1.
-        per_layer: one prior scale for each layer, where it is found.
-        predictive: ``"linearized"``, the network made linear in its weights, which is what the approximation is about;
+            Kronecker factors serve Linear and Conv1d, 2d, 3d layers; the scales and shifts of normalization layers then stay as
+            trained. "diag" and "full" serve any layer, tied weights included.
+        layers: ``"last"``, the layer with weights that is called last; ``"all"``; or a glob of names. Frozen weights stay out.
+        prior_scale: standard deviation of the Gaussian prior; ``"marginal likelihood"`` chooses it by the evidence. The network is
+            trained (``epochs`` above 0) under the given one, or under 1.
+        per_layer: choose one prior scale for each layer.
+        predictive: ``"linearized"``, the network made linear in its weights, for which the approximation is exact;
             ``"sampled"``, networks with drawn weights; ``"probit"``, linearized logits shrunk by their variance, without draws (for
             classes). For a last layer that gives the outputs the first two are the same, at the price of one pass.
         curvature: ``"ggn"``, exact in the outputs, with a backward pass for each class; ``"sampled"``, an unbiased estimate
             of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
         damping: added to the precision of the posterior.
-        newton: steps towards the mode under the prior before the end, each with another pass over the data or more; one makes a
-            network that is linear in its weights exact, wherever training stopped, where the structure holds the whole curvature
+        newton: steps of Newton's method to the mode under the prior, each with another pass over the data or more; one makes a
+            network that is linear in its weights exact, wherever training stopped, if the structure holds the whole curvature
             ("full" always does); with "diag" train first.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -67,9 +67,9 @@ class Laplace(Method):
 
     structure: Literal["kron", "diag", "full"] = "kron"
     layers: str = field(default="last", kw_only=True)
-    prior_scale: Positive | Literal["marginal likelihood"] = field(
+    prior_scale: Positive | Literal["marginal likelihood"] = field(  # type: ignore[assignment]
         default="marginal likelihood", kw_only=True
-    )  # type: ignore[assignment]
+    )
     per_layer: bool = field(default=False, kw_only=True)
     predictive: PredictiveName = field(default="linearized", kw_only=True)
     curvature: Literal["ggn", "fisher", "sampled"] = field(default="ggn", kw_only=True)
@@ -77,11 +77,11 @@ class Laplace(Method):
     newton: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
 
     def memory(self, network: nn.Module, inputs: Any = None) -> int:
-        """Bytes that a fit needs besides the network, told without allocating them.
+        """Bytes that a fit needs besides the network.
 
         Args:
             network: the network.
-            inputs: a few rows; with them the last layer is the one that is called last, else the one that the network has last.
+            inputs: a few rows, to see which layer is called last; without them it is the network's last one.
         """
         seen = survey(network, inputs)
         layers = choose_layers(network, seen, self.layers, self.structure)
@@ -91,63 +91,75 @@ class Laplace(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
         """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
         model, run = self.setup(network, loader, given)
-        num_data, model = run.num_data, without_nested(model)
-        chosen, inputs, check = prepare(model, loader, run.likelihood)
-        untrained = not _noise(run.likelihood) and isinstance(chosen, Gaussian) and chosen.noise == "learned"
-        check_likelihood(chosen, self.predictive)
+        likelihood, inputs, check = prepare(without_nested(model), loader, run.likelihood)
+        check_likelihood(likelihood, self.predictive)
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
         shown = run.progress and is_main_process()
         memory = check_memory(self.structure, model, layers, seen, device_of(model), shown)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
-        point = PointPosterior(model, chosen)
+        point = PointPosterior(model, likelihood)
         if self.epochs:
             decay = 1.0 / ((scale or 1.0) ** 2 * run.count(loader))
             point = self.start(deepcopy(network), loader, run, decay)
-        without_nested(point.model).eval()
-        model, chosen = point.model, point.likelihood
-        seed = run.seed
-        devices = [device_of(model)] if device_of(model).type == "cuda" else []
-        drawn = (
-            int(torch.randint(2**31 - 1, ())) if seed is None and self.curvature == "sampled" else seed or 0
+        model, likelihood = without_nested(point.model).eval(), point.likelihood
+        learns_noise = (
+            not self.epochs
+            and isinstance(likelihood, Gaussian)
+            and likelihood.noise == "learned"
+            and not _brings_noise(run.likelihood)
         )
+        draws_targets = run.seed is None and self.curvature == "sampled"
+        seed = int(torch.randint(2**31 - 1, ())) if draws_targets else run.seed or 0
 
         def batches(description: str) -> Any:
             return track(loader, description, shown)
 
-        def noise() -> bool:
-            if self.epochs or not untrained:
-                return False
-            learn_noise(model, chosen, batches("noise"))
-            return True
-
-        def curved() -> Curvature:
-            data = batches("curvature")
+        def measured() -> Curvature:
             return measure(
-                model, layers, self.structure, seen, chosen, data, self.curvature, check, drawn, num_data
+                model,
+                layers,
+                seen,
+                likelihood,
+                batches("curvature"),
+                check,
+                structure=self.structure,
+                kind=self.curvature,
+                seed=seed,
+                total=run.num_data,
             )
 
-        with torch.random.fork_rng(devices) if seed is not None else nullcontext():
-            if seed is not None:
-                torch.manual_seed(seed)
-            noise()
-            found = curved()
-            blocks, precisions, evidence = with_prior(
-                found, model, layers, scale, self.per_layer, self.damping
-            )
+        prior = partial(
+            with_prior,
+            model=model,
+            layers=layers,
+            scale=scale,
+            per_layer=self.per_layer,
+            damping=self.damping,
+        )
+        devices = [device_of(model)] if device_of(model).type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=run.seed is not None):
+            if run.seed is not None:
+                torch.manual_seed(run.seed)  # for a loader that shuffles
+            if learns_noise:
+                learn_noise(model, likelihood, batches("noise"))
+            curvature = measured()
+            blocks, precisions, evidence = prior(curvature)
             for _ in range(self.newton):
-                weight = 1.0 if num_data is None else num_data / found.seen
                 data = batches("gradient")
-                moved = newton_step(model, layers, chosen, data, weight, blocks, precisions, found, curved)
+                moved = newton_step(
+                    model, layers, likelihood, data, run.num_data, blocks, precisions, curvature, measured
+                )
                 if moved is None:
                     break
-                found = curved() if noise() else moved
-                blocks, precisions, evidence = with_prior(
-                    found, model, layers, scale, self.per_layer, self.damping
-                )
+                if learns_noise:
+                    learn_noise(model, likelihood, batches("noise"))
+                    moved = measured()
+                curvature = moved
+                blocks, precisions, evidence = prior(curvature)
         return LaplacePosterior(
             model,
-            chosen,
+            likelihood,
             blocks,
             self.predictive,
             log_evidence=evidence,
@@ -158,10 +170,7 @@ class Laplace(Method):
         )
 
 
-def _noise(likelihood: LikelihoodName) -> bool:
-    """Whether a likelihood brings a noise that was learned before."""
-    return (
-        isinstance(likelihood, Gaussian)
-        and likelihood.noise == "learned"
-        and bool(likelihood.log_scale.any())
-    )
+def _brings_noise(likelihood: Any) -> bool:
+    """Whether a given likelihood has learned its noise before."""
+    learned = isinstance(likelihood, Gaussian) and likelihood.noise == "learned"
+    return learned and bool(likelihood.log_scale.any())

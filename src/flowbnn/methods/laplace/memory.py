@@ -1,4 +1,4 @@
-"""The memory that a Laplace approximation needs, told before it is taken."""
+"""The memory that a Laplace approximation needs, checked before the fit begins."""
 
 import logging
 import os

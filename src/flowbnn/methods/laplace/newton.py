@@ -23,7 +23,7 @@ def newton_step(
     layers: list[CoveredLayer],
     likelihood: Likelihood,
     batches: Iterable[Any],
-    weight: float,
+    total: int | None,
     blocks: list[Block],
     precisions: dict[str, float],
     curvature: Curvature,
@@ -32,13 +32,14 @@ def newton_step(
     """A step, halved until the posterior density grows; None, with the weights as they were, if it cannot.
 
     Args:
-        weight: of each example in the log-likelihood.
+        total: the number of examples that those of the batches stand for.
         blocks, precisions, curvature: at the present weights.
         measured: measures the curvature anew.
     """
     priors = {name: precisions[layer.name] for layer in layers for name in layer.shapes}
     weights = {name: model.get_parameter(name) for name in priors}
     start = {name: value.detach().clone() for name, value in weights.items()}
+    weight = 1.0 if total is None else total / curvature.seen
     slope = _gradient(model, weights, likelihood, batches, weight)
     uphill = {name: slope[name] - priors[name] * value for name, value in start.items()}
     step = {name: value for block in blocks for name, value in block.solve(uphill).items()}

@@ -10,88 +10,56 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
-__all__ = ["Independent", "OuterProducts", "OutputHessian", "Softmax", "check_likelihood", "output_hessian"]
+__all__ = ["Exact", "OuterProducts", "OutputHessian", "check_likelihood", "output_hessian"]
 
 
-class OutputHessian:
-    """Matrices ``[C, C]``, one for each of ``b`` examples; ``count`` columns of a square root make each up."""
+class Exact:
+    r""":math:`\mathrm{diag}(v)` for outputs with targets of their own, :math:`\mathrm{diag}(p) - p p^T` for a softmax.
 
-    count: int
+    The columns of a root of the latter are :math:`\sqrt{p_k} (e_k - p)`.
+
+    >>> p = torch.tensor([[0.2, 0.3, 0.5]])
+    >>> root = Exact(p, softmax=True).columns(0, 3)[0].T
+    >>> torch.allclose(root @ root.T, p[0].diag() - p.T @ p)
+    True
+
+    Args:
+        values: ``[b, C]``.
+        softmax: whether they are the probabilities of a softmax.
+    """
+
+    def __init__(self, values: Tensor, softmax: bool = False) -> None:
+        self.values, self.softmax, self.count = values, softmax, values.shape[1]
 
     def total(self) -> Tensor:
         """The sum over examples, ``[C, C]``."""
-        raise NotImplementedError
+        total = self.values.sum(0).diag()
+        return total - self.values.T @ self.values if self.softmax else total
 
     def diagonal(self) -> Tensor:
         """``[b, C]``."""
-        raise NotImplementedError
+        return self.values * (1.0 - self.values) if self.softmax else self.values
 
     def row(self, index: int) -> Tensor:
-        """One row of each, ``[b, C]``."""
-        raise NotImplementedError
-
-    def columns(self, low: int, high: int) -> Tensor:
-        """Columns of a square root, ``[b, high - low, C]``."""
-        raise NotImplementedError
-
-
-class Softmax(OutputHessian):
-    r""":math:`\mathrm{diag}(p) - p p^T`; the columns of a root are :math:`\sqrt{p_k} (e_k - p)`.
-
-    >>> p = torch.tensor([[0.2, 0.3, 0.5]])
-    >>> root = Softmax(p).columns(0, 3)[0].T
-    >>> torch.allclose(root @ root.T, p[0].diag() - p.T @ p)
-    True
-    """
-
-    def __init__(self, probabilities: Tensor) -> None:
-        self.p, self.count = probabilities, probabilities.shape[1]
-
-    def total(self) -> Tensor:
-        return self.p.sum(0).diag() - self.p.T @ self.p
-
-    def diagonal(self) -> Tensor:
-        return self.p * (1.0 - self.p)
-
-    def row(self, index: int) -> Tensor:
-        row = -self.p[:, index, None] * self.p
-        row[:, index] += self.p[:, index]
+        """One row of each matrix, ``[b, C]``."""
+        row = -self.values[:, index, None] * self.values if self.softmax else torch.zeros_like(self.values)
+        row[:, index] += self.values[:, index]
         return row
 
     def columns(self, low: int, high: int) -> Tensor:
-        roots = self.p[:, low:high].sqrt()
-        columns = (-roots).unsqueeze(2) * self.p.unsqueeze(1)
-        index = torch.arange(high - low, device=self.p.device)
+        """Columns of a square root, ``[b, high - low, C]``; there are ``count``."""
+        roots, values = self.values[:, low:high].sqrt(), self.values
+        if self.softmax:
+            columns = (-roots).unsqueeze(2) * values.unsqueeze(1)
+        else:
+            columns = values.new_zeros(len(values), high - low, values.shape[1])
+        index = torch.arange(high - low, device=values.device)
         columns[:, index, low + index] += roots
         return columns
 
 
-class Independent(OutputHessian):
-    """A diagonal Hessian ``[b, C]``: every output has a target of its own."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.count = values, values.shape[1]
-
-    def total(self) -> Tensor:
-        return self.values.sum(0).diag()
-
-    def diagonal(self) -> Tensor:
-        return self.values
-
-    def row(self, index: int) -> Tensor:
-        row = torch.zeros_like(self.values)
-        row[:, index] = self.values[:, index]
-        return row
-
-    def columns(self, low: int, high: int) -> Tensor:
-        columns = self.values.new_zeros(len(self.values), high - low, self.values.shape[1])
-        index = torch.arange(high - low, device=self.values.device)
-        columns[:, index, low + index] = self.values[:, low:high].sqrt()
-        return columns
-
-
-class OuterProducts(OutputHessian):
-    """Sums of outer products of gradients ``[b, M, C]``."""
+class OuterProducts:
+    """Sums of outer products of gradients ``[b, M, C]``, with the methods of :class:`Exact`."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.gradients, self.count = gradients, gradients.shape[1]
@@ -110,11 +78,13 @@ class OuterProducts(OutputHessian):
         return self.gradients[:, low:high]
 
 
+OutputHessian = Exact | OuterProducts
+
+
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Refuse a likelihood whose Hessian in the outputs is not known, or that has no probit approximation."""
-    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian) or (
-        isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
-    ):
+    known = isinstance(likelihood, Categorical | Bernoulli | Gaussian)
+    if not known or (isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"):
         raise FlowBNNError(
             f"Laplace takes a Categorical, a Bernoulli or a Gaussian likelihood with known or learned noise, not {likelihood!r}; "
             "DeepEnsemble and SWAG take noise='predicted'",
@@ -133,26 +103,28 @@ def output_hessian(
     if isinstance(likelihood, Categorical):
         p = outputs.softmax(1)
         if kind == "ggn":
-            return Softmax(p)
+            return Exact(p, softmax=True)
         if kind == "sampled":
             drawn = torch.rand(len(p), 1, generator=generator, dtype=torch.float64).to(p.device)
             targets = (p.double().cumsum(1) < drawn).sum(1).clamp_max(p.shape[1] - 1)
         gradient = p.clone()
         gradient[torch.arange(len(p), device=p.device), targets.to(p.device).long()] -= 1.0
-        return OuterProducts(gradient.unsqueeze(1))
-    if isinstance(likelihood, Bernoulli):
+    elif isinstance(likelihood, Bernoulli):
         p = outputs.sigmoid()
         if kind == "ggn":
-            return Independent(p * (1.0 - p))
+            return Exact(p * (1.0 - p))
         truth = targets.reshape(p.shape).to(p)
         if kind == "sampled":
             truth = (torch.rand(p.shape, generator=generator).to(p) < p).to(p)
-        return OuterProducts((p - truth).unsqueeze(1))
-    assert isinstance(likelihood, Gaussian)
-    mean, variance = likelihood.moments(outputs)
-    if kind == "ggn":
-        return Independent(1.0 / variance)
-    if kind == "sampled":
-        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
-        return OuterProducts((noise * variance.rsqrt()).unsqueeze(1))
-    return OuterProducts(((mean - targets.to(mean).reshape(mean.shape)) / variance).unsqueeze(1))
+        gradient = p - truth
+    else:
+        assert isinstance(likelihood, Gaussian)
+        mean, variance = likelihood.moments(outputs)
+        if kind == "ggn":
+            return Exact(1.0 / variance)
+        if kind == "sampled":
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
+            gradient = noise * variance.rsqrt()
+        else:
+            gradient = (mean - targets.to(mean).reshape(mean.shape)) / variance
+    return OuterProducts(gradient.unsqueeze(1))

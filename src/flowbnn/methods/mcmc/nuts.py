@@ -4,14 +4,13 @@ Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from flowbnn.methods.base import register_method
 from flowbnn.methods.mcmc.base import ChainMethod
-from flowbnn.methods.mcmc.chains import Kernel
 from flowbnn.methods.mcmc.hamiltonian import (
     DIVERGENT,
     Potential,
@@ -45,21 +44,20 @@ class NUTS(ChainMethod):
     0
     """
 
-    max_depth: Annotated[int, Interval(ge=1, le=15)] = 10  # 15 is 32,767 steps for one draw
+    max_depth: Annotated[int, Interval(ge=1, le=15)] = 10
 
-    def kernel(self, potential: Any) -> Kernel:
-        def transition(
-            state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sequence[torch.Generator]
-        ) -> tuple[State, Transition]:
-            return nuts_kernel(potential, state, step_size, inverse_mass, sources, self.max_depth)
+    def transition(
+        self,
+        potential: Potential,
+        state: State,
+        step_size: Tensor,
+        inverse_mass: Tensor,
+        sources: Sequence[torch.Generator],
+    ) -> tuple[State, Transition]:
+        return nuts_kernel(potential, state, step_size, inverse_mass, sources, self.max_depth)
 
-        return transition
-
-    def work(self) -> float:
+    def gradients_per_transition(self) -> float:
         return 2.0 ** min(6, self.max_depth) - 1  # trajectories of networks have 2**5 to 2**7 steps
-
-    def remembered(self) -> tuple[str, ...]:
-        return (*super().remembered(), "max_depth")
 
 
 def nuts_kernel(
