@@ -78,7 +78,7 @@ class PredictOptions:
         adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
             certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and ``samples_spent`` of
             the result says what each had.
-        views: functions from a batch of inputs to as many others that mean the same, such as :func:`flowbnn.data.mirrored`: every
+        views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
             sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
             price of as many more passes.
         precision: ``"bf16"`` or ``"fp16"`` lets layers compute in half precision (autocast), while noise and flows stay in float32.
@@ -151,9 +151,11 @@ class Prediction(Forward):
         return max(self.full_pass(inputs), 0 if self.options.adaptive is None else TOGETHER)
 
     def __enter__(self) -> Self:
-        self.stack.enter_context(self.kept.lock)
-        self.stack.enter_context(evaluating(self.model))
-        self.stack.enter_context(casting(self.device, self.half))
+        with ExitStack() as stack:
+            stack.enter_context(self.kept.lock)
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(casting(self.device, self.half))
+            self.stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -162,13 +164,8 @@ class Prediction(Forward):
         self.stack.close()
 
 
-TAKES_TURNS = {
-    "sample",
-    "draws",
-    "log_prob",
-    "member",
-    "mean_network",
-}  # methods that read the network, beside predict and save
+# methods that read the network, beside predict and save
+TAKES_TURNS = {"sample", "draws", "log_prob", "member", "mean_network"}
 
 
 def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,18 +264,15 @@ class Posterior:
 
     def _refuse(self, loader: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
-        kind, argument, trouble = type(self).__name__, "", ""
+        kind, trouble = type(self).__name__, {}
         if not hasattr(loader, "__iter__"):
-            argument, trouble = (
-                "inputs",
-                f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}",
-            )
-        elif self.only_shared and not options.shared:
-            argument, trouble = "shared", f"a draw of a {kind} serves all inputs; leave shared=True"
-        elif options.compile is True and not self.compiles:
-            argument, trouble = "compile", f"a {kind} does not compile for prediction; leave compile as it is"
-        if trouble:
-            raise FlowBNNError(trouble, kind="unsupported", argument=argument)
+            trouble["inputs"] = f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}"
+        if self.only_shared and not options.shared:
+            trouble["shared"] = f"a draw of a {kind} serves all inputs; leave shared=True"
+        if options.compile is True and not self.compiles:
+            trouble["compile"] = f"a {kind} does not compile for prediction; leave compile as it is"
+        for argument, message in trouble.items():
+            raise FlowBNNError(message, kind="unsupported", argument=argument)
 
     def _sampled(self, inputs: Any, prediction: Prediction) -> tuple[Tensor, Tensor | None]:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
@@ -311,7 +305,8 @@ class Posterior:
         try:
             return self._predictive(outputs, spent)
         except NotFinite as error:
-            why, bad = self._why_not_finite(inputs, options), error.fields
+            with self.kept.lock:
+                why, bad = self._why_not_finite(inputs, options), error.fields
             message = f"samples are not finite for {bad['inputs']} of {bad['total']} inputs: {why}"
             raise FlowBNNError(message, **bad) from None
 
