@@ -102,7 +102,7 @@ def test_density_is_the_gaussians():
     own = dict(layer.named_parameters())
     truth = sum(Normal(own[n].detach(), std[n]).log_prob(draws[n]).flatten(1).sum(1) for n in std)
     torch.testing.assert_close(posterior.log_prob(draws), truth)
-    with pytest.raises(FlowBNNError, match="'bias' is not among them"):
+    with pytest.raises(FlowBNNError, match="'bias'"):
         posterior.log_prob({"weight": draws["weight"]})
 
 
@@ -264,10 +264,10 @@ def test_saved_posterior_of_another_network(tmp_path):
 @pytest.mark.parametrize(
     ("std", "told"),
     [
-        ({}, "at least one"),
+        ({}, "at least 0"),
         ({"nothing": torch.ones(1)}, "no weight 'nothing'"),
-        ({"weight": torch.ones(3)}, "has shape"),
-        ({"weight": -torch.ones(1, 2)}, "below 0"),
+        ({"weight": torch.ones(3)}, "of shape"),
+        ({"weight": -torch.ones(1, 2)}, "at least 0"),
     ],
 )
 def test_bad_deviations(std, told):

@@ -11,7 +11,8 @@ from torch.distributions import Normal, kl_divergence
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods.variational.mnf import FLOWS, served_layers
+from flowbnn.methods.variational.base import FLOWS
+from flowbnn.methods.variational.mnf import served_layers
 from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights
 from flowbnn.transforms import Planar
 

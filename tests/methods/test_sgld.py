@@ -98,8 +98,8 @@ def test_snapshots_come_from_several_cycles_and_predict():
         network(), loader(data), seed=0, **QUIET
     )
     assert len(posterior) == 8
-    assert posterior.told["steps"][-1] == 60
-    assert sum(step <= 30 for step in posterior.told["steps"]) == 4
+    assert posterior.schedule["steps"][-1] == 60
+    assert sum(step <= 30 for step in posterior.schedule["steps"]) == 4
     assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
     first = posterior.members["0.weight"]
     assert all(not torch.equal(first[i], first[i + 1]) for i in range(7))

@@ -160,7 +160,7 @@ def test_refusals(tmp_path):
         fb.Temperature().fit(small(), DataLoader(Stream(), batch_size=2), num_data=2, **QUIET)
     with pytest.raises(FlowBNNError, match="epochs to the method within"):
         fb.Temperature(fb.MAP(), epochs=3)
-    with pytest.raises(FlowBNNError, match="takes a posterior"):
+    with pytest.raises(FlowBNNError, match="posterior"):
         fb.temper(small(), loader(blobs()))
     with pytest.raises(FlowBNNError, match="inputs alone"):
         fb.temper(PointPosterior(small(), fb.Categorical()), [torch.zeros(2, 4)], progress=False)

@@ -59,7 +59,7 @@ def test_the_advice_helps() -> None:
 
 
 def test_the_statistics_of_swag_say_it_too() -> None:
-    from flowbnn.methods.swag import refresh
+    from flowbnn.methods.layers import refresh
 
     with pytest.raises(FlowBNNError, match="epoch 1, batch 3: the batch has a single example"):
         refresh(network(), loader(), seed=0)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.layers import own_dropout
 from flowbnn.methods.node_noise import NoisePosterior, fit
 from flowbnn.noise import Dropout, wrappable
 from flowbnn.options import Probability, options, takes
@@ -29,13 +30,6 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import generator_of
 
 __all__ = ["DropoutPosterior", "MCDropout"]
-
-KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-def own_dropout(model: nn.Module) -> list[Any]:
-    """The dropout that a network brings."""
-    return [part for part in model.modules() if isinstance(part, KINDS) and part.p > 0]
 
 
 @register_method

@@ -194,7 +194,7 @@ def _options_of(
 
 def _groups(members: int, stack: bool, folder: Path | None) -> list[tuple[int, int]]:
     """Which members are trained together, as ``(first, last + 1)``; those that a folder holds stay as they are."""
-    found: list[tuple[int, int]] = []
+    groups: list[tuple[int, int]] = []
     held: dict[int, int] = {}
     for path in [] if folder is None else folder.glob("member*-*.safetensors"):
         match = re.fullmatch(r"members?-(\d+)(?:-(\d+))?", path.stem)
@@ -207,11 +207,11 @@ def _groups(members: int, stack: bool, folder: Path | None) -> list[tuple[int, i
                 f"'{folder}' holds {held[done] - done} members that are trained together, and {members - done} are asked for: "
                 f"ask for {held[done]}, or begin anew with resume=False"
             )
-        found.append((done, held[done]))
+        groups.append((done, held[done]))
         done = held[done]
     if stack and done < members:
-        return [*found, (done, members)]
-    return found + [(member, member + 1) for member in range(done, members)]
+        return [*groups, (done, members)]
+    return groups + [(member, member + 1) for member in range(done, members)]
 
 
 def _numbered(history: History, member: int) -> History:
@@ -324,10 +324,4 @@ class EnsemblePosterior(MemberPosterior):
         state = dict(state)
         log_scales = state.pop(NOISE, None)
         check_members(point.model, state)
-        learned = isinstance(point.likelihood, Gaussian) and point.likelihood.noise == "learned"
-        if learned != (log_scales is not None):
-            raise ValueError("the noise of its members does not fit its likelihood")
-        made = cls(point.model, point.likelihood, state, point.history, log_scales)
-        if log_scales is not None and log_scales.shape != (made.size, point.likelihood.dim):
-            raise ValueError("the noise of its members does not fit their number")
-        return made
+        return cls(point.model, point.likelihood, state, point.history, log_scales)

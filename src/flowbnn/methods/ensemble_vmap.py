@@ -158,7 +158,7 @@ ELEMENTWISE = (
 )
 
 
-class Judged(nn.Module):
+class LogLikelihood(nn.Module):
     """The mean log-likelihood of a batch, of one network."""
 
     def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
@@ -174,7 +174,7 @@ class Stack(nn.Module):
 
     def __init__(self, networks: list[nn.Module], likelihoods: list[Likelihood]) -> None:
         super().__init__()
-        self.members = [Judged(*pair) for pair in zip(networks, likelihoods, strict=True)]
+        self.members = [LogLikelihood(*pair) for pair in zip(networks, likelihoods, strict=True)]
         self.alike = [deepcopy(self.members[0])]  # in a list: its own weights are no part of this module
         parts = [(dict(one.named_parameters()), dict(one.named_buffers())) for one in self.members]
         self.names = {name.replace(".", "/"): name for name in (*parts[0][0], *parts[0][1])}
@@ -311,14 +311,14 @@ def train_together(
     def validate(_: nn.Module) -> dict[str, float]:
         assert run.validation is not None
         stack.unstack()
-        found: dict[str, float] = {}
+        records: dict[str, float] = {}
         for member, (network, likelihood) in enumerate(zip(networks, likelihoods, strict=True)):
             for name, value in validator(PointPosterior(network, likelihood), run.validation, 1)(
                 network
             ).items():
-                found[f"{name}/{first + member}"] = value
-                found[name] = found.get(name, 0.0) + value / len(networks)
-        return found
+                records[f"{name}/{first + member}"] = value
+                records[name] = records.get(name, 0.0) + value / len(networks)
+        return records
 
     history = train(
         Together(stack, loss),
@@ -338,11 +338,11 @@ def train_together(
 
 def _check(stack: Stack, shape: list[Any], inputs: Any, targets: Tensor) -> None:
     """Do the targets of every member fit what the network gives?"""
-    judged = stack.members[0]
+    likelihood = stack.members[0].likelihood
     if not shape:
         alike = stack.alike[0].network
         with evaluating(alike):
             shape.append(call(alike, apply(inputs, lambda tensor: tensor[:1, 0])))
     like = shape[0].expand(rows(inputs), *shape[0].shape[1:])
     for member in range(targets.shape[1]):
-        judged.likelihood.check(like, targets[:, member])
+        likelihood.check(like, targets[:, member])

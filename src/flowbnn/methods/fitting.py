@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,10 +37,12 @@ __all__ = [
     "Objective",
     "check_loader",
     "checked_validation",
+    "checks_targets",
     "first_batch",
     "fit_point",
     "learn_noise",
     "make_schedule",
+    "negative_log_likelihood",
     "optimizer_for",
     "point_as_is",
     "prepare",
@@ -375,6 +378,23 @@ def validator(
     return validate
 
 
+def negative_log_likelihood(
+    likelihood: Likelihood, outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a plain network, and its logs."""
+    inputs, targets = split_batch(batch)
+    outputs = outputs_of(inputs)
+    if checks_targets(targets, clock):
+        likelihood.check(outputs, targets)
+    log_likelihood = likelihood.log_prob(outputs, targets).mean()
+    return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+
+
+def checks_targets(targets: Tensor, clock: Clock) -> bool:
+    """Whether targets are checked in this step: on a GPU, where that waits for the device, in the first epoch only."""
+    return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
+
+
 def fit_point(
     model: nn.Module,
     loader: Iterable[Any],
@@ -397,16 +417,7 @@ def fit_point(
     ]
     engine = optimizer_for(groups, optimizer)
 
-    def loss(
-        outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs, targets = split_batch(batch)
-        outputs = outputs_of(inputs)
-        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
-            likelihood.check(outputs, targets)
-        log_likelihood = likelihood.log_prob(outputs, targets).mean()
-        return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
-
+    loss = partial(negative_log_likelihood, likelihood)
     posterior = PointPosterior(model, likelihood)
     posterior.history = train_posterior(posterior, loss, engine, loader, options, schedule, check_batch=check)
     return posterior

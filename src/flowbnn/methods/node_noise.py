@@ -1,4 +1,10 @@
-"""Node noise: the posterior of document 000, flows on the multiplicative noise of every layer, fitted by the ELBO."""
+r"""Node noise: every layer multiplies its input by noise, whose posterior is fitted by the ELBO.
+
+.. math:: h_{l+1} = f_l(z_l \circ h_l), \qquad z_l \sim q(z_l), \qquad p(z_l) = \mathcal N(1, \sigma^2)
+
+Mixtures of Gaussians are those of Trinh, Kaski and Heinonen 2020 (https://arxiv.org/abs/2010.13498), flows those of Xiong's report
+"Normalizing Flows for Implicit Bayesian Neural Networks".
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,17 +19,11 @@ from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
 from flowbnn.methods.base import FitOptions, register_method
-from flowbnn.methods.fitting import optimizer_for, prepare, train_posterior
-from flowbnn.methods.variational.base import Variational
+from flowbnn.methods.fitting import checks_targets, optimizer_for, prepare, train_posterior
+from flowbnn.methods.variational.base import FLOWS, Variational
 from flowbnn.noise import (
     InputNoise,
     NormalAffine,
-    NormalCoupling,
-    NormalGlow,
-    NormalInvConv,
-    NormalPlanar,
-    NormalRadial,
-    NormalSylvester,
     Recipe,
     hold_noise,
     noise_layers,
@@ -40,17 +40,6 @@ from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
 from flowbnn.training import Clock, is_main_process
 
 __all__ = ["NodeNoise", "NoisePosterior", "align_batch_axes", "fit"]
-
-KINDS: dict[str, Callable[..., Recipe]] = {
-    "gaussian": NormalAffine,
-    "mixture": NormalAffine,
-    "planar": NormalPlanar,
-    "radial": NormalRadial,
-    "sylvester": NormalSylvester,
-    "coupling": NormalCoupling,
-    "invconv": NormalInvConv,
-    "glow": NormalGlow,
-}
 
 
 @register_method
@@ -95,8 +84,8 @@ class NodeNoise(Variational):
             "base_scale": self.base_scale,
         }
         if self.kind == "mixture":
-            common["components"] = self.components
-        return {"*": KINDS[self.kind](**common)}
+            return {"*": NormalAffine(components=self.components, **common)}
+        return {"*": FLOWS[self.kind](**common)}
 
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
@@ -193,9 +182,7 @@ def fit(
     ) -> tuple[Tensor, dict[str, Tensor]]:
         some, targets = split_batch(batch)
         scale = warm_up(clock.progress, warmup)
-        # a check waits for the device: on one, only the first epoch is checked
-        check = not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
-        terms = objective(model, some, targets, scale, samples, outputs_of, check)
+        terms = objective(model, some, targets, scale, samples, outputs_of, checks_targets(targets, clock))
         return terms.loss, terms.logs()
 
     posterior = NoisePosterior(model, chosen)

@@ -12,8 +12,7 @@ quarters in a Gaussian without minibatches); ``preconditioned=False`` is without
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -24,14 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.dropout import own_dropout
-from flowbnn.methods.fitting import prepare, train_posterior
-from flowbnn.methods.swag import normalizers, refresh
+from flowbnn.methods.fitting import negative_log_likelihood, prepare, train_posterior
+from flowbnn.methods.layers import normalizers, refresh, without_dropout
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import split_batch
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, state_of
+from flowbnn.posterior.weights import MemberPosterior, check_members, state_of
 from flowbnn.training import Clock, History, is_main_process, load_tensors, save_tensors, track
 
 __all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
@@ -116,12 +113,7 @@ class SGLD(Method):
         ) -> tuple[Tensor, dict[str, Tensor]]:
             snapshots.look(clock.step, model)
             engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
-            inputs, targets = split_batch(batch)
-            outputs = outputs_of(inputs)
-            if clock.epoch == 0 or targets.device.type == "cpu":
-                likelihood.check(outputs, targets)
-            log_likelihood = likelihood.log_prob(outputs, targets).mean()
-            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+            return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
@@ -276,7 +268,7 @@ class Snapshots:
     """
 
     def __init__(self, plan: Plan, path: Path | None) -> None:
-        self.plan, self.found = plan, {}  # type: tuple[Plan, dict[int, dict[str, Tensor]]]
+        self.plan, self.states = plan, {}  # type: tuple[Plan, dict[int, dict[str, Tensor]]]
         name = None if path is None else "snapshots" if path.stem == "last" else f"{path.stem}-snapshots"
         self.folder = None if path is None or name is None else path.with_name(name)
 
@@ -286,24 +278,25 @@ class Snapshots:
 
     def look(self, step: int, model: nn.Module) -> None:
         """Keep the network if the plan says so."""
-        if step not in self.plan.kept or step in self.found:
+        if step not in self.plan.kept or step in self.states:
             return
-        self.found[step] = {name: value.cpu() for name, value in state_of(model).items()}
+        self.states[step] = {name: value.cpu() for name, value in state_of(model).items()}
         if self.folder is not None and is_main_process():
-            save_tensors(self.file(step), self.found[step], {"kind": "snapshot", "step": step})
+            save_tensors(self.file(step), self.states[step], {"kind": "snapshot", "step": step})
 
     def stacked(self, model: nn.Module) -> dict[str, Tensor]:
         """All of them, ``{name: [M, ...]}``, on the network's device."""
         own = state_of(model)
         states = []
         for step in sorted(self.plan.kept):
-            if step not in self.found:
+            if step not in self.states:
                 if self.folder is None or not self.file(step).exists():
                     raise FlowBNNError(
-                        f"the snapshot of step {step} is missing beside the checkpoint; begin anew with resume=False"
+                        f"the snapshot of step {step} is missing beside the checkpoint; start again with resume=False",
+                        argument="resume",
                     )
-                self.found[step], _ = load_tensors(self.file(step))
-            state = self.found[step]
+                self.states[step], _ = load_tensors(self.file(step))
+            state = self.states[step]
             if {n: v.shape for n, v in state.items()} != {n: v.shape for n, v in own.items()}:
                 raise FlowBNNError(f"'{self.file(step)}' holds a snapshot of another network")
             states.append(state)
@@ -313,25 +306,11 @@ class Snapshots:
         }
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout at rate 0; the network's own rates come back."""
-    parts: list[Any] = own_dropout(model)
-    rates = [part.p for part in parts]
-    for part in parts:
-        part.p = 0.0
-    try:
-        yield
-    finally:
-        for part, rate in zip(parts, rates, strict=True):
-            part.p = rate
-
-
 class SGLDPosterior(MemberPosterior):
     """Snapshots of a run of stochastic gradient Langevin dynamics, with the buffers (BatchNorm's statistics) of each.
 
     Args:
-        told: plain values: the schedule, and the steps at which snapshots were taken.
+        schedule: plain values: cycles, temperature, step size, and the steps at which snapshots were taken.
     """
 
     kind: ClassVar[str] = "sgld"
@@ -342,10 +321,10 @@ class SGLDPosterior(MemberPosterior):
         likelihood: Likelihood,
         members: dict[str, Tensor],
         history: History | None = None,
-        told: dict[str, Any] | None = None,
+        schedule: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(model, likelihood, members, history)
-        self.told = dict(told or {})
+        self.schedule = dict(schedule or {})
 
     def refresh(self, loader: Iterable[Any], seed: int, progress: bool = True) -> None:
         """Statistics of BatchNorm for every snapshot, by a pass over the data: running ones lag behind weights that are shaken."""
@@ -358,11 +337,11 @@ class SGLDPosterior(MemberPosterior):
                 self.members[name][index] = value
 
     def settings(self) -> dict[str, Any]:
-        return self.told
+        return self.schedule
 
     @classmethod
     def restored(
         cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
     ) -> "SGLDPosterior":
-        found = super().restored(point, state, settings)
-        return cls(found.model, found.likelihood, found.members, found.history, settings)
+        check_members(point.model, state)
+        return cls(point.model, point.likelihood, state, point.history, settings)

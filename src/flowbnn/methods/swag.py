@@ -7,6 +7,7 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -17,22 +18,15 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Objective, prepare, undisturbed, validator
+from flowbnn.methods.fitting import Objective, negative_log_likelihood, prepare, validator
+from flowbnn.methods.layers import normalizers, refresh, trained_parameters
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import call, move, split_batch
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
 from flowbnn.training import Clock, History, track, train
-from flowbnn.training.finite import explain_single_row
 
-__all__ = ["SWAG", "SWAGPosterior", "trained_parameters"]
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that are learned, each tied one once."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+__all__ = ["SWAG", "SWAGPosterior"]
 
 
 @register_method
@@ -109,17 +103,14 @@ class SWAG(Method):
         mean, variance, deviations = walk.moments()
         fixed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
         posterior = SWAGPosterior(
-            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, None, fixed
+            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, fixed_seed=fixed
         )
         with torch.no_grad():
             for name, value in posterior.cut(mean).items():
                 posterior.parameters[name].copy_(value)
-        if not normalizers(point.model):
-            return posterior
-        states = statistics_of(posterior, self.batch_norm_samples, loader, run.progress)
-        return SWAGPosterior(
-            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, states, fixed
-        )
+        if normalizers(point.model):
+            posterior.fix(statistics_of(posterior, self.batch_norm_samples, loader, run.progress))
+        return posterior
 
     def _walk(
         self,
@@ -147,11 +138,7 @@ class SWAG(Method):
         ) -> tuple[Tensor, dict[str, Tensor]]:
             if self._due(clock, walk):
                 walk.collect()
-            inputs, targets = split_batch(batch)
-            outputs = outputs_of(inputs)
-            likelihood.check(outputs, targets)
-            log_likelihood = likelihood.log_prob(outputs, targets).mean()
-            return -log_likelihood, {"log_likelihood": log_likelihood.detach()}
+            return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
         walk.loss = loss
         point.model.train()
@@ -225,39 +212,17 @@ def noise_variance(likelihood: Any) -> float:
     return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
 
 
-def normalizers(model: nn.Module) -> list[nn.Module]:
-    """Layers that keep running statistics of what they see."""
-    kinds = (nn.modules.batchnorm._NormBase,)
-    return [part for part in model.modules() if isinstance(part, kinds) and part.running_mean is not None]
-
-
 def statistics_of(
     posterior: "SWAGPosterior", samples: int, loader: Iterable[Any], progress: bool
 ) -> dict[str, Tensor]:
     """Buffers ``{name: [samples, ...]}`` of draws after a pass over the data; the mean network gets its own too."""
-    found = []
+    states = []
     for index in track(range(samples), "BatchNorm statistics", progress):
         network = posterior.network_of(posterior.weights(index, posterior.fixed_seed))
         refresh(network, loader, posterior.fixed_seed)
-        found.append({name: value.clone() for name, value in network.named_buffers()})
+        states.append({name: value.clone() for name, value in network.named_buffers()})
     refresh(posterior.model, loader, posterior.fixed_seed)
-    return {name: torch.stack([state[name] for state in found]) for name in found[0]}
-
-
-def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
-    """Running statistics as plain means over the batches of one pass, everything else in evaluation mode."""
-    layers = normalizers(model)
-    momenta = [layer.momentum for layer in layers]
-    with evaluating(model), undisturbed(loader, seed):
-        for layer in layers:
-            layer.reset_running_stats()  # type: ignore[operator]
-            layer.momentum = None  # type: ignore[assignment]
-            layer.train()
-        for index, batch in enumerate(loader):
-            with explain_single_row(batch, 0, index):
-                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def _part(run: FitOptions, name: str, epochs: int) -> FitOptions:
@@ -278,7 +243,7 @@ class SWAGPosterior(WeightPosterior):
 
     Args:
         model: the network, whose learned weights are at the mean.
-        likelihood: how outputs speak of targets.
+        likelihood: the observation model.
         mean, variance: of the weights, flat.
         deviations: the last K deviations from the running mean ``[K, P]``; K may be 0.
         scale: :math:`s`; 0.5 is the paper's.
@@ -302,12 +267,15 @@ class SWAGPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         self.mean, self.variance, self.deviations, self.scale = mean, variance, deviations, scale
-        self.statistics, self.fixed_seed = dict(statistics or {}), fixed_seed
-        self.parameters = trained_parameters(model)
-        self.size = len(next(iter(self.statistics.values()))) if self.statistics else 0
+        self.fixed_seed, self.parameters = fixed_seed, trained_parameters(model)
+        self.fix(statistics or {})
+
+    def fix(self, statistics: Mapping[str, Tensor]) -> None:
+        """From now on the posterior is a list of draws, each with its own buffers; an empty list is the whole Gaussian."""
+        self.statistics = dict(statistics)
+        self.size = len(next(iter(statistics.values()))) if statistics else 0
         if self.size:
             self.default_samples = self.size
-        self._gaussian: LowRankMultivariateNormal | None = None
 
     @property
     def rank(self) -> int:
@@ -339,28 +307,29 @@ class SWAGPosterior(WeightPosterior):
         if not self.size:
             return self.cut(self.flat_draw(index, seed))
         index %= self.size
-        found = self.cut(self.flat_draw(index, self.fixed_seed))
-        return found | {name: value[index] for name, value in self.statistics.items()}
+        weights = self.cut(self.flat_draw(index, self.fixed_seed))
+        return weights | {name: value[index] for name, value in self.statistics.items()}
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        missing = [name for name in self.parameters if name not in values]
-        if missing:
-            raise FlowBNNError(f"the density is of all weights together, and '{missing[0]}' is not given")
-        if self._gaussian is None:
-            rows = self.deviations.double() if self.rank else self.mean.double().new_zeros(1, len(self.mean))
-            factor = rows.T * math.sqrt(self.scale / max(1, self.rank - 1))
-            self._gaussian = LowRankMultivariateNormal(
-                self.mean.double(), factor, self.scale * self.variance.double(), validate_args=False
-            )
+        check_all_given(self.parameters, values)
         flat = torch.cat([values[name].reshape(-1) for name in self.parameters])
         return self._gaussian.log_prob(flat.to(self.mean.device, torch.float64))
 
+    @cached_property
+    def _gaussian(self) -> LowRankMultivariateNormal:
+        mean = self.mean.double()
+        rows = self.deviations.double() if self.rank else mean.new_zeros(1, len(mean))
+        factor = rows.T * math.sqrt(self.scale / max(1, self.rank - 1))
+        return LowRankMultivariateNormal(
+            mean, factor, self.scale * self.variance.double(), validate_args=False
+        )
+
     def state(self) -> dict[str, Tensor]:
-        found = {"mean": self.mean, "variance": self.variance, "deviations": self.deviations}
+        state = {"mean": self.mean, "variance": self.variance, "deviations": self.deviations}
         if self.size:
             draws = [self.flat_draw(index, self.fixed_seed)[:WITNESSES] for index in range(self.size)]
-            found["witnesses"] = torch.stack(draws)
-        return found | {f"statistics.{name}": value for name, value in self.statistics.items()}
+            state["witnesses"] = torch.stack(draws)
+        return state | {f"statistics.{name}": value for name, value in self.statistics.items()}
 
     def settings(self) -> dict[str, Any]:
         return {"scale": self.scale, "fixed_seed": self.fixed_seed}

@@ -20,12 +20,14 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.options import Count, Probability, options, takes
+from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior
 from flowbnn.posterior.batches import call, rows, split_batch, take
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 __all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
+
+CANNOT_SPLIT = "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
 
 
 @register_method
@@ -104,9 +106,7 @@ def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
         return parts[0], parts[1]
     plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
     if not plain or type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise FlowBNNError(
-            "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
-        )
+        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
     kept, out = _split(len(loader.dataset), share, source)
     common = {
         "batch_size": loader.batch_size,
@@ -127,7 +127,7 @@ def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
     if number < 2:
-        raise FlowBNNError("one example cannot be split into training and validation data; give validation=")
+        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
     order = torch.randperm(number, generator=source)
     out = min(number - 1, max(1, round(share * number)))
     return order[out:].sort().values, order[:out].sort().values
@@ -139,15 +139,11 @@ def _split_batches(batches: list[Any], share: float, source: torch.Generator) ->
     if out:
         kept, left = _split(len(batches), share, source)
         return [batches[i] for i in kept.tolist()], [batches[i] for i in left.tolist()]
-    if not batches:
-        raise FlowBNNError("the loader is empty: there is nothing to train on")
     total = sum(rows(split_batch(batch)[0]) for batch in batches)
     inputs, targets = split_batch(batches[-1])
     number = min(rows(inputs) - 1, max(1, round(share * total)))
     if number < 1 or targets is None:
-        raise FlowBNNError(
-            "temperature scaling needs data that the network was not trained on, and this list cannot be split; give validation="
-        )
+        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
     cut = rows(inputs) - number
     kept_part = (take(inputs, 0, cut), take(targets, 0, cut))
     return [*batches[:-1], kept_part], [(take(inputs, cut, cut + number), take(targets, cut, cut + number))]
@@ -157,12 +153,13 @@ RANGE = (1e-2, 1e2)
 AT_ONCE = 2**21  # numbers of outputs that are differentiated at once
 
 
+@checked
 def temper(
     posterior: Posterior,
     validation: Iterable[Any],
     *,
-    samples: int | None = None,
-    seed: int = 0,
+    samples: Count | None = None,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> "TemperedPosterior":
     """The posterior with the temperature that gives held-out data the largest likelihood.
@@ -181,8 +178,6 @@ def temper(
     """
     if isinstance(posterior, TemperedPosterior):
         posterior = posterior.posterior
-    if not isinstance(posterior, Posterior):
-        raise FlowBNNError(f"temper takes a posterior, as fit gives it, not a {type(posterior).__name__}")
     if isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[0], Tensor):
         validation = [validation]
     outputs, targets = _outputs(posterior, validation, samples, seed, progress)
@@ -195,14 +190,14 @@ def _outputs(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[S, B, ...]`` in float64, and targets."""
     options = PredictOptions(samples, seed=seed, progress=progress)
-    found, _, targets = posterior.collect(loader, options)
+    outputs, _, targets = posterior.collect(loader, options)
     if targets is None:
         raise FlowBNNError(
             "temperature scaling needs batches of (inputs, targets), but the loader gives inputs alone"
         )
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(outputs).all()):
         raise FlowBNNError("the posterior gives NaN or infinity on the validation data")
-    return found.double(), posterior.likelihood.canonical(targets).to(found.device)
+    return outputs.double(), posterior.likelihood.canonical(targets).to(outputs.device)
 
 
 def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> float:
@@ -210,23 +205,23 @@ def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> 
     low, high = (math.log(end) for end in RANGE)
     count = 17
     grid = [low + (high - low) * place / (count - 1) for place in range(count)]
-    values = [_judge(posterior, outputs, targets, u, derivatives=False)[0] for u in grid]
+    values = [_loss_at(posterior, outputs, targets, u, derivatives=False)[0] for u in grid]
     best = min(range(count), key=lambda place: (values[place], abs(grid[place])))
     sharp = values[0] <= values[best]
     if sharp or best == count - 1:
         end = RANGE[0] if sharp else RANGE[1]
         if sharp and not isinstance(posterior.likelihood, Gaussian):
-            told, end = (
-                "are all predicted right, so they tell no temperature and it stays at 1; give more of them",
+            end, reason = (
                 1.0,
+                "are all predicted right, which determines no temperature: it stays at 1; give more of them",
             )
         else:
-            told = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
-        warnings.warn(f"the validation data {told}", FlowBNNWarning, stacklevel=4)
+            reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
+        warnings.warn(f"the validation data {reason}", FlowBNNWarning, stacklevel=4)
         return end
     left, right, u = grid[best - 1], grid[best + 1], grid[best]
     for _ in range(60):
-        _, slope, bend = _judge(posterior, outputs, targets, u)
+        _, slope, bend = _loss_at(posterior, outputs, targets, u)
         left, right = (u, right) if slope < 0 else (left, u)
         step = u - slope / bend if bend > 0 else math.inf
         move = step if left < step < right else (left + right) / 2
@@ -236,7 +231,7 @@ def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> 
     return math.exp(u)
 
 
-def _judge(
+def _loss_at(
     posterior: Posterior, outputs: Tensor, targets: Tensor, u: float, derivatives: bool = True
 ) -> tuple[float, float, float]:
     """Mean negative log-likelihood at ``T = exp(u)`` and its first two derivatives by ``u``."""
@@ -269,11 +264,8 @@ class TemperedPosterior(Posterior):
     kind: ClassVar[str] = "tempered"
     parts = ("likelihood", "history", "within")
 
-    def __init__(self, posterior: Posterior, temperature: float) -> None:
-        if not isinstance(posterior, Posterior):
-            raise FlowBNNError(f"temperature scaling takes a posterior, not a {type(posterior).__name__}")
-        if not 0.0 < temperature < float("inf"):
-            raise FlowBNNError(f"a temperature is a number above 0, not {temperature}")
+    @checked
+    def __init__(self, posterior: Posterior, temperature: Positive) -> None:
         super().__init__(posterior.model, posterior.likelihood, posterior.history)
         self.posterior, self.temperature = posterior, float(temperature)
         self.default_samples, self.kept = posterior.default_samples, posterior.kept

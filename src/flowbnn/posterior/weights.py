@@ -4,7 +4,7 @@ Subclasses say how one set of weights is drawn (:meth:`WeightPosterior.weights`)
 a network, saving and loading are done here.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import TracebackType
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ __all__ = [
     "Exchange",
     "MemberPosterior",
     "WeightPosterior",
+    "check_all_given",
     "check_members",
     "generator_of",
     "state_of",
@@ -261,6 +262,15 @@ class MemberPosterior(WeightPosterior):
     ) -> "MemberPosterior":
         check_members(point.model, state)
         return cls(point.model, point.likelihood, state, point.history)
+
+
+def check_all_given(names: Iterable[str], values: Mapping[str, Tensor]) -> None:
+    """A density is of all weights together."""
+    missing = next((name for name in names if name not in values), None)
+    if missing is not None:
+        raise FlowBNNError(
+            f"the density is of all weights together, and '{missing}' is not given", layer=missing
+        )
 
 
 def check_members(model: nn.Module, state: Mapping[str, Tensor]) -> None:

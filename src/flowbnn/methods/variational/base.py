@@ -8,17 +8,36 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.methods.base import FitOptions, Method
-from flowbnn.methods.fitting import optimizer_for, train_posterior
-from flowbnn.noise import Divergences
+from flowbnn.methods.fitting import checks_targets, optimizer_for, train_posterior
+from flowbnn.noise import (
+    Divergences,
+    NormalAffine,
+    NormalCoupling,
+    NormalGlow,
+    NormalInvConv,
+    NormalPlanar,
+    NormalRadial,
+    NormalSylvester,
+    Recipe,
+)
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, options
 from flowbnn.posterior.batches import repeat, split_batch
 from flowbnn.posterior.weights import WeightPosterior
 from flowbnn.training import Clock
 
-__all__ = ["Variational", "fit_elbo"]
+__all__ = ["FLOWS", "Variational", "fit_elbo"]
 
 VALIDATION_SAMPLES = 8
+FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has no flow
+    "gaussian": NormalAffine,
+    "planar": NormalPlanar,
+    "radial": NormalRadial,
+    "sylvester": NormalSylvester,
+    "coupling": NormalCoupling,
+    "invconv": NormalInvConv,
+    "glow": NormalGlow,
+}
 
 
 @options(kw_only=True, repr=False)
@@ -79,8 +98,7 @@ def fit_elbo(
         if samples > 1:  # each with weights of its own, which all examples share
             outputs = torch.cat([outputs, *(outputs_of(inputs) for _ in range(samples - 1))])
             targets = repeat(targets, samples)
-        # a check waits for the device: on one, only the first epoch is checked
-        if not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu"):
+        if checks_targets(targets, clock):
             likelihood.check(outputs, targets)
         known = Divergences({}, divergence())
         terms = objective.terms(outputs, targets, known, warm_up(clock.progress, method.warmup))

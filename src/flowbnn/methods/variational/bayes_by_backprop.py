@@ -25,7 +25,7 @@ from flowbnn.methods.variational.gaussian_weights import DrawnWeights, GaussianW
 from flowbnn.methods.variational.selection import LayerChoice, base_scales, chosen_weights, ways_of
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
 from flowbnn.training import History
 
 __all__ = ["BayesByBackprop", "GaussianWeightPosterior"]
@@ -123,7 +123,7 @@ class GaussianWeightPosterior(WeightPosterior):
 
     Args:
         model: the network.
-        likelihood: how outputs speak of targets.
+        likelihood: the observation model.
         std: standard deviations, by the names of the parameters that have one; the others are points.
         mean: means, written to the network; its own weights unless given.
         history: the training record.
@@ -147,18 +147,14 @@ class GaussianWeightPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         own = dict(model.named_parameters())
-        if not std:
-            raise FlowBNNError("a Gaussian over weights needs the standard deviation of at least one of them")
         for name, value in [*std.items(), *(mean or {}).items()]:
-            if name not in own:
-                raise FlowBNNError(f"the network has no weight '{name}'")
-            if value.shape != own[name].shape:
+            if name not in own or value.shape != own[name].shape:
                 raise FlowBNNError(
-                    f"the weight '{name}' has shape {tuple(own[name].shape)}, but was given numbers of shape {tuple(value.shape)}"
+                    f"the network has no weight '{name}' of shape {tuple(value.shape)}", layer=name
                 )
-        for name, value in std.items():
-            if not bool((value >= 0).all()):
-                raise FlowBNNError(f"a standard deviation of '{name}' is below 0 or NaN")
+        wrong = next((name for name, value in std.items() if not bool((value >= 0).all())), None)
+        if not std or wrong is not None:
+            raise FlowBNNError("a Gaussian over weights needs standard deviations of at least 0", layer=wrong)
         with torch.no_grad():
             for name, value in (mean or {}).items():
                 own[name].copy_(value)
@@ -228,9 +224,7 @@ class GaussianWeightPosterior(WeightPosterior):
                 yield self.split(row)
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        missing = [name for name in self._names if name not in values]
-        if missing:
-            raise FlowBNNError(f"log_prob needs values of every weight; '{missing[0]}' is not among them")
+        check_all_given(self._names, values)
         flat = torch.cat([values[name].flatten() for name in self._names]).to(self.flat_mean)
         error = (flat - self.flat_mean) / self.flat_std
         constant = 0.5 * len(flat) * math.log(2.0 * math.pi)

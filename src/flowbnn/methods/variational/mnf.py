@@ -19,7 +19,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.variational.base import Variational, fit_elbo
+from flowbnn.methods.variational.base import FLOWS, Variational, fit_elbo
 from flowbnn.methods.variational.estimators import is_linear_map
 from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights, Served
 from flowbnn.methods.variational.selection import (
@@ -31,18 +31,7 @@ from flowbnn.methods.variational.selection import (
     tied,
     title,
 )
-from flowbnn.noise import (
-    FlowNoise,
-    NormalAffine,
-    NormalCoupling,
-    NormalGlow,
-    NormalInvConv,
-    NormalPlanar,
-    NormalRadial,
-    NormalSylvester,
-    Recipe,
-    recipe_from_dict,
-)
+from flowbnn.noise import FlowNoise, Recipe, recipe_from_dict
 from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
@@ -50,17 +39,6 @@ from flowbnn.training import History
 from flowbnn.transforms import Transform
 
 __all__ = ["MNF", "MNFPosterior"]
-
-FLOWS: dict[str, Callable[..., Recipe]] = {
-    "coupling": NormalCoupling,
-    "masked": NormalCoupling,
-    "planar": NormalPlanar,
-    "radial": NormalRadial,
-    "sylvester": NormalSylvester,
-    "invconv": NormalInvConv,
-    "glow": NormalGlow,
-    "gaussian": NormalAffine,
-}
 
 
 @register_method
@@ -73,7 +51,7 @@ class MNF(Variational):
     weights that are tied, or that meet several positions or several calls in one pass, are drawn once for each pass.
 
     Args:
-        flow: of ``z`` and of the auxiliary: ``"coupling"`` (or ``"masked"``, the paper's RealNVP), ``"planar"``, ``"radial"``,
+        flow: of ``z`` and of the auxiliary: ``"coupling"`` (the paper's masked RealNVP), ``"planar"``, ``"radial"``,
             ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow); a recipe such as ``fb.NormalPlanar(length=4)``, of
             which the transforms are taken; or a function from a length to a transform.
         layers: which layers: a name or glob, a class, or a predicate ``(name, module) -> bool``. A layer that is neither linear
@@ -93,7 +71,7 @@ class MNF(Variational):
     """
 
     flow: (
-        Literal["coupling", "masked", "planar", "radial", "sylvester", "invconv", "glow", "gaussian"]
+        Literal["coupling", "planar", "radial", "sylvester", "invconv", "glow", "gaussian"]
         | Recipe
         | Callable[[int], Transform]
     ) = "coupling"
@@ -232,7 +210,7 @@ class MNFPosterior(WeightPosterior):
 
     Args:
         model: the network.
-        likelihood: how outputs speak of targets.
+        likelihood: the observation model.
         weights: the distribution.
         recipe: of the flow, for saving.
         history: the training record.

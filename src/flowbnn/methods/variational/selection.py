@@ -86,11 +86,12 @@ def chosen_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
     ]
     if found:
         return found
-    told = f"layers={choice!r} matches no layer with weights to learn" if choice is not None else ""
+    reason = f"layers={choice!r} matches no layer with weights to learn" if choice is not None else ""
     if isinstance(choice, str):
-        told += nearest(choice, dict.fromkeys(layer for layers in held.values() for layer in layers))
+        reason += nearest(choice, dict.fromkeys(layer for layers in held.values() for layer in layers))
     raise FlowBNNError(
-        told or "only normalisation layers of this network have weights to learn; choose them with layers='*'"
+        reason
+        or "only normalisation layers of this network have weights to learn; choose them with layers='*'"
     )
 
 
