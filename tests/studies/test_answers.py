@@ -80,7 +80,7 @@ def test_digits_names_the_best_and_compares_flow_with_gaussian():
     assert "(NLL, 4 splits): flow is best, ahead of all others" in flow
     assert "flow noise does better than Gaussian noise" in flow
     gaussian = digits(gaussian={"nll": 0.05, "auroc": 0.95})
-    assert "(NLL, 4 splits): gaussian is best" in gaussian
+    assert "(NLL, 4 splits): Gaussian is best" in gaussian
     assert "flow noise does worse than Gaussian noise" in gaussian
     level = digits()
     assert "no clear difference" in level
