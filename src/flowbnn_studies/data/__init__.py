@@ -1,10 +1,8 @@
 """Image data: published files, checked, and what is done to them."""
 
-from flowbnn_studies.data.augment import CropAndFlip, mirrored, moved
-from flowbnn_studies.data.corruptions import CORRUPTIONS, corrupt, novel_noise
-from flowbnn_studies.data.images import ImageSet, device_loader
+from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, corrupt, mirrored, moved, novel_noise
+from flowbnn_studies.data.images import ImageSet, Normalize, device_loader
 from flowbnn_studies.data.load import data_folder, load_images
-from flowbnn_studies.data.normalize import Normalize
 
 __all__ = [
     "CORRUPTIONS",

@@ -1,16 +1,19 @@
-"""Random crops, flips and holes for a batch of images, on the device that holds it."""
+"""Changes to images: random crops, flips and holes for training, other views for prediction, corruptions for tests."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, check_whole
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Ge, Interval, check, checked, options
+from flowbnn_studies.data.images import usable_device
 
-__all__ = ["CropAndFlip", "mirrored", "moved"]
+__all__ = ["CORRUPTIONS", "CropAndFlip", "corrupt", "mirrored", "moved", "novel_noise"]
 
 
+@options
 class CropAndFlip:
     r"""Move every image of a batch by up to ``padding`` pixels, mirror half of them, and cut a hole into each.
 
@@ -38,27 +41,13 @@ class CropAndFlip:
     torch.Size([8, 3, 32, 32])
     """
 
-    row_wise = True  # an example comes out the same whatever else is in its batch
+    row_wise: ClassVar[bool] = True  # an example comes out the same whatever else is in its batch
 
-    def __init__(
-        self,
-        padding: int = 4,
-        flip: bool = True,
-        cutout: int = 0,
-        mode: Literal["reflect", "zeros"] = "reflect",
-        fill: float = 0.0,
-    ) -> None:
-        check_whole("padding", padding, least=0)
-        check_whole("cutout", cutout, least=0)
-        if mode not in ("reflect", "zeros"):
-            raise FlowBNNError(f"mode is 'reflect' or 'zeros', not {mode!r}")
-        self.padding, self.flip, self.cutout, self.mode, self.fill = padding, flip, cutout, mode, fill
-
-    def __repr__(self) -> str:
-        return (
-            f"CropAndFlip(padding={self.padding}, flip={self.flip}, cutout={self.cutout}, mode={self.mode!r}, "
-            f"fill={self.fill})"
-        )
+    padding: Annotated[int, Ge(0)] = 4
+    flip: bool = True
+    cutout: Annotated[int, Ge(0)] = 0
+    mode: Literal["reflect", "zeros"] = "reflect"
+    fill: float = 0.0
 
     def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The images ``[B, C, H, W]``, each under a draw of its own; type, device and memory format stay."""
@@ -80,7 +69,7 @@ class CropAndFlip:
         number, _, height, width = images.shape
         if images.dtype == torch.uint8 and self.fill not in range(256):
             raise FlowBNNError(
-                f"holes in images of bytes are filled by a whole number to 255, not {self.fill}"
+                f"holes in images of bytes are filled by an integer from 0 to 255, not {self.fill}"
             )
         if self.mode == "reflect" and self.padding >= min(height, width):
             raise FlowBNNError(f"images of {height}x{width} cannot be reflected by {self.padding} pixels")
@@ -142,18 +131,12 @@ def mirrored(images: Tensor) -> Tensor:
     return images.flip(-1)
 
 
-@dataclass(frozen=True)
+@options
 class Moved:
     """What :func:`moved` gives."""
 
     down: int
     right: int
-
-    def __post_init__(self) -> None:
-        if type(self.down) is not int or type(self.right) is not int:
-            raise FlowBNNError(
-                f"images are moved by whole numbers of pixels, not {self.down!r} and {self.right!r}"
-            )
 
     def __call__(self, images: Tensor) -> Tensor:
         if images.ndim < 3:
@@ -183,3 +166,105 @@ def moved(down: int, right: int) -> Moved:
              [3, 4]]])
     """
     return Moved(down, right)
+
+
+CORRUPTIONS: dict[str, tuple[float, ...]] = {
+    "noise": (0.04, 0.06, 0.08, 0.09, 0.10),
+    "blur": (0.4, 0.6, 0.7, 0.8, 1.0),
+    "brightness": (0.05, 0.10, 0.15, 0.20, 0.30),
+    "contrast": (0.75, 0.50, 0.40, 0.30, 0.15),
+}
+
+
+def corrupt(images: Tensor, kind: str, strength: int, generator: torch.Generator | None = None) -> Tensor:
+    r"""Images in [0, 1], corrupted as Hendrycks and Dietterich (2019, arXiv:1903.12261) corrupt CIFAR-10, and made here.
+
+    ================  =====================================================================  ==========================
+    ``"noise"``       :math:`x + c\,\epsilon`, normal :math:`\epsilon` for every pixel         c = .04, .06, .08, .09, .10
+    ``"blur"``        Gaussian filter of deviation c pixels, borders repeated                c = .4, .6, .7, .8, 1
+    ``"brightness"``  the largest of a pixel's channels + c, its hue and saturation kept     c = .05, .1, .15, .2, .3
+    ``"contrast"``    :math:`c\,(x - m) + m`, m the mean of each channel of each image          c = .75, .5, .4, .3, .15
+    ================  =====================================================================  ==========================
+
+    All are cut off at 0 and 1. Images that a network takes are corrupted first and normalized then.
+
+    Args:
+        images: ``[..., C, H, W]``, real numbers in [0, 1]: :meth:`ImageSet.to_unit`.
+        kind: one of the four.
+        strength: 1 (weakest) to 5.
+        generator: of the noise.
+
+    >>> grey = torch.tensor([0.2, 0.6]).view(1, 1, 1, 2)
+    >>> corrupt(grey, "contrast", 2).flatten()
+    tensor([0.3000, 0.5000])
+    >>> corrupt(grey, "brightness", 5).flatten()
+    tensor([0.5000, 0.9000])
+    """
+    check("kind", kind, Literal["noise", "blur", "brightness", "contrast"])
+    check("strength", strength, Annotated[int, Interval(ge=1, le=5)])
+    if images.ndim < 3 or not images.is_floating_point():
+        raise FlowBNNError(
+            f"corrupt takes real images [..., C, H, W] in [0, 1], not {images.dtype} of shape {tuple(images.shape)}; "
+            "ImageSet.to_unit gives them"
+        )
+    if images.numel() == 0:
+        return images.clone()
+    low, high = (float(value) for value in images.aminmax())
+    if not (low >= 0 and high <= 1):
+        raise FlowBNNError(
+            f"corrupt takes images in [0, 1], these go from {low:.3g} to {high:.3g}: corrupt first and normalize then"
+        )
+    amount = CORRUPTIONS[kind][int(strength) - 1]
+    if kind == "noise":
+        source = images.device if generator is None else generator.device
+        noise = torch.randn(images.shape, generator=generator, device=source, dtype=images.dtype)
+        changed = images + amount * noise.to(images.device)
+    elif kind == "blur":
+        changed = _blur(images, amount)
+    elif kind == "brightness":
+        changed = _brighten(images, amount)
+    else:
+        mean = images.mean((-2, -1), keepdim=True)
+        changed = amount * (images - mean) + mean
+    return changed.clamp(0, 1)
+
+
+def _blur(images: Tensor, deviation: float) -> Tensor:
+    """A Gaussian filter along columns and rows: one matrix product for each, which holds the repeated borders too."""
+    height, width = images.shape[-2:]
+    return _filter(height, deviation).to(images) @ images @ _filter(width, deviation).to(images).mT
+
+
+def _filter(length: int, deviation: float) -> Tensor:
+    """The matrix ``[length, length]`` of a Gaussian filter, cut off at four deviations."""
+    radius = int(4 * deviation + 0.5)
+    offsets = torch.arange(-radius, radius + 1)
+    weights = torch.softmax(-0.5 * (offsets.double() / deviation) ** 2, 0)
+    places = (torch.arange(length).unsqueeze(1) + offsets).clamp(0, length - 1)
+    return torch.zeros(length, length, dtype=torch.float64).scatter_add_(1, places, weights.expand_as(places))
+
+
+def _brighten(images: Tensor, amount: float) -> Tensor:
+    """The value of hue, saturation and value raised: all channels scaled alike; black, which has no hue, becomes grey."""
+    value = images.amax(-3, keepdim=True)
+    raised = (value + amount).clamp(max=1)
+    return torch.where(value > 0, images * (raised / value.clamp(min=torch.finfo(images.dtype).tiny)), raised)
+
+
+@checked
+def novel_noise(
+    number: Count,
+    shape: Sequence[int],
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Images that show nothing, ``[number, *shape]``: every pixel uniform in [0, 1], as a novelty no network should trust.
+
+    >>> novel_noise(2, (3, 32, 32), torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 3, 32, 32])
+    """
+    if not all(length > 0 for length in shape):
+        raise FlowBNNError(f"novel_noise makes images of some size, not of {tuple(shape)}")
+    place = usable_device("cpu" if device is None else device)
+    noise = torch.rand(number, *shape, generator=generator, device=generator.device if generator else place)
+    return noise if device is None else noise.to(place)

@@ -45,8 +45,8 @@ def fetch(wanted: Download, target: Path, timeout: float = 30.0, progress: bool 
         raise FlowBNNError(f"{target} cannot be written: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
-    told = "; ".join(f"{', '.join(hosts)}: {reason}" for reason, hosts in reasons.items())
-    raise FlowBNNError(told or f"nobody is known to offer {wanted.file}")
+    failures = "; ".join(f"{', '.join(hosts)}: {reason}" for reason, hosts in reasons.items())
+    raise FlowBNNError(failures or f"no mirror of {wanted.file} is known", kind="download")
 
 
 def _try(url: str, wanted: Download, part: Path, timeout: float, progress: bool) -> str | None:
@@ -83,8 +83,8 @@ def _try(url: str, wanted: Download, part: Path, timeout: float, progress: bool)
 
 def _reason(error: BaseException) -> str:
     inner = getattr(error, "reason", error)
-    told = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
-    return " ".join(str(told).split())[:120]
+    reason = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
+    return " ".join(str(reason).split())[:120]
 
 
 def _make_folder(folder: Path) -> None:

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from flowbnn_studies.data.inert_pickle import Refused, decode_array, load_inert
+from flowbnn_studies.data.formats import Refused, decode_array, load_inert
 
 
 def nested(levels=60):

@@ -11,7 +11,7 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data import data_folder, load_images
-from flowbnn_studies.data.inert_pickle import ALLOWED
+from flowbnn_studies.data.formats import ALLOWED
 from flowbnn_studies.data.load import load_source
 from flowbnn_studies.data.sources import SOURCES
 from image_files import (
@@ -176,8 +176,8 @@ PIXELS, LABELS = np.zeros((6, 48), np.uint8), [0] * 6
         (b"garbage", "not a whole pickle"),
         (pickle.dumps([1, 2]), "holds a list"),
         (pickle.dumps({"labels": LABELS}), "no array of pixels"),
-        (pickle.dumps({"data": PIXELS}), "no list of whole numbers"),
-        (pickle.dumps({"data": PIXELS, "labels": [0.5] * 6}), "no list of whole numbers"),
+        (pickle.dumps({"data": PIXELS}), "no list of integers"),
+        (pickle.dumps({"data": PIXELS, "labels": [0.5] * 6}), "no list of integers"),
         (pickle.dumps({"data": PIXELS, "labels": [0] * 5}), "holds 5 labels, expected 6"),
         (pickle.dumps({"data": PIXELS, "labels": [-1] * 6}), "labels from -1 to -1"),
         (pickle.dumps({"data": PIXELS[:, :5], "labels": LABELS}), "shape (6, 5), expected (6, 48)"),
@@ -290,10 +290,10 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
 def test_names_and_splits_are_hinted_at():
     for call, words in (
         (lambda: load_images("fashion_mnist"), "did you mean 'fashion-mnist'"),
-        (lambda: load_images("CIFAR10"), "did you mean 'cifar10'"),
-        (lambda: load_images("imagenet"), "there is no image set called 'imagenet'"),
+        (lambda: load_images("CIFAR10"), "'fashion-mnist' or 'cifar10'"),
+        (lambda: load_images("imagenet"), "name must be .* got 'imagenet'"),
         (lambda: load_images("mnist", "tset"), "did you mean 'test'"),
-        (lambda: load_images("mnist", "validation"), "there is 'train', 'test'"),
+        (lambda: load_images("mnist", "validation"), "split must be 'train' or 'test', got 'validation'"),
     ):
         with pytest.raises(FlowBNNError, match=words):
             call()
