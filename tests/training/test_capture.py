@@ -13,7 +13,7 @@ from flowbnn.methods.fitting import Objective
 from flowbnn.models import LeNet
 from flowbnn.objectives import ELBO
 from flowbnn.training import TrainingOptions
-from flowbnn.training.cuda_graph import Recorder, _Progress
+from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
 KINDS = {
@@ -47,7 +47,7 @@ def test_a_training_step_with_noise_is_one_graph_without_a_break(kind, half):
 
     def step(images, labels, shown):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            return whole((images, labels), _Progress(Clock(0, 0, 1, 1), shown))[0]
+            return whole((images, labels), Clock(0, 0, 1, 1, shown, True))[0]
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
     with warnings.catch_warnings():

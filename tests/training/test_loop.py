@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import Clock, EarlyStop, History, TrainingOptions
+from flowbnn.training import EarlyStop, History, TrainingOptions
 from flowbnn.training.progress import Display
 
 
@@ -81,6 +81,11 @@ def test_records_are_means_over_examples():
         History.from_dict({"pages": 3})
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(2), torch.ones(1))] * 5)
+
+
 def test_the_clock():
     ticks = []
 
@@ -91,8 +96,9 @@ def test_the_clock():
     run(step=step)
     assert [(tick.epoch, tick.step) for tick in ticks] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     assert [tick.progress for tick in ticks] == [0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]
-    assert Clock(1, 10, None, 4).progress == 0.25
-    assert Clock(9, 99, 10, 4).progress == 1.0
+    ticks.clear()
+    run(step=step, loader=DataLoader(Stream(), batch_size=2), model=nn.Linear(2, 1))  # without a length
+    assert [tick.progress for tick in ticks] == [0, 0, 0, 0.5, 0.5, 0.5]
 
 
 def test_schedules_go_by_step_or_by_epoch():
@@ -174,10 +180,6 @@ def test_a_seed_makes_runs_equal_and_is_not_needed():
 
 
 def test_loaders_of_every_kind():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([(torch.ones(2), torch.ones(1))] * 5)
-
     model = nn.Linear(2, 1)
     assert run(model, loader=DataLoader(Stream(), batch_size=2)).steps == 6
 

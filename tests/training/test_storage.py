@@ -15,7 +15,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import check_writable, load_tensors, save_tensors, storage
-from flowbnn.training.checkpoint import decode_state, encode_state
+from flowbnn.training.storage import decode_state, encode_state
 
 
 def one_line(caught, *words):

@@ -51,8 +51,11 @@ def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
             layer.momentum = None  # type: ignore[assignment]
             layer.train()
         for index, batch in enumerate(loader):
-            with explain_single_row(batch, 0, index):
+            try:
                 call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
+            except ValueError as error:
+                explain_single_row(error, batch, 0, index)
+                raise
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

@@ -1,6 +1,5 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
-from flowbnn.training.checkpoint import load_weights
 from flowbnn.training.finite import check_finite_batch, first_nonfinite_layer
 from flowbnn.training.history import History
 from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
@@ -25,7 +24,6 @@ __all__ = [
     "is_main_process",
     "launched",
     "load_tensors",
-    "load_weights",
     "processes",
     "save_tensors",
     "track",

@@ -1,36 +1,33 @@
 """The checkpoint of a training run: everything needed to go on as if it had never stopped."""
 
-from collections import Counter, deque
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.training.finite import first_nonfinite_tensor, name_below
 from flowbnn.training.history import Averages, History
 from flowbnn.training.options import EarlyStop, TrainingOptions
-from flowbnn.training.storage import load_document, load_tensors, save_tensors
+from flowbnn.training.randomness import Randomness
+from flowbnn.training.storage import load_document, load_state, save_state
 from flowbnn.training.weights import check_architecture, check_finite_weights
 
-__all__ = [
-    "Position",
-    "changed_settings",
-    "changed_structure",
-    "decode_state",
-    "encode_state",
-    "load_optimizer",
-    "load_weights",
-    "read_checkpoint",
-    "unfinished",
-    "write_checkpoint",
-]
+__all__ = ["Position", "State", "changed_settings", "changed_structure", "unfinished"]
 
-KIND = "__kind__"
+HOW = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # of an optimizer: how it computes, which is no state
+HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
 
 
 @dataclass
@@ -61,24 +58,22 @@ class Position:
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"
 
-    def check(self, options: TrainingOptions, batches_per_epoch: int | None, source: Path) -> None:
-        """Refuse to go on from here under options, or with a loader, that do not fit."""
+    def misfit(self, options: TrainingOptions, batches_per_epoch: int | None) -> str:
+        """Why a run cannot go on from here under these options, or with this loader; empty where it can."""
         begun, rule, stored = self.epoch + (self.batches > 0), options.early_stop, self.batches_per_epoch
-        trouble = ""
         if begun > options.epochs:
-            trouble = f"is in its epoch {begun} already and only {options.epochs} are asked for: ask for more epochs"
-        elif None not in (stored, batches_per_epoch) and stored != batches_per_epoch:
-            trouble = (
-                f"was written with {stored} batches per epoch, this loader has {batches_per_epoch}: give it the same data and "
-                "batch size as before"
+            return f"is in its epoch {begun} already and only {options.epochs} are asked for: ask for more epochs"
+        if None not in (stored, batches_per_epoch) and stored != batches_per_epoch:
+            return (
+                f"was written with {stored} batches per epoch, this loader has {batches_per_epoch}: give it the same data and batch "
+                "size as before"
             )
-        elif rule is not None and self.monitor and (self.monitor, self.mode) != (rule.monitor, rule.mode):
-            trouble = (
-                f"was written while early stopping monitored {self.monitor!r} ({self.mode}), and this run monitors "
-                f"{rule.monitor!r} ({rule.mode}): keep the rule"
+        if rule is not None and self.monitor and (self.monitor, self.mode) != (rule.monitor, rule.mode):
+            return (
+                f"was written while early stopping monitored {self.monitor!r} ({self.mode}), and this run monitors {rule.monitor!r} "
+                f"({rule.mode}): keep the rule"
             )
-        if trouble:
-            raise FlowBNNError(f"'{source}' {trouble}, or begin again with resume=False", kind="checkpoint")
+        return ""
 
     def follow(self, rule: EarlyStop | None) -> None:
         """Take over a rule for early stopping that may have been dropped or been given more patience."""
@@ -87,20 +82,149 @@ class Position:
         self.history.stopped_early = rule is not None and self.waited >= rule.patience
 
 
-def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested state of tensors and plain values, atomically."""
-    tensors: dict[str, Tensor] = {}
-    document = {"kind": "training", "torch": torch.__version__}
-    document |= {name: encode_state(value, name, tensors) for name, value in state.items()}
-    save_tensors(path, tensors, document)
+@dataclass
+class State:
+    """All that a run changes and its checkpoint holds.
 
+    The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
+    epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state that :func:`write_checkpoint` wrote, or one line."""
-    tensors, document = load_tensors(path)
-    if document.get("kind") != "training":
-        raise FlowBNNError(f"'{path}' is no checkpoint of a training run", kind="file")
-    return decode_state(document, tensors)
+    Args:
+        settings, structure, names_below: as in :func:`flowbnn.training.train`.
+    """
+
+    objective: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    randomness: Randomness
+    scaler: torch.amp.GradScaler | None
+    settings: dict[str, Any]
+    structure: dict[str, Any]
+    names_below: str
+    position: Position = field(default_factory=Position)
+    best_weights: dict[str, Any] | None = None
+    random_start: dict[str, Any] | None = None
+    random_now: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        names = {id(p): name for name, p in self.objective.named_parameters(remove_duplicate=False)}
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
+        if any(id(parameter) not in names for parameter in self.parameters):
+            raise FlowBNNError(
+                "the optimizer has parameters that are not part of the objective: build it from this objective's parameters",
+                kind="call",
+                argument="optimizer",
+            )
+        self.groups = [[names[id(parameter)] for parameter in group] for group in groups]
+        self.names = [name for group in self.groups for name in group]
+        schedule = "none" if self.schedule is None else type(self.schedule).__name__
+        self.classes = {"optimizer": type(self.optimizer).__name__, "learning-rate schedule": schedule}
+
+    def check_finite(self, advice: str) -> None:
+        """Refuse to go on with weights that are not finite, which never replace good ones on the disk."""
+        broken = first_nonfinite_tensor(zip(self.names, self.parameters, strict=True))
+        if broken is not None:
+            broken = name_below(broken, self.names_below)
+            raise FlowBNNError(
+                f"parameter {broken!r} is not finite {self.position}{advice}", kind="not finite", layer=broken
+            )
+
+    def save(self, path: Path, epochs: int) -> None:
+        """Write the checkpoint of a run of so many epochs."""
+        contents = {
+            "kind": "training",
+            "torch": torch.__version__,
+            "epochs": epochs,
+            "position": self.position.to_dict(),
+            "weights": self.objective.state_dict(),
+            "best_weights": self.best_weights,
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "random": {
+                "now": {**self.randomness.state(), **(self.random_now or {})},
+                "start": self.random_start,
+            },
+            "classes": self.classes,
+            "groups": self.groups,
+            "settings": self.settings,
+            "structure": self.structure,
+        }
+        save_state(path, contents)
+
+    def load(self, path: Path, options: TrainingOptions, batches_per_epoch: int | None, warn: bool) -> None:
+        """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
+        stored = load_state(path)
+        if stored.get("kind") != "training":
+            raise FlowBNNError(f"'{path}' is no checkpoint of a training run", kind="file")
+        for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+            check_architecture(self.objective, weights, path, self.names_below)
+            check_finite_weights(weights, self.names, path, self.names_below)
+        position = Position.from_dict(stored["position"])
+        trouble = self.misfit(stored) or position.misfit(options, batches_per_epoch)
+        if trouble:
+            raise FlowBNNError(f"'{path}' {trouble}, or begin again with resume=False", kind="checkpoint")
+        self.randomness.check(stored["random"]["now"])
+        if warn:
+            self.warn_of_changes(stored, path)
+
+        rule = options.early_stop
+        position.follow(rule)
+        vars(self.position).update(vars(position))
+        self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
+        self.objective.load_state_dict(stored["weights"])
+        load_optimizer(self.optimizer, stored["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(stored["schedule"])
+        if self.scaler is not None and stored["scaler"]:
+            self.scaler.load_state_dict(stored["scaler"])
+        self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
+
+    def misfit(self, stored: Mapping[str, Any]) -> str:
+        """Why a stored state cannot be taken over; empty where it can."""
+        for what, before in stored["classes"].items():
+            if before != self.classes[what]:
+                return f"was written with the {what} {before} and this run has {self.classes[what]}: build it as before"
+        if stored["groups"] != self.groups:
+            return "was written by an optimizer with other parameter groups: build it as before"
+        changed = changed_structure(stored["structure"], self.structure)
+        if changed is None:
+            return ""
+        layer = f"layer '{changed[0]}'" if changed[0] else "the network"
+        before, now = (
+            ", ".join(f"{name}={value!r}" for name, value in values.items()) or "none"
+            for values in changed[1:]
+        )
+        return f"was written while {layer} had {before} and now has {now}: convert the network as before"
+
+    def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
+        """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
+        changed = {
+            name: (before, self.settings[name])
+            for name, before in stored["settings"].items()
+            if name in self.settings and before != self.settings[name]
+        }
+        rates = not isinstance(self.schedule, ReduceLROnPlateau)  # which has no initial rate
+        kept = changed_settings(stored["optimizer"]["param_groups"], self.optimizer.param_groups, rates)
+        words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
+        words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
+        if words:
+            warnings.warn(
+                FlowBNNWarning(
+                    f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
+                    kind="changed settings",
+                    changed=changed,
+                    kept=kept,
+                )
+            )
+
+    def keep_weights(self) -> None:
+        """Remember the present weights as the best."""
+        state = self.objective.state_dict()
+        self.best_weights = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+        }
 
 
 def unfinished(path: Path) -> Position | None:
@@ -112,19 +236,6 @@ def unfinished(path: Path) -> Position | None:
         return None
     finished = position.history.stopped_early or position.epoch >= document["epochs"]
     return None if finished or position.step == 0 else position
-
-
-def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
-    """Load the weights of a training checkpoint (those of the best epoch, where it kept them) into a model.
-
-    The model is untouched when the file does not fit, or when a trainable parameter in it is not finite.
-    """
-    stored = read_checkpoint(Path(path))
-    state = stored["best_weights"] or stored["weights"]
-    check_architecture(model, state, path)
-    check_finite_weights(state, [name for name, one in model.named_parameters() if one.requires_grad], path)
-    model.load_state_dict(state)
-    return model
 
 
 def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
@@ -143,10 +254,6 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
                 and value.stride() != parameter.stride()
             ):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-HOW = ("foreach", "fused", "capturable", "differentiable")
-HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
 
 
 def changed_settings(
@@ -194,64 +301,3 @@ def changed_structure(
         if keys:
             return name, *({key: one[key] for key in keys if key in one} for one in (before, now))  # type: ignore[return-value]
     return None
-
-
-def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A JSON tree of ``value``; its tensors go into ``tensors`` under ``name/...`` and leave their name behind.
-
-    Tuples, deques, counters, numpy arrays and dictionaries whose keys are not strings are marked, so that
-    :func:`decode_state` gives back the same types.
-
-    >>> tensors = {}
-    >>> tree = encode_state({"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, 0.999)}, "optimizer", tensors)
-    >>> tensors
-    {'optimizer/state/0/exp_avg': tensor([1., 1.])}
-    >>> decode_state(tree, tensors)
-    {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {KIND: "tensor", "name": name}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return {KIND: "array", "value": encode_state(torch.from_numpy(value.copy()), name, tensors)}
-    if isinstance(value, Mapping):
-        items = [
-            [encode_state(k, name, {}), encode_state(v, f"{name}/{k}", tensors)] for k, v in value.items()
-        ]
-        if isinstance(value, Counter):
-            return {KIND: "counter", "items": items}
-        if all(isinstance(key, str) for key in value) and KIND not in value:
-            return dict(items)
-        return {KIND: "map", "items": items}
-    if isinstance(value, (list, tuple, deque)):
-        parts = [encode_state(part, f"{name}/{index}", tensors) for index, part in enumerate(value)]
-        if isinstance(value, list):
-            return parts
-        return {KIND: "tuple" if isinstance(value, tuple) else "deque", "items": parts}
-    raise FlowBNNError(
-        f"cannot store {name!r}: a {type(value).__name__} is neither a number, text nor a tensor", kind="file"
-    )
-
-
-def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`encode_state`."""
-    if isinstance(tree, list):
-        return [decode_state(part, tensors) for part in tree]
-    if not isinstance(tree, dict):
-        return tree
-    kind = tree.get(KIND)
-    if kind is None:
-        return {key: decode_state(value, tensors) for key, value in tree.items()}
-    if kind == "tensor":
-        return tensors[tree["name"]]
-    if kind == "array":
-        return decode_state(tree["value"], tensors).numpy()
-    if kind in ("map", "counter"):
-        pairs = {decode_state(key, tensors): decode_state(value, tensors) for key, value in tree["items"]}
-        return Counter(pairs) if kind == "counter" else pairs
-    parts = [decode_state(part, tensors) for part in tree["items"]]
-    return tuple(parts) if kind == "tuple" else deque(parts)

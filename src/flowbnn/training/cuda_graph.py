@@ -33,22 +33,6 @@ class NotRecordable(RuntimeError):
     """The step cannot be recorded; nothing of it was taken."""
 
 
-class _Progress(Clock):
-    """A clock that shows the share of the run as a tensor on the device."""
-
-    def __init__(self, clock: Clock, shown: Tensor) -> None:
-        super().__init__(clock.epoch, clock.step, clock.steps_per_epoch, clock.epochs)
-        object.__setattr__(self, "shown", shown)
-
-    @property
-    def recording(self) -> bool:
-        return True
-
-    @property
-    def progress(self) -> Any:
-        return self.shown  # type: ignore[attr-defined]
-
-
 class Recorder:
     """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller.
 
@@ -184,13 +168,13 @@ class Recorder:
         self, batch: Any, shown: Tensor, clock: Clock
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            return self.objective(batch, _Progress(clock, shown))
+            # the recording is of no particular step: nothing of the clock but the tensor may be read
+            return self.objective(batch, Clock(0, 0, clock.steps_per_epoch, clock.epochs, shown, True))
 
     def _whole_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        # the recording is of no particular step: nothing of the clock but the tensor may be read
         with nullcontext() if self.warm else unconcerned():  # the first way back is compiled too
-            loss, logs = self._evaluate(Clock(0, 0, clock.steps_per_epoch, clock.epochs))
+            loss, logs = self._evaluate(clock)
             loss.backward()
         gradients = [
             p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None

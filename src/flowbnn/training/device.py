@@ -1,14 +1,13 @@
 """Where a run computes: the device of this process, its precision, and what torch's compiler and the C library are told."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.launch import connect, device_kind
@@ -43,15 +42,14 @@ class Process:
                 kind="value",
                 argument="precision",
             )
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the forward pass
+        if self.half is not None:
+            self.autocast = partial(torch.autocast, kind, self.half)
         self.scaler = torch.amp.GradScaler(kind) if self.half == torch.float16 else None
         if kind == "cpu":
             keep_memory()
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Around the forward pass."""
-        return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
-
-    def wrap(self, objective: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def wrap(self, objective: nn.Module) -> nn.Module:
         """The objective on this device, as the loop calls it."""
         return objective.to(self.device, self.dtype)
 

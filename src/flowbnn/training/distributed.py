@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
@@ -286,13 +285,12 @@ class Worker(Process):
     def __init__(self, options: TrainingOptions) -> None:
         super().__init__(options)
         self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
-        self.sharded = options.strategy == "fsdp"
         self.share: Share | None = None
         self.everyone: list[Any] = [None] * self.processes
         distributed.all_gather_object(self.everyone, (socket.gethostname(), os.getpid()))
 
-    def wrap(self, objective: nn.Module, optimizer: Optimizer) -> nn.Module:
-        objective = super().wrap(objective, optimizer)
+    def wrap(self, objective: nn.Module) -> nn.Module:
+        objective = super().wrap(objective)
         # layers may be idle, in all batches or in some; running statistics are those of the first process at the end of an epoch
         ids = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(

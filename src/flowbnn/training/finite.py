@@ -1,8 +1,7 @@
 """Numbers that are not finite: noticed at once, traced to the layer that made them, never written to disk."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
         pairs = enumerate(batch)
     tensors = []
     for key, part in pairs:
-        tensors += named_tensors(part, f"{name}.{key}" if name else str(key))
+        place = f"{name}.{key}" if name else str(key)
+        tensors += [(place, part)] if isinstance(part, Tensor) else named_tensors(part, place)
     return tensors
 
 
@@ -62,19 +62,13 @@ def batch_size(batch: Any) -> int:
     >>> batch_size((torch.zeros(8, 3), torch.zeros(8)))
     8
     """
-    for _, tensor in named_tensors(batch):
-        return tensor.shape[0] if tensor.dim() else 1
-    return 1
+    tensors = named_tensors(batch)
+    return tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
 
 
-@contextmanager
-def explain_single_row(batch: Any, epoch: int, index: int) -> Iterator[None]:
-    """Around a pass in training mode: BatchNorm, which has nothing to normalize in a single example, says so in one line."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error) or batch_size(batch) != 1:
-            raise
+def explain_single_row(error: ValueError, batch: Any, epoch: int, index: int) -> None:
+    """Say in one line where it is BatchNorm, which has nothing to normalize in a single example, that raised an error."""
+    if "more than 1 value per channel" in str(error) and batch_size(batch) == 1:
         raise FlowBNNError(
             f"epoch {epoch + 1}, batch {index + 1}: the batch has a single example, which BatchNorm cannot be trained on; "
             "give the loader drop_last=True or another batch size",

@@ -17,26 +17,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.training.checkpoint import (
-    Position,
-    changed_settings,
-    changed_structure,
-    load_optimizer,
-    read_checkpoint,
-    unfinished,
-    write_checkpoint,
-)
+from flowbnn.training.checkpoint import State, unfinished
 from flowbnn.training.cuda_graph import NotRecordable, Recorder
 from flowbnn.training.device import move_batch, open_process
 from flowbnn.training.finite import (
     GradientGate,
     LossGate,
-    batch_size,
     check_finite_batch,
     explain_nonfinite_loss,
     explain_single_row,
     first_nonfinite_tensor,
     name_below,
+    named_tensors,
 )
 from flowbnn.training.history import Averages, History
 from flowbnn.training.options import Clock, TrainingOptions
@@ -44,7 +36,6 @@ from flowbnn.training.progress import Display, open_tensorboard
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 from flowbnn.training.signals import Interrupts
 from flowbnn.training.storage import check_writable, keep_as
-from flowbnn.training.weights import check_architecture, check_finite_weights
 
 __all__ = ["train"]
 
@@ -174,11 +165,7 @@ def _length(loader: Any) -> int | None:
 
 
 class Run:
-    """The state of one call of :func:`train`.
-
-    The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
-    epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
-    """
+    """One call of :func:`train`: what it is made of, and its parts in the order in which they happen."""
 
     def __init__(
         self,
@@ -192,27 +179,21 @@ class Run:
         kept: dict[str, Any],
         names_below: str,
     ) -> None:
-        self.objective, self.optimizer, self.schedule, self.options = objective, optimizer, schedule, options
-        self.validate, self.kept, self.names_below = validate, kept, names_below
+        self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
+        self.options, self.validate = options, validate
         self.path: Path | None = options.checkpoint_path
         if self.path is not None:
             check_writable(self.path)
-        names = {id(p): name for name, p in objective.named_parameters(remove_duplicate=False)}
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(parameter) not in names for parameter in self.parameters):
-            raise FlowBNNError(
-                "the optimizer has parameters that are not part of the objective: build it from this objective's parameters",
-                kind="call",
-                argument="optimizer",
-            )
-        self.names = [names[id(parameter)] for parameter in self.parameters]
-        self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self.process = process = open_process(options)
         self.main, self.on_host = process.rank == 0, process.device.type == "cpu"
-        self.module = process.wrap(objective, optimizer)
         self.randomness = Randomness(
             [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
         )
+        self.state = State(
+            objective, optimizer, schedule, self.randomness, process.scaler, names_below=names_below, **kept
+        )
+        self.position, self.parameters = self.state.position, self.state.parameters
+        self.module = process.wrap(objective)
         self.loader = process.share_out(loader)
         self.steps_per_epoch = _length(self.loader)
         self.loss_gate = LossGate() if process.device.type == "cuda" else None
@@ -220,18 +201,14 @@ class Run:
         waits = self.loss_gate is not None and together and process.scaler is None
         self.gradient_gate = GradientGate(optimizer, process.device) if waits else None
         self.recorder = self.make_recorder()
-
-        self.position = Position()
-        self.best_weights: dict[str, Any] | None = None
+        self.updating = False  # whether weights and position do not belong together
         self.saved_step: int | None = None  # of the checkpoint that is there
         self.kept_as: Path | None = (
             None  # where an earlier run's checkpoint goes before the first of this one
         )
-        self.random_start: dict[str, Any] | None = None
-        self.random_now: dict[str, Any] | None = None
-        self.updating = False
         if options.resume and self.path is not None and process.agree(self.path.exists()):
-            self.resume(self.path)
+            self.state.load(self.path, options, self.steps_per_epoch, warn=self.main)
+            self.saved_step = self.position.step
         else:
             if options.seed is not None:
                 seed_all(options.seed)
@@ -242,31 +219,97 @@ class Run:
         self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
         self.started = time.monotonic() - self.position.history.seconds
 
+    @contextmanager
+    def open(self) -> Iterator[Interrupts]:
+        """Around all epochs: signals, the display, training mode, and what several processes share."""
+        modes = [(module, module.training) for module in self.objective.modules()]
+        interrupts = Interrupts(terminate=self.process.processes > 1)
+        folder = self.options.tensorboard if self.main else None
+        with ExitStack() as stack:
+            self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
+            if self.tensorboard is not None:
+                stack.callback(self.tensorboard.close)
+            interrupts.install()
+            stack.callback(interrupts.remove)
+            self.display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
+            stack.enter_context(self.process.sharing(self.objective))
+            self.objective.train()
+            try:
+                yield interrupts
+            except Exception as error:
+                self.explain_lost_worker(error, interrupts)
+                raise
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no epoch left to do."""
+        return self.position.history.stopped_early or self.position.epoch >= self.options.epochs
+
+    def begin_epoch(self) -> Iterator[Any]:
+        """The epoch's batches, without those that are done."""
+        position, state = self.position, self.state
+        known = state.random_start or state.random_now
+        if known is not None:
+            self.randomness.restore(known)
+        if self.process.processes > 1:
+            # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
+            self.randomness.restore(self.process.agree(self.randomness.state()))
+        state.random_start = state.random_start or self.randomness.state()
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(position.epoch)
+        batches = iter(self.loader)
+        for done in range(position.batches):
+            if next(batches, END) is END:
+                raise FlowBNNError(
+                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this loader has only "
+                    f"{done}: give it the same data and batch size as before",
+                    kind="checkpoint",
+                )
+        if position.batches and state.random_now is not None:
+            self.randomness.restore(state.random_now)
+        state.random_now = None
+        return batches
+
     # ---------------------------------------------------------------- one step
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """The next batch of the epoch, or ``END``."""
-        self.random_now = self.randomness.torch_state() if self.path is not None else None
+        self.state.random_now = self.randomness.torch_state() if self.path is not None else None
         batch = next(batches, END)
         if batch is END:
-            self.random_now = None
+            self.state.random_now = None
         return batch
 
     def step(self, batch: Any) -> None:
         """Loss, gradient and update; what is not finite ends the run before it reaches the weights."""
         position, process, options = self.position, self.process, self.options
+        epochs, length = options.epochs, self.steps_per_epoch
+        done = position.epoch / epochs if length is None else position.step / (length * epochs)
+        clock = Clock(position.epoch, position.step, length, epochs, min(1.0, done))
         if self.loss_gate is not None:
             self.check_last_step()
-        clock = Clock(position.epoch, position.step, self.steps_per_epoch, options.epochs)
-        if self.recorder is not None and self.replay(move_batch(batch, process.device), clock):
-            return
+        tensors = named_tensors(batch)
+        rows = tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
         if self.on_host:
             check_finite_batch(batch, position.epoch, position.batches)
-        batch = move_batch(batch, process.device)
+        for _, tensor in tensors:
+            if tensor.device != process.device:
+                batch = move_batch(batch, process.device)
+                break
+        if self.recorder is not None and self.replay(batch, clock):
+            return
         before = self.randomness.torch_state()
         self.optimizer.zero_grad()
-        with explain_single_row(batch, position.epoch, position.batches), process.autocast():
-            result = self.module(batch, clock)
+        try:
+            with process.autocast():
+                result = self.module(batch, clock)
+        except ValueError as error:
+            explain_single_row(error, batch, position.epoch, position.batches)
+            raise
         if position.batches == 0:
             _check_result(result)
         loss, logs = result
@@ -278,21 +321,30 @@ class Run:
         (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
         if self.loss_gate is not None and not self.loss_gate.finite():
             self.explain_loss(batch, clock, logs, before)
-        numbers = process.average({"loss": loss, **logs})
-        self.updating = True
+        numbers: Mapping[str, Any] = {"loss": loss, **logs}
+        if process.processes > 1:
+            numbers = process.average(numbers)
         self.update()
         if self.schedule is not None and options.schedule_every == "step":
             self.step_schedule()
-        position.step += 1
-        position.batches += 1
-        position.averages.add(numbers, process.rows or batch_size(batch))
+        position.averages.add(numbers, process.rows or rows)
+        self.advance()
+
+    def advance(self) -> None:
+        """Count a step whose update is done."""
+        self.position.step += 1
+        self.position.batches += 1
+        self.state.random_now = None
         self.updating = False
-        self.random_now = None
 
     def update(self) -> None:
         """Clip the gradients and let the optimizer take its step."""
         largest, scaler = self.options.clip_gradient, self.process.scaler
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients, dense = [], []
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is not None:
+                gradients.append(gradient)
+                dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
         if not gradients:
             raise FlowBNNError(
                 "no parameter of the optimizer has a gradient", kind="call", argument="optimizer"
@@ -300,15 +352,14 @@ class Run:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.on_host or largest is not None:
-            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             # the formula of torch.nn.utils.get_total_norm without its sorting by device, which costs more than the sum
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
             if self.on_host and not math.isfinite(norm.item()):
-                self.updating = False
                 self.explain_gradient(str(self.position))
             if largest is not None:
                 # NaN leaves the gradients as they are, so that the one at fault can be named
                 clip_grads_with_norm_(self.parameters, largest, torch.where(torch.isnan(norm), 0.0, norm))
+        self.updating = True
         if self.gradient_gate is not None:
             self.gradient_gate.update(gradients)
         elif scaler is not None:
@@ -356,8 +407,10 @@ class Run:
         assert self.recorder is not None
         position = self.position
         try:
-            with explain_single_row(batch, position.epoch, position.batches):
-                taken = self.recorder.take(batch, clock)
+            taken = self.recorder.take(batch, clock)
+        except ValueError as error:
+            explain_single_row(error, batch, position.epoch, position.batches)
+            raise
         except NotRecordable as error:
             self.settle()
             self.recorder = None
@@ -369,10 +422,7 @@ class Run:
         self.updating = True
         if self.schedule is not None and self.options.schedule_every == "step":
             self.step_schedule()
-        position.step += 1
-        position.batches += 1
-        self.updating = False
-        self.random_now = None
+        self.advance()
         return True
 
     def settle(self) -> None:
@@ -401,17 +451,17 @@ class Run:
             with torch.enable_grad(), self.process.autocast():
                 self.objective(batch, clock)
 
-        cause, layer = explain_nonfinite_loss(self.objective, again, logs, self.names_below)
+        cause, layer = explain_nonfinite_loss(self.objective, again, logs, self.state.names_below)
         raise FlowBNNError(
             f"the loss is not finite {self.position}: {cause}{self.advice}", kind="not finite", layer=layer
         )
 
     def explain_gradient(self, when: str, more: str = "") -> None:
         """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
-        pairs = zip(self.names, self.parameters, strict=True)
+        pairs = zip(self.state.names, self.parameters, strict=True)
         name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
         if name is not None:
-            name = name_below(name, self.names_below)
+            name = name_below(name, self.state.names_below)
             raise FlowBNNError(
                 f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
                 f"layer computes{self.advice}{more}",
@@ -447,73 +497,17 @@ class Run:
 
     # ---------------------------------------------------------------- epochs
 
-    @property
-    def finished(self) -> bool:
-        """Whether there is no epoch left to do."""
-        return self.position.history.stopped_early or self.position.epoch >= self.options.epochs
-
-    @contextmanager
-    def open(self) -> Iterator[Interrupts]:
-        """Around all epochs: signals, the display, training mode, and what several processes share."""
-        modes = [(module, module.training) for module in self.objective.modules()]
-        interrupts = Interrupts(terminate=self.process.processes > 1)
-        folder = self.options.tensorboard if self.main else None
-        with ExitStack() as stack:
-            self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
-            if self.tensorboard is not None:
-                stack.callback(self.tensorboard.close)
-            interrupts.install()
-            stack.callback(interrupts.remove)
-            self.display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
-            stack.enter_context(self.process.sharing(self.objective))
-            self.objective.train()
-            try:
-                yield interrupts
-            except Exception as error:
-                self.explain_lost_worker(error, interrupts)
-                raise
-            finally:
-                for module, mode in modes:
-                    module.training = mode
-
     def close(self) -> History:
         """The record of the run; the objective ends with the weights of the best epoch where those were kept."""
-        if self.best_weights is not None:
-            self.objective.load_state_dict(self.best_weights)
+        if self.state.best_weights is not None:
+            self.objective.load_state_dict(self.state.best_weights)
         return self.position.history
-
-    def begin_epoch(self) -> Iterator[Any]:
-        """The epoch's batches, without those that are done."""
-        position = self.position
-        state = self.random_start or self.random_now
-        if state is not None:
-            self.randomness.restore(state)
-        if self.process.processes > 1:
-            # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
-            self.randomness.restore(self.process.agree(self.randomness.state()))
-        self.random_start = self.random_start or self.randomness.state()
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(position.epoch)
-        batches = iter(self.loader)
-        for done in range(position.batches):
-            if next(batches, END) is END:
-                raise FlowBNNError(
-                    f"'{self.path}' had done {position.batches} batches of epoch {position.epoch + 1}, but this loader has only "
-                    f"{done}: give it the same data and batch size as before",
-                    kind="checkpoint",
-                )
-        if position.batches and self.random_now is not None:
-            self.randomness.restore(self.random_now)
-        self.random_now = None
-        return batches
 
     def show(self) -> None:
         """New numbers on the display, now and then."""
-        if self.display.due():
+        if self.display.bar is not None and self.display.due():
             self.settle()
-            position = self.position
-            self.display.update(position.epoch, position.step, position.averages.means())
+            self.display.update(self.position.epoch, self.position.step, self.position.averages.means())
 
     def end_epoch(self, interrupts: Interrupts) -> None:
         """Validation, the record, the schedule, early stopping and the checkpoint."""
@@ -525,7 +519,7 @@ class Run:
             )
         self.settle()
         self.process.synchronize(self.objective)
-        self.random_now = self.randomness.state()
+        self.state.random_now = self.randomness.state()
         if self.validate is not None and options.checkpoint_every is None:
             with interrupts:  # before validation, which may take long or fail: a resumed run begins with it
                 self.save_step()
@@ -545,7 +539,7 @@ class Run:
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
             position.epoch, position.batches, position.averages = position.epoch + 1, 0, Averages()
-            self.random_start = self.random_now = None
+            self.state.random_start = self.state.random_now = None
             self.updating = False
             if options.checkpoint_every is None or self.finished:
                 self.save()
@@ -591,11 +585,7 @@ class Run:
         if rule.improves(value, position.best):
             position.best, position.waited, position.history.best_epoch = value, 0, position.epoch
             if rule.restore_best:
-                state = self.objective.state_dict()
-                self.best_weights = {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in state.items()
-                }
+                self.state.keep_weights()
         else:
             position.waited += 1
             position.history.stopped_early = position.waited >= rule.patience
@@ -616,110 +606,17 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint; weights that are not finite never replace good ones."""
+        """Write the checkpoint, from the first process."""
         if self.path is None or not self.main:
             return
         self.settle()
-        position = self.position
-        position.history.seconds = time.monotonic() - self.started
-        broken = first_nonfinite_tensor(zip(self.names, self.parameters, strict=True))
-        if broken is not None:
-            broken = name_below(broken, self.names_below)
-            raise FlowBNNError(
-                f"parameter {broken!r} is not finite {position}{self.advice}", kind="not finite", layer=broken
-            )
+        self.position.history.seconds = time.monotonic() - self.started
+        self.state.check_finite(self.advice)
         if self.kept_as is not None:
             keep_as(self.path, self.kept_as)
             self.kept_as = None
-        scaler = self.process.scaler
-        state = {
-            "position": position.to_dict(),
-            "epochs": self.options.epochs,
-            "weights": self.objective.state_dict(),
-            "best_weights": self.best_weights,
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler": {} if scaler is None else scaler.state_dict(),
-            "random": {
-                "now": {**self.randomness.state(), **(self.random_now or {})},
-                "start": self.random_start,
-            },
-            "classes": self.classes,
-            "groups": self.groups,
-            **self.kept,
-        }
-        write_checkpoint(self.path, state)
-        self.saved_step = position.step
-
-    @property
-    def classes(self) -> dict[str, str]:
-        """The classes of what is resumed together."""
-        schedule = "none" if self.schedule is None else type(self.schedule).__name__
-        return {"optimizer": type(self.optimizer).__name__, "learning-rate schedule": schedule}
-
-    def resume(self, path: Path) -> None:
-        """Take over the state of a file that fits, or change nothing."""
-        stored = read_checkpoint(path)
-        for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
-            check_architecture(self.objective, weights, path, self.names_below)
-            check_finite_weights(weights, self.names, path, self.names_below)
-        trouble = [
-            f"with the {what} {had} and this run has {self.classes[what]}"
-            for what, had in stored["classes"].items()
-            if had != self.classes[what]
-        ]
-        if not trouble and stored["groups"] != self.groups:
-            trouble = ["by an optimizer with other parameter groups"]
-        if changed := changed_structure(stored["structure"], self.kept["structure"]):
-            layer, before, now = changed
-            where = f"layer '{layer}'" if layer else "the network"
-            trouble = [f"while {where} had {_listed(before)} and now has {_listed(now)}"]
-        if trouble:
-            raise FlowBNNError(
-                f"'{path}' was written {trouble[0]}: build it as before, or begin again with resume=False",
-                kind="checkpoint",
-                path=str(path),
-            )
-        position = Position.from_dict(stored["position"])
-        position.check(self.options, self.steps_per_epoch, path)
-        self.randomness.check(stored["random"]["now"])
-        if self.main:
-            self.warn_of_changes(path, stored)
-
-        rule = self.options.early_stop
-        position.follow(rule)
-        self.position = position
-        self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
-        self.objective.load_state_dict(stored["weights"])
-        load_optimizer(self.optimizer, stored["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(stored["schedule"])
-        if self.process.scaler is not None and stored["scaler"]:
-            self.process.scaler.load_state_dict(stored["scaler"])
-        self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
-        self.saved_step = position.step
-
-    def warn_of_changes(self, path: Path, stored: Mapping[str, Any]) -> None:
-        """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
-        now = self.kept["settings"]
-        changed = {
-            name: (value, now[name])
-            for name, value in stored["settings"].items()
-            if name in now and value != now[name]
-        }
-        rates = not isinstance(self.schedule, ReduceLROnPlateau)
-        kept = changed_settings(stored["optimizer"]["param_groups"], self.optimizer.param_groups, rates)
-        words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
-        words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
-        if words:
-            warnings.warn(
-                FlowBNNWarning(
-                    f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
-                    kind="changed settings",
-                    changed=changed,
-                    kept=kept,
-                )
-            )
+        self.state.save(self.path, self.options.epochs)
+        self.saved_step = self.position.step
 
     def keep_former(self, path: Path) -> None:
         """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
@@ -775,10 +672,6 @@ class Run:
         if self.path is None or not self.path.exists() or (self.main and self.saved_step is None):
             return "nothing was saved"
         return f"its state is in '{self.path}', resume=True (flowbnn run: --resume) goes on from there"
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "none"
 
 
 def _check_result(result: Any) -> None:

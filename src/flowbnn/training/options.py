@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
+
+from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, options
@@ -12,36 +13,24 @@ from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, opti
 __all__ = ["Clock", "EarlyStop", "TrainingOptions"]
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Where a run stands when a step is taken; annealing schedules read :attr:`progress`.
+class Clock(NamedTuple):
+    """Where a run stands when a step is taken; annealing schedules read ``progress``.
 
     Args:
         epoch: the present epoch, counted from 0.
         step: optimizer steps taken before this one, over all epochs.
         steps_per_epoch: the loader's length, or None when it has none.
         epochs: epochs of the whole run.
-
-    >>> Clock(epoch=1, step=15, steps_per_epoch=10, epochs=3).progress
-    0.5
+        progress: share of the run that is done, in [0, 1], by whole epochs when the loader has no length; a tensor where ``recording``.
+        recording: whether the step is being recorded as a CUDA graph, where nothing may be decided on the host.
     """
 
     epoch: int
     step: int
     steps_per_epoch: int | None
     epochs: int
-
-    @property
-    def recording(self) -> bool:
-        """Whether the step is being recorded as a CUDA graph, where nothing may be decided on the host."""
-        return False
-
-    @property
-    def progress(self) -> float:
-        """Share of the run that is done, in [0, 1]; by whole epochs when the loader has no length."""
-        if self.steps_per_epoch is None:
-            return min(1.0, self.epoch / self.epochs)
-        return min(1.0, self.step / (self.steps_per_epoch * self.epochs))
+    progress: float | Tensor = 0.0
+    recording: bool = False
 
 
 @options
