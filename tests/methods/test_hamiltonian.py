@@ -48,8 +48,8 @@ def test_a_transition_leaves_a_gaussian_as_it_is(steps, size):
     before = state.position
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        state, told = hmc_kernel(gaussian, state, size, torch.tensor([1.0, 4.0]), steps, generator)
-    assert 0.3 < told.acceptance.mean() < 0.95  # the accept step has something to do
+        state, transition = hmc_kernel(gaussian, state, size, torch.tensor([1.0, 4.0]), steps, generator)
+    assert 0.3 < transition.acceptance.mean() < 0.95  # the accept step has something to do
     assert (state.position != before).any(1).double().mean() > 0.5
     assert_gaussian(state.position)
 
@@ -86,9 +86,9 @@ def test_chains_do_not_disturb_each_other():
 
 def test_a_step_that_is_far_too_large_is_a_divergence_and_goes_nowhere():
     state = begin(gaussian, exact_draws(4, 5))
-    after, told = hmc_kernel(gaussian, state, 50.0, torch.ones(2), 10, torch.Generator().manual_seed(0))
-    assert told.divergent.all()
-    assert told.acceptance.max() == 0.0
+    after, transition = hmc_kernel(gaussian, state, 50.0, torch.ones(2), 10, torch.Generator().manual_seed(0))
+    assert transition.divergent.all()
+    assert transition.acceptance.max() == 0.0
     assert torch.equal(after.position, state.position)
 
 

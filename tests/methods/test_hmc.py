@@ -24,13 +24,13 @@ def test_a_conjugate_regression_is_recovered():
         nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
     )
     assert_recovered(posterior, mean, covariance)
-    told = posterior.diagnostics()
-    assert told.rhat_outputs < 1.05
-    assert told.rhat_weights < 1.05
-    assert told.ess_outputs > 100
-    assert told.divergences == 0
-    assert (told.chains, told.draws) == (8, 150)
-    assert "8 chains of 150 draws" in str(told)
+    diagnostics = posterior.diagnostics()
+    assert diagnostics.rhat_outputs < 1.05
+    assert diagnostics.rhat_weights < 1.05
+    assert diagnostics.ess_outputs > 100
+    assert diagnostics.divergences == 0
+    assert (diagnostics.chains, diagnostics.draws) == (8, 150)
+    assert "8 chains of 150 draws" in str(diagnostics)
 
 
 def small(**more):

@@ -140,7 +140,7 @@ def test_part_of_the_data_can_stand_for_all():
     assert double.log_evidence == pytest.approx(stands.log_evidence, abs=1e-8)
 
 
-def test_memory_is_told_and_refused_before_it_is_taken(monkeypatch):
+def test_too_much_memory_is_warned_of_and_refused_before_it_is_taken(monkeypatch):
     network = nn.Sequential(nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 3))
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
     weights = sum(p.numel() for p in network.parameters())

@@ -17,9 +17,9 @@ def test_a_transition_leaves_a_gaussian_as_it_is():
     state = begin(gaussian, exact_draws(2000, 1))
     before, generator = state.position, torch.Generator().manual_seed(0)
     for _ in range(3):
-        state, told = nuts_kernel(gaussian, state, 0.6, torch.tensor([1.0, 4.0]), generator)
+        state, transition = nuts_kernel(gaussian, state, 0.6, torch.tensor([1.0, 4.0]), generator)
     assert (state.position != before).any(1).double().mean() > 0.9
-    assert told.depth.double().mean() > 1.5  # trees that have something to turn
+    assert transition.depth.double().mean() > 1.5  # trees that have something to turn
     assert_gaussian(state.position)
 
 
@@ -85,8 +85,8 @@ def test_chains_do_not_disturb_each_other():
         sources = [torch.Generator().manual_seed(chain) for chain in which]
         state, gradients = begin(gaussian, starts[which]), []
         for _ in range(6):
-            state, told = nuts_kernel(gaussian, state, 0.3, torch.ones(2), sources)
-            gradients.append(told.gradients)
+            state, transition = nuts_kernel(gaussian, state, 0.3, torch.ones(2), sources)
+            gradients.append(transition.gradients)
         return state.position, torch.stack(gradients, 1)
 
     together, counts = run([0, 1, 2])
@@ -102,20 +102,22 @@ def test_trajectories_grow_with_the_width_and_stop_at_the_depth():
     lengths = []
     for potential in (narrow, wide):
         state = begin(potential, torch.zeros(20, 2, dtype=torch.float64))
-        _, told = nuts_kernel(potential, state, 0.4, torch.ones(2), torch.Generator().manual_seed(0))
-        lengths.append(told.gradients.double().mean().item())
+        _, transition = nuts_kernel(potential, state, 0.4, torch.ones(2), torch.Generator().manual_seed(0))
+        lengths.append(transition.gradients.double().mean().item())
     assert lengths[1] > 6 * lengths[0]
     state = begin(wide, torch.zeros(20, 2, dtype=torch.float64))
-    _, told = nuts_kernel(wide, state, 0.01, torch.ones(2), torch.Generator().manual_seed(0), max_depth=3)
-    assert (told.gradients == 7).all()
-    assert (told.depth == 3).all()
+    _, transition = nuts_kernel(
+        wide, state, 0.01, torch.ones(2), torch.Generator().manual_seed(0), max_depth=3
+    )
+    assert (transition.gradients == 7).all()
+    assert (transition.depth == 3).all()
 
 
 def test_a_step_that_is_far_too_large_is_a_divergence_and_goes_nowhere():
     state = begin(gaussian, exact_draws(4, 5))
-    after, told = nuts_kernel(gaussian, state, 500.0, torch.ones(2), torch.Generator().manual_seed(0))
-    assert told.divergent.all()
-    assert (told.gradients == 1).all()
+    after, transition = nuts_kernel(gaussian, state, 500.0, torch.ones(2), torch.Generator().manual_seed(0))
+    assert transition.divergent.all()
+    assert (transition.gradients == 1).all()
     assert torch.equal(after.position, state.position)
 
 
@@ -125,10 +127,10 @@ def test_a_conjugate_regression_is_recovered():
         nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
     )
     assert_recovered(posterior, mean, covariance)
-    told = posterior.diagnostics()
-    assert told.rhat_outputs < 1.05
-    assert told.divergences == 0
-    assert told.depth > 1.0
+    diagnostics = posterior.diagnostics()
+    assert diagnostics.rhat_outputs < 1.05
+    assert diagnostics.divergences == 0
+    assert diagnostics.depth > 1.0
 
 
 def test_a_network_is_sampled_and_learns():

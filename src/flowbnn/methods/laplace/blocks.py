@@ -5,6 +5,7 @@ then need only the numbers :math:`\lambda + \delta`, whatever the prior precisio
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -37,17 +38,17 @@ class Block:
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    @abstractmethod
     def eigenvalues(self) -> Tensor:
         """Of the curvature, in float64."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_basis(self, values: Tensor) -> Tensor:
         """Packed weights in the eigenbasis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_basis(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`to_basis`."""
-        raise NotImplementedError
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Weights by name, possibly with leading axes, as one tensor."""

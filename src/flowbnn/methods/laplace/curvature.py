@@ -8,6 +8,7 @@ Three ways to add it up, from the cheapest to the most general:
 """
 
 import math
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,9 +63,9 @@ class Sums:
         self.counts: dict[str, int] = defaultdict(int)
         self.handles: list[Any] = []
 
+    @abstractmethod
     def add(self, inputs: Any, hessian: Hessian) -> Tensor:
         """Count a batch; ``hessian`` is of the loss in its outputs, which are returned as ``[b, C]``."""
-        raise NotImplementedError
 
     def blocks(self, weight: float) -> tuple[list[Block], Tensor | None]:
         """The sums times ``weight`` as Gaussians, and the full matrix where there is one."""
@@ -84,13 +85,13 @@ class Sums:
             blocks.append(Kronecker.of(layer.shapes, inner, outer, self.dtype))
         return blocks, None
 
+    @abstractmethod
     def diagonal(self, layer: CoveredLayer) -> Tensor:
         """Of the curvature, in the order of the layer's parameters."""
-        raise NotImplementedError
 
     def matrix(self) -> Tensor:
         """The curvature of all layers together."""
-        raise NotImplementedError
+        return self.sums["", "all"]
 
     def accumulate(self, layer: str, key: str, value: Tensor) -> None:
         if (layer, key) in self.sums:
@@ -263,9 +264,6 @@ class RowSums(Sums):
     def diagonal(self, layer: CoveredLayer) -> Tensor:
         sizes = [sum(math.prod(shape) for shape in one.shapes.values()) for one in self.layers]
         return self.sums["", "all"].split(sizes)[self.layers.index(layer)].clone()
-
-    def matrix(self) -> Tensor:
-        return self.sums["", "all"]
 
 
 def patches(module: nn.Module, values: Tensor) -> Tensor:

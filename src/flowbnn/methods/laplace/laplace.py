@@ -96,7 +96,7 @@ class Laplace(Method):
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
         shown = run.progress and is_main_process()
-        memory = check_memory(self.structure, model, layers, seen, device_of(model), shown)
+        memory = check_memory(self.structure, model, layers, seen, device_of(model))
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:

@@ -11,7 +11,6 @@ from torch import nn
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.laplace.jacobian import ROW_BYTES
 from flowbnn.methods.laplace.layers import CoveredLayer, Survey
-from flowbnn.training.progress import get_console
 
 __all__ = ["available_bytes", "bytes_needed", "check_memory"]
 
@@ -73,20 +72,12 @@ def check_memory(
     layers: list[CoveredLayer],
     seen: Survey,
     device: torch.device,
-    shown: bool = False,
 ) -> int:
-    """The bytes that are needed: logged always, a warning where they are many, an error where they are too many.
-
-    Args:
-        shown: print it on the terminal as well.
-    """
+    """The bytes that are needed: logged always, a warning where they are many, an error where they are too many."""
     needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device)
     weights = sum(model.get_parameter(name).numel() for layer in layers for name in layer.shapes)
     line = f"a '{structure}' Laplace approximation of {weights:,} weights needs {readable(needed)} of memory"
     logging.getLogger("flowbnn").info(line)
-    console = get_console()
-    if shown and console.is_terminal:
-        console.print(line, highlight=False)
     if free is None or needed <= WARNED * free:
         return needed
     line += f", and {readable(free)} are free"

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import fields
@@ -77,6 +78,7 @@ class ChainMethod(Method):
                 argument="layers",
             )
 
+    @abstractmethod
     def transition(
         self,
         potential: Potential,
@@ -86,11 +88,10 @@ class ChainMethod(Method):
         sources: Sequence[torch.Generator],
     ) -> tuple[State, Transition]:
         """One transition of all chains."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients_per_transition(self) -> float:
         """A rough number, for the estimate of the time."""
-        raise NotImplementedError
 
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> ChainPosterior:

@@ -9,6 +9,7 @@ and dropout is off.
 
 import math
 import warnings
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -106,9 +107,9 @@ class NetworkPotential:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
+    @abstractmethod
     def weights(self, vector: Tensor) -> dict[str, Tensor]:
         """The weights of the network that a vector determines."""
-        raise NotImplementedError
 
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
         """What that network gives."""
