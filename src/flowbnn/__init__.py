@@ -31,7 +31,6 @@ from flowbnn.methods import (
     evaluate,
     fit,
     load_posterior,
-    temper,
 )
 from flowbnn.noise import (
     Dropout,
@@ -94,7 +93,6 @@ __all__ = [
     "load_posterior",
     "noise_mode",
     "parameter_groups",
-    "temper",
     "to_deterministic",
     "to_stochastic",
     "unfreeze",

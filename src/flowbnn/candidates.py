@@ -101,10 +101,10 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("map", "MAP", "map", "point"),
     Candidate("temperature", "Temperature scaling", "temperature", "point", cost=1.2, held_out=True),
     Candidate("mc-dropout", "MC dropout", "mc-dropout", "dropout", cost=2),
-    Candidate("ensemble", "Deep ensemble of 5", "deep-ensemble", "ensemble", {"members": 5}, cost=5),
+    Candidate("deep-ensemble", "Deep ensemble of 5", "deep-ensemble", "ensemble", {"members": 5}, cost=5),
     Candidate("swag", "SWAG", "swag", "ensemble", cost=1.5, short=_short_swag),
-    Candidate("bbb", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
-    Candidate("bbb-mixture", "Bayes by Backprop, mixture prior", "bayes-by-backprop", "variational",
+    Candidate("bayes-by-backprop", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
+    Candidate("bayes-by-backprop-mixture", "Bayes by Backprop, mixture prior", "bayes-by-backprop", "variational",
               {"prior": "scale-mixture"}, cost=2.5),
     Candidate("mnf", "Multiplicative flows", "mnf", "variational", cost=5),
     Candidate("laplace", "Laplace, last layer", "laplace", "laplace", own=_PRIOR, cost=1.5),
@@ -112,9 +112,9 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("sgld", "SGLD", "sgld", "chain", own=("optimizer",), cost=3, short=_short_sgld),
     Candidate("hmc", "HMC", "hmc", "chain", {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
     Candidate("nuts", "NUTS", "nuts", "chain", {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
-    Candidate("noise-gaussian", "Node noise, Gaussian", "node-noise", "noise", {"kind": "gaussian"}, _PRIOR, cost=2),
-    Candidate("noise-mixture", "Node noise, mixture", "node-noise", "noise", {"kind": "mixture"}, _PRIOR, cost=3),
-    Candidate("noise-planar", "Node noise, planar flow", "node-noise", "noise", {"kind": "planar"}, _PRIOR, cost=4),
+    Candidate("node-noise-gaussian", "Node noise, Gaussian", "node-noise", "noise", {"kind": "gaussian"}, _PRIOR, cost=2),
+    Candidate("node-noise-mixture", "Node noise, mixture", "node-noise", "noise", {"kind": "mixture"}, _PRIOR, cost=3),
+    Candidate("node-noise-planar", "Node noise, planar flow", "node-noise", "noise", {"kind": "planar"}, _PRIOR, cost=4),
 )
 # fmt: on
 
@@ -123,7 +123,7 @@ def find_candidates(keys: Iterable[str]) -> list[Candidate]:
     """Candidates in the order of the tables, by their key, by the name of their method, or by a glob of keys.
 
     >>> [one.key for one in find_candidates(["node-noise", "map", "laplace"])]
-    ['map', 'laplace', 'noise-gaussian', 'noise-mixture', 'noise-planar']
+    ['map', 'laplace', 'node-noise-gaussian', 'node-noise-mixture', 'node-noise-planar']
     """
     chosen: set[str] = set()
     for key in keys:

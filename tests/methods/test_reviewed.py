@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.methods import Method
+from flowbnn.methods import Method, temper
 
 QUIET: dict[str, Any] = {"progress": False, "seed": 1}
 pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
@@ -130,7 +130,7 @@ def test_every_posterior_has_draws_or_says_why_not() -> None:
     point = fb.MAP(epochs=1).fit(network(), classes(), **QUIET)
     assert torch.equal(point.draws(3)["0.bias"], point.model[0].bias.detach().expand(3, 6))  # type: ignore[index]
     within = fb.BayesByBackprop(epochs=1).fit(network(), classes(), **QUIET)
-    tempered = fb.temper(within, classes(), progress=False)
+    tempered = temper(within, classes(), progress=False)
     draws = tempered.draws(2, seed=0)
     assert torch.equal(draws["0.weight"], within.draws(2, seed=0)["0.weight"])
     assert torch.equal(tempered.log_prob(draws), within.log_prob(draws))

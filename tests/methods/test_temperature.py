@@ -12,7 +12,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import MemberPosterior, PointPosterior
-from flowbnn.methods.temperature import held_out
+from flowbnn.methods.temperature import held_out, temper
 
 TRAINED = {"epochs": 8, "lr": 0.03}
 
@@ -37,7 +37,7 @@ def noisy_labels(count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
 def test_it_is_the_optimum_and_scales_with_the_logits():
     pair = noisy_labels()
     found = [
-        fb.temper(PointPosterior(linear(factor), fb.Categorical()), pair, progress=False).temperature
+        temper(PointPosterior(linear(factor), fb.Categorical()), pair, progress=False).temperature
         for factor in (1.0, 5.0)
     ]
     assert found[1] == pytest.approx(5.0 * found[0], rel=1e-8)
@@ -59,7 +59,7 @@ def test_of_many_samples_the_mixture_is_what_is_judged():
         for name in ("weight", "bias")
     }
     posterior = MemberPosterior(linear(), fb.Categorical(), members)
-    tempered = fb.temper(posterior, [(inputs, labels)], progress=False)
+    tempered = temper(posterior, [(inputs, labels)], progress=False)
 
     def loss(temperature: torch.Tensor) -> torch.Tensor:
         each = torch.stack([(one(inputs) / temperature).log_softmax(-1) for one in networks])
@@ -69,7 +69,7 @@ def test_of_many_samples_the_mixture_is_what_is_judged():
     (slope,) = torch.autograd.grad(loss(place), place)
     assert abs(slope.item()) < 1e-10
     assert tempered.predict(inputs).nll(labels).mean().item() == pytest.approx(loss(place).item(), rel=1e-10)
-    assert fb.temper(tempered, [(inputs, labels)], progress=False).temperature == tempered.temperature
+    assert temper(tempered, [(inputs, labels)], progress=False).temperature == tempered.temperature
     one = tempered.sample(0)(inputs)
     assert any(torch.allclose(one, each(inputs) / tempered.temperature) for each in networks)
 
@@ -77,7 +77,7 @@ def test_of_many_samples_the_mixture_is_what_is_judged():
 def test_one_network_keeps_its_decisions():
     inputs, labels = noisy_labels()
     plain = PointPosterior(linear(4.0), fb.Categorical())
-    tempered = fb.temper(plain, (inputs, labels), progress=False)
+    tempered = temper(plain, (inputs, labels), progress=False)
     assert torch.equal(tempered.predict(inputs).labels, plain.predict(inputs).labels)
     before, after = (fb.evaluate(each, [(inputs, labels)], progress=False) for each in (plain, tempered))
     assert after["nll"] < before["nll"]
@@ -89,13 +89,13 @@ def test_regression_scales_the_standard_deviation():
     inputs = torch.randn(200, 4, generator=generator).double()
     layer = nn.Linear(4, 2).double()
     targets = layer(inputs).detach() + 0.7 * torch.randn(200, 2, generator=generator).double()
-    tempered = fb.temper(PointPosterior(layer, fb.Gaussian(0.2)), [(inputs, targets)], progress=False)
+    tempered = temper(PointPosterior(layer, fb.Gaussian(0.2)), [(inputs, targets)], progress=False)
     error = (targets - layer(inputs).detach()) / 0.2
     assert tempered.temperature == pytest.approx(
         error.square().mean().sqrt().item(), rel=1e-8
     )  # in closed form
     ensemble = fb.DeepEnsemble(3, epochs=2).fit(small(2), loader(lines()), seed=0, **QUIET)
-    tempered = fb.temper(ensemble, loader(lines()), progress=False)
+    tempered = temper(ensemble, loader(lines()), progress=False)
     before, after = (each.predict(lines(6).tensors[0]) for each in (ensemble, tempered))
     assert torch.allclose(after.std, tempered.temperature * before.std, rtol=1e-4)
     assert torch.allclose(after.mean, before.mean, atol=1e-6)
@@ -126,11 +126,11 @@ def test_validation_data_that_are_all_right_tell_nothing():
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
     with pytest.warns(FlowBNNWarning, match="stays at 1"):
-        tempered = fb.temper(PointPosterior(layer, fb.Categorical()), (inputs, torch.arange(12) % 3))
+        tempered = temper(PointPosterior(layer, fb.Categorical()), (inputs, torch.arange(12) % 3))
     assert tempered.temperature == 1.0
     wrong = (inputs, (torch.arange(12) + 1) % 3)
     with pytest.warns(FlowBNNWarning, match="100 or beyond"):
-        tempered = fb.temper(PointPosterior(layer, fb.Categorical()), wrong)
+        tempered = temper(PointPosterior(layer, fb.Categorical()), wrong)
     assert tempered.temperature == 100.0
 
 
@@ -161,9 +161,9 @@ def test_refusals(tmp_path):
     with pytest.raises(FlowBNNError, match="epochs to the method within"):
         fb.Temperature(fb.MAP(), epochs=3)
     with pytest.raises(FlowBNNError, match="posterior"):
-        fb.temper(small(), loader(blobs()))
+        temper(small(), loader(blobs()))
     with pytest.raises(FlowBNNError, match="inputs alone"):
-        fb.temper(PointPosterior(small(), fb.Categorical()), [torch.zeros(2, 4)], progress=False)
+        temper(PointPosterior(small(), fb.Categorical()), [torch.zeros(2, 4)], progress=False)
     within = fb.Temperature(fb.MAP(**TRAINED)).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )

@@ -49,11 +49,13 @@ def test_short_runs_get_settings_that_suit_them():
 
 
 def test_candidates_are_found_by_key_or_method():
-    assert [candidate.key for candidate in find_candidates(["bayes-by-backprop", "mle"])] == [
+    assert [candidate.key for candidate in find_candidates(["node-noise", "mle"])] == [
         "mle",
-        "bbb",
-        "bbb-mixture",
+        "node-noise-gaussian",
+        "node-noise-mixture",
+        "node-noise-planar",
     ]
+    assert all(candidate.key.startswith(candidate.method) for candidate in CANDIDATES)
     assert [candidate.key for candidate in find_candidates(["laplace", "map"])] == ["map", "laplace"]
     assert [candidate.key for candidate in find_candidates(["laplace*"])] == ["laplace", "laplace-all"]
     with pytest.raises(FlowBNNError, match="did you mean 'laplace'"):

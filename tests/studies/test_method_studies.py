@@ -8,7 +8,7 @@ from flowbnn.candidates import find_candidates
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results, write_report
 
-FEW = ("mle", "mc-dropout", "noise-gaussian")
+FEW = ("mle", "mc-dropout", "node-noise-gaussian")
 SETTINGS = {
     "regression-1d": {"epochs": 3, "test": 20, "samples": 4, "grid": 9, "hidden": 6},
     "clusters-2d": {
