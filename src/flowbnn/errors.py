@@ -84,8 +84,10 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
     "; there is 'conv1'"
     """
     known = list(dict.fromkeys(known))
-    parts = [name for name in known if word in name.split("_")][:most]  # noise_lr for lr
-    close = parts or get_close_matches(word, known, n=most, cutoff=0.5)
+    close = get_close_matches(word, known, n=most, cutoff=0.5)
+    parts = [name for name in known if word in name.split("_")]  # noise_lr for lr
+    if parts and not get_close_matches(word, known, cutoff=0.8):
+        close = parts[:most]
     if close:
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
     if not known:
