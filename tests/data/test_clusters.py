@@ -21,7 +21,7 @@ def test_the_best_accuracy_and_likelihood_agree_with_monte_carlo():
 
 
 def test_the_quadrature_has_converged():
-    coarse, fine = best_possible(1.95), best_possible(1.95, nodes=1601)
+    coarse, fine = best_possible(1.95), best_possible(1.95, nodes=1101)
     assert abs(coarse.accuracy - fine.accuracy) < 1e-5
     assert abs(coarse.nll - fine.nll) < 1e-9
 
