@@ -1,36 +1,37 @@
 """What prediction with many samples costs, next to the plain network's cost for as many rows in the same run.
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
-                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--together 1] [--out results]
+                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--sizes 128,4096] [--out results]
 
-The plain network runs the batch as many times as there are samples. ``images/s`` counts images that have all their samples; ``speed``
-is that number over the plain network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the
-ratio of times is its inverse. Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes,
-softmax. In half precision all networks, the plain one too, have their weights cast once for a prediction.
-
-A compiled prediction on a GPU takes several samples in a pass where one leaves the device idle. ``--together 8`` lets the plain network
-take as many batches in a pass, which shows how much of the speed is due to that; ``--several 1`` has compiled passes take one sample.
+The plain network runs as many rows as there are images times samples, in passes of each of ``--sizes`` rows, and its best size counts:
+that is what a user could have had. ``images/s`` counts images that have all their samples; ``speed`` is that number over the plain
+network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the ratio of times is its inverse.
+Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes, softmax. In half precision all
+networks, the plain one too, have their weights cast once for a prediction. ``--several 1`` has compiled passes take one sample.
 """
 
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from common import MODELS, arguments, interleave, positive, report, rules, shape_of, write
 
 import flowbnn as fb
-from flowbnn.posterior import noise_sampler as sampling
+from flowbnn.posterior import compiled as compiling
 from flowbnn.posterior.base import HALF
 from flowbnn.posterior.compiled import HalfWeights
-from flowbnn.posterior.forward import Kept, casting, compiled
-from flowbnn.posterior.noise_sampler import plan_for
+from flowbnn.posterior.forward import Kept, casting, compiled, record
 
 EXTRA = {
     "samples": {"type": positive, "default": 128},
     "compile": {"action": "store_true"},
     "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
-    "together": {"type": positive, "default": 1, "help": "batches in a pass of the plain network"},
+    "sizes": {
+        "default": "128,512,2048,4096,16384",
+        "help": "rows in a pass of the plain network; the quickest counts",
+    },
     "several": {"type": positive, "help": "samples in a compiled pass, instead of what fills the device"},
     "only": {"default": "", "help": "variants whose name holds this word"},
 }
@@ -56,44 +57,57 @@ def main() -> None:
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}
     forward = compiled(Kept(), graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
-    if samples % found.together:
-        raise SystemExit(f"--together {found.together} does not divide the {samples} samples")
-    rows_of_plain = images.repeat(found.together, *(1,) * len(shape))
-    if device == "cuda" and images.ndim == 4:
-        rows_of_plain = rows_of_plain.contiguous(memory_format=torch.channels_last)
+    sizes = [int(size) for size in found.sizes.split(",")]
+    sizes = [size for size in sizes if size <= samples * found.batch] or [found.batch]
     half = HALF.get(found.precision or "")
     lying = torch.channels_last if device == "cuda" else torch.preserve_format
 
-    @torch.no_grad()
-    def run_plain() -> None:
-        # weights in half precision are cast once for all passes, as they are for the noisy networks
-        weights = nullcontext() if half is None else HalfWeights(plain, half, lying)
-        with casting(torch.device(device), half), weights:
-            for _ in range(samples // found.together):
-                forward(plain, rows_of_plain)
+    def passes_of(size: int) -> Callable[[], None]:
+        """As many rows as the predictions have, in passes of so many."""
+        some = images.repeat(-(-size // len(images)), *(1,) * len(shape))[:size]
+        if device == "cuda" and images.ndim == 4:
+            some = some.contiguous(memory_format=torch.channels_last)
 
-    runs: dict[str, Callable[[], None]] = {"plain": run_plain}
+        @torch.no_grad()
+        def run_plain() -> None:
+            # weights in half precision are cast once for all passes, as they are for the noisy networks
+            weights = nullcontext() if half is None else HalfWeights(plain, half, lying, halves)
+            with casting(torch.device(device), half), weights:
+                for _ in range(-(-samples * found.batch // size)):
+                    forward(plain, some)
+
+        return run_plain
+
+    halves: dict[Any, Any] = {}
+    runs: dict[str, Callable[[], None]] = {f"plain, {size} rows": passes_of(size) for size in sizes}
     for site in ("channel", "position"):
         for kind in ("gaussian", "flow", "mixture", "dropout"):
             if found.only in (name := f"{kind}, {site}"):
                 network = fb.to_stochastic(plain, rules(found.model, kind, site))
                 posterior = fb.NoisePosterior(network, fb.Categorical())
                 if found.several:
-                    sampling.FILLED[device] = found.several * found.batch * plan_for(network, images[:2]).work
+                    work = record(network, images[:2]).flops or 0.0
+                    compiling.FILLED[device] = found.several * found.batch * work
 
                 def predict(posterior: fb.NoisePosterior = posterior) -> None:
                     _ = posterior.predict(images, samples, **options).probabilities
 
                 runs[name] = predict
-    if len(runs) == 1:
+    if len(runs) == len(sizes):
         raise SystemExit(
             f"no variant has '{found.only}' in its name; they are like 'flow, channel' and 'gaussian, position'"
         )
     times = interleave(runs, rounds, device, warm=1)
+    plainly = {name: times.pop(name) for name in list(times) if name.startswith("plain")}
+    best = min(plainly, key=lambda name: statistics.median(plainly[name]))
+    times = {"plain": plainly[best], **times}
+    for name, each in plainly.items():
+        print(
+            f"  {name}: {samples * found.batch / statistics.median(each):,.0f} rows/s{' (best)' if name == best else ''}"
+        )
     rows = report(
         f"{found.model} {'x'.join(map(str, shape))}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
-        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds"
-        f"{f', plain {found.together} batches in a pass' if found.together > 1 else ''}",
+        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds",
         times,
     )
     base = statistics.median(times["plain"]) / found.batch  # seconds for an image with all its samples

@@ -4,13 +4,13 @@ import warnings
 
 import pytest
 import torch
+from compiling import sample_outputs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn.posterior.batches import Collected, expected_rows, grouped
 from flowbnn.posterior.forward import out_of_memory
-from flowbnn.posterior.noise_sampler import sample_outputs
 
 KINDS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
