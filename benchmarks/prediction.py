@@ -1,7 +1,7 @@
 """What prediction with many samples costs, next to the plain network's cost for as many rows in the same run.
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
-                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--sizes 128,4096] [--out results]
+                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only x] [--sizes 128] [--out results]
 
 The plain network runs as many rows as there are images times samples, in passes of each of ``--sizes`` rows, and its best size counts:
 that is what a user could have had. ``images/s`` counts images that have all their samples; ``speed`` is that number over the plain

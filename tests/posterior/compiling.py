@@ -54,11 +54,18 @@ def drawing(model, samples, plan="auto", kept=None, **options):
         sampler = Sampler(prediction)
 
         def draw(inputs, low=0, high=samples):
+            shown = None
             if plan != "auto":
-                found = noise.plan_for(prediction, prediction.ready(inputs))
-                other = replace(found, fold="") if plan == "absorb" else replace(found, absorbed=())
-                prediction.recorded(inputs).plan = other
-            return sampler(inputs, range(low, high))
+                found, shown = (
+                    noise.plan_for(prediction, prediction.ready(inputs)),
+                    prediction.recorded(inputs),
+                )
+                shown.plan = replace(found, fold="") if plan == "absorb" else replace(found, absorbed=())
+            try:
+                return sampler(inputs, range(low, high))
+            finally:
+                if shown is not None:
+                    shown.plan = found
 
         draw.sampler, draw.prediction = sampler, prediction
         yield draw
@@ -71,7 +78,7 @@ def compiled_outputs(model, inputs, samples, seed=1, **options):
 
 def sample_outputs(model, inputs, samples, plan="auto", **options):
     """Outputs ``[samples, batch, ...]`` of a stochastic network."""
-    with drawing(model, samples, plan, kept=Kept(), **options) as draw:
+    with drawing(model, samples, plan, **options) as draw:
         return draw(inputs)
 
 

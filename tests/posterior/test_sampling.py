@@ -67,7 +67,8 @@ def test_a_skip_around_the_first_noise_folds_at_the_input():
     model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
     x = torch.randn(4, 3, 8, 8)
     assert plan_for(model, x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "late"
+    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "input"
+    assert plan_for(fb.to_stochastic(Residual(), {"head": fb.NormalAffine()}).eval(), x).fold == "late"
     outputs = sample_outputs(model, x, 5, seed=1)
     with torch.no_grad(), fb.noise_mode(model, "shared", samples=5, seed=1):
         torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
