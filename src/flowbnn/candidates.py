@@ -14,7 +14,24 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics.cost import PeakMemory, clock
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.methods import METHODS, MLE, SGLD, MemberPosterior, Method, Posterior, make_method
+from flowbnn.methods import (
+    HMC,
+    MAP,
+    MLE,
+    MNF,
+    NUTS,
+    SGLD,
+    SWAG,
+    BayesByBackprop,
+    DeepEnsemble,
+    Laplace,
+    MCDropout,
+    MemberPosterior,
+    Method,
+    NodeNoise,
+    Posterior,
+    Temperature,
+)
 from flowbnn.methods.base import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.posterior.forward import device_of
@@ -44,7 +61,7 @@ class Candidate:
     Args:
         key: short name, used in files and on the command line.
         label: name in tables and figures.
-        method: name in :data:`~flowbnn.methods.METHODS`.
+        method: its class.
         family: one of :data:`FAMILIES`.
         settings: those that differ from the method's defaults.
         own: common settings that it does not take over, because they mean another thing to it.
@@ -56,7 +73,7 @@ class Candidate:
 
     key: str
     label: str
-    method: str
+    method: type[Method]
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     own: tuple[str, ...] = ()
@@ -69,10 +86,10 @@ class Candidate:
         self, specific: Mapping[str, Any] | None = None, batches: int | None = None, **common: Any
     ) -> Method:
         """The method with those ``common`` settings that it has, then its own, then the ``specific`` ones."""
-        known = {one.name for one in fields(METHODS[self.method])} - set(self.own)
+        known = {one.name for one in fields(self.method)} - set(self.own)
         given = {name: value for name, value in common.items() if name in known}
         suited = self.short(given["epochs"], batches) if self.short and "epochs" in given else {}
-        return make_method(self.method, **{**given, **suited, **self.settings, **(specific or {})})
+        return self.method(**{**given, **suited, **self.settings, **(specific or {})})
 
 
 def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
@@ -97,24 +114,24 @@ _CHAIN = {"samples": 50, "warmup": 50, "chains": 2}
 _PRIOR = ("prior_scale",)  # that of the noise, or of Laplace, means another thing than that of the weights
 # fmt: off
 CANDIDATES: tuple[Candidate, ...] = (
-    Candidate("mle", "Maximum likelihood", "mle", "point"),
-    Candidate("map", "MAP", "map", "point"),
-    Candidate("temperature", "Temperature scaling", "temperature", "point", cost=1.2, held_out=True),
-    Candidate("mc-dropout", "MC dropout", "mc-dropout", "dropout", cost=2),
-    Candidate("deep-ensemble", "Deep ensemble of 5", "deep-ensemble", "ensemble", {"members": 5}, cost=5),
-    Candidate("swag", "SWAG", "swag", "ensemble", cost=1.5, short=_short_swag),
-    Candidate("bayes-by-backprop", "Bayes by Backprop", "bayes-by-backprop", "variational", cost=2),
-    Candidate("bayes-by-backprop-mixture", "Bayes by Backprop, mixture prior", "bayes-by-backprop", "variational",
+    Candidate("mle", "Maximum likelihood", MLE, "point"),
+    Candidate("map", "MAP", MAP, "point"),
+    Candidate("temperature", "Temperature scaling", Temperature, "point", cost=1.2, held_out=True),
+    Candidate("mc-dropout", "MC dropout", MCDropout, "dropout", cost=2),
+    Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, "ensemble", {"members": 5}, cost=5),
+    Candidate("swag", "SWAG", SWAG, "ensemble", cost=1.5, short=_short_swag),
+    Candidate("bayes-by-backprop", "Bayes by Backprop", BayesByBackprop, "variational", cost=2),
+    Candidate("bayes-by-backprop-mixture", "Bayes by Backprop, mixture prior", BayesByBackprop, "variational",
               {"prior": "scale-mixture"}, cost=2.5),
-    Candidate("mnf", "Multiplicative flows", "mnf", "variational", cost=5),
-    Candidate("laplace", "Laplace, last layer", "laplace", "laplace", own=_PRIOR, cost=1.5),
-    Candidate("laplace-all", "Laplace, all layers", "laplace", "laplace", {"layers": "all"}, _PRIOR, cost=2),
-    Candidate("sgld", "SGLD", "sgld", "chain", own=("optimizer",), cost=3, short=_short_sgld),
-    Candidate("hmc", "HMC", "hmc", "chain", {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
-    Candidate("nuts", "NUTS", "nuts", "chain", {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
-    Candidate("node-noise-gaussian", "Node noise, Gaussian", "node-noise", "noise", {"kind": "gaussian"}, _PRIOR, cost=2),
-    Candidate("node-noise-mixture", "Node noise, mixture", "node-noise", "noise", {"kind": "mixture"}, _PRIOR, cost=3),
-    Candidate("node-noise-planar", "Node noise, planar flow", "node-noise", "noise", {"kind": "planar"}, _PRIOR, cost=4),
+    Candidate("mnf", "Multiplicative flows", MNF, "variational", cost=5),
+    Candidate("laplace", "Laplace, last layer", Laplace, "laplace", own=_PRIOR, cost=1.5),
+    Candidate("laplace-all", "Laplace, all layers", Laplace, "laplace", {"layers": "all"}, _PRIOR, cost=2),
+    Candidate("sgld", "SGLD", SGLD, "chain", own=("optimizer",), cost=3, short=_short_sgld),
+    Candidate("hmc", "HMC", HMC, "chain", {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
+    Candidate("nuts", "NUTS", NUTS, "chain", {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
+    Candidate("node-noise-gaussian", "Node noise, Gaussian", NodeNoise, "noise", {"kind": "gaussian"}, _PRIOR, cost=2),
+    Candidate("node-noise-mixture", "Node noise, mixture", NodeNoise, "noise", {"kind": "mixture"}, _PRIOR, cost=3),
+    Candidate("node-noise-planar", "Node noise, planar flow", NodeNoise, "noise", {"kind": "planar"}, _PRIOR, cost=4),
 )
 # fmt: on
 
@@ -128,10 +145,10 @@ def find_candidates(keys: Iterable[str]) -> list[Candidate]:
     chosen: set[str] = set()
     for key in keys:
         by_key = {one.key for one in CANDIDATES if one.key == key}
-        by_method = {one.key for one in CANDIDATES if one.method == key}
+        by_method = {one.key for one in CANDIDATES if one.method.name == key}
         matches = by_key or by_method or {one.key for one in CANDIDATES if fnmatchcase(one.key, key)}
         if not matches:
-            names = [name for one in CANDIDATES for name in (one.key, one.method)]
+            names = [name for one in CANDIDATES for name in (one.key, one.method.name)]
             raise FlowBNNError(
                 f"there is no method '{key}' to compare{nearest(key, names)}", argument="methods"
             )
@@ -158,6 +175,7 @@ REPEATS, ENOUGH = 3, 2.0  # a prediction is timed so often, unless that takes mo
 def kept_numbers(posterior: Posterior) -> int:
     """How many real numbers a posterior keeps in order to predict; of a list of networks, those of the list.
 
+    >>> import torch
     >>> loader = [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))]
     >>> kept_numbers(MLE(epochs=1).fit(nn.Linear(3, 2), loader, progress=False))  # 3 * 2 + 2
     8

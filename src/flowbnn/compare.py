@@ -236,11 +236,11 @@ def _choose(methods: Any, **common: Any) -> tuple[list[tuple[Candidate, Method]]
                 except FlowBNNError as error:
                     _leave_out(candidate, error, reasons)
         elif isinstance(one, Method):
-            like = next((other for other in CANDIDATES if other.method == one.name), CANDIDATES[0])
+            like = next((other for other in CANDIDATES if isinstance(one, other.method)), CANDIDATES[0])
             key = re.sub(r"[^a-z0-9]+", "-", (label or one.name).lower()).strip("-") or "method"
             while key in chosen:
                 key += "-again"
-            candidate = Candidate(key, label or repr(one), one.name, like.family, held_out=like.held_out)
+            candidate = Candidate(key, label or repr(one), type(one), like.family, held_out=like.held_out)
             chosen[key] = (candidate, one)
         else:
             raise FlowBNNError(

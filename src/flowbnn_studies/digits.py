@@ -24,8 +24,8 @@ from flowbnn_studies.runner.figures import (
     panel,
     short,
 )
-from flowbnn_studies.runner.job import Job, cosine
-from flowbnn_studies.runner.methods import fit_plain, shuffled
+from flowbnn_studies.runner.job import Job, cosine, fit_plain
+from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
@@ -144,13 +144,15 @@ class DigitsStudy(Study):
             values["aupr_mi"] = novelty_aupr(known.mutual_information, novel.mutual_information)
         held_out = posterior.predict(digits.validation[0], samples, seed=0).cpu()
         history, names = posterior.history, ("elbo", "log_likelihood", "kl")
-        both = {"known": known, "novel": novel}
         content: dict[str, Any] = {
             "values": values,
             "validation": held_out.evaluate(digits.validation[1]),
             "history": {name: history[name] for name in names if name in history},
             "bins": reliability(known.probabilities, digits.test[1]),
-            "entropy": {name: histogram(one.entropy, 0.0, 2.2, 22) for name, one in both.items()},
+            "entropy": {
+                name: histogram(one.entropy, 0.0, 2.2, 22)
+                for name, one in (("known", known), ("novel", novel))
+            },
         }
         if job.variant == "flow":
             truth = [digits.known[label] for label in digits.test[1].tolist()]
@@ -230,11 +232,7 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
     def lines(name: str, *keys: str) -> list[dict[str, Any]]:
         return [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
 
-    def panels(name: str) -> list[dict[str, Any]]:
-        return histogram_panels(
-            {label: [part[name] for part in parts.of(key)] for key, label in labels.items()}, groups
-        )
-
+    entropies = {label: [part["entropy"] for part in parts.of(key)] for key, label in labels.items()}
     return [
         figure(
             "images",
@@ -247,7 +245,7 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
             "histogram",
             "Entropy of known and of novel digits",
             "Predictive entropy in nats; all seeds together. Good noise moves the novel digits to the right and leaves the known ones.",
-            {"x_label": "predictive entropy (nats)", "panels": panels("entropy")},
+            {"x_label": "predictive entropy (nats)", "panels": histogram_panels(entropies, groups)},
         ),
         reliability_figure("Known digits.", labels, parts),
         figure(

@@ -13,8 +13,8 @@ from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.methods import fit_plain, shuffled
+from flowbnn_studies.runner.job import Job, fit_plain
+from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.two_clusters import points_of

@@ -22,8 +22,8 @@ from flowbnn_studies.runner.figures import (
     panel,
     short,
 )
-from flowbnn_studies.runner.job import Job, cosine
-from flowbnn_studies.runner.methods import fit_plain, shuffled
+from flowbnn_studies.runner.job import Job, cosine, fit_plain
+from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 

@@ -2,17 +2,20 @@
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from flowbnn_studies import cli
 from flowbnn_studies.cli import _setting, app
 
-SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
+SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1", "--set", "train=200", "--set", "test=200"]
 
 
 def call(*words):
@@ -42,7 +45,7 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "two-clusters" / "results.json").read_text())
     assert results["command"] == (
-        "flowbnn run two-clusters --seeds 1 --epochs 1 --set grid=7 --set noise_lr=1 --quick"
+        "flowbnn run two-clusters --seeds 1 --epochs 1 --set train=200 --set test=200 --set grid=7 --set noise_lr=1 --quick"
     )
     assert results["settings"]["noise_lr"] == 1.0
     assert len(results["figures"][0]["data"]["models"][0]["grid"]) == 49
@@ -111,8 +114,13 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
 
 
 def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowbnn_studies.two_clusters.TwoClusters.seeds", 1)
-    monkeypatch.setattr("flowbnn_studies.digits.DigitsStudy.seeds", 1)
+    tiny = {"train": 200, "test": 200, "short_epochs": 1, "epochs": 1, "samples": 2, "grid": 5}
+    for study, settings in (
+        ("two_clusters.TwoClusters", tiny),
+        ("digits.DigitsStudy", {"start_epochs": 1, "epochs": 1, "samples": 2, "width": 2, "hidden": 8}),
+    ):
+        monkeypatch.setattr(f"flowbnn_studies.{study}.seeds", 1)
+        monkeypatch.setattr(f"flowbnn_studies.{study}.quick", settings)
     done = call("demo", "--out", tmp_path, "--quick", "--jobs", "1", "--no-progress")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.html").exists()
@@ -144,3 +152,20 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device
     assert done.exit_code == 2
     assert finished.exists()
     assert device in done.output
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_one_line_that_says_what_to_install(missing, monkeypatch):
+    def write_report(*given):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("flowbnn_studies.report.write_report", write_report)
+    done = call("report", Path(__file__).parents[2] / "docs" / "results")
+    assert done.exit_code == 2
+    assert done.stderr == f"flowbnn: this needs {missing}: pip install flowbnn[studies]\n"
+
+
+def test_without_typer_the_command_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match="needs typer: pip install flowbnn\\[studies\\]"):
+        runpy.run_path(cli.__file__)

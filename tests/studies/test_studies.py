@@ -34,13 +34,24 @@ def small(name):
     return study, study.make_settings(quick=True, **SETTINGS[name])
 
 
+@pytest.fixture(scope="module")
+def clusters_run(tmp_path_factory):
+    """One run of two-clusters, which several tests compare with."""
+    study, settings = small("two-clusters")
+    folder = tmp_path_factory.mktemp("clusters")
+    return study, settings, folder, study.run(settings, seeds=1, out=folder, progress=False)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path):
+def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request):
     study, settings = small(name)
-    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
-    assert load_results(tmp_path / name) == results
+    if name == "two-clusters":
+        _, _, folder, results = request.getfixturevalue("clusters_run")
+    else:
+        folder, results = tmp_path, study.run(settings, seeds=1, out=tmp_path, progress=False)
+    assert load_results(folder / name) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
-    shown = [variant.key for variant in study.variants(settings) if variant.shown]
+    shown = list(study.shown(settings))
     assert [row["key"] for row in results["rows"]][: len(shown)] == shown
     assert all(row["values"] for row in results["rows"])
     for row in results["rows"]:
@@ -49,20 +60,18 @@ def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path):
     assert len(json.dumps(results)) < 2_000_000
 
 
-def test_published_numbers_stand_beside_ours(tmp_path):
-    study, settings = small("two-clusters")
-    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
-    rows = {row["key"]: row["values"] for row in results["rows"]}
+def test_published_numbers_stand_beside_ours(clusters_run):
+    rows = {row["key"]: row["values"] for row in clusters_run[3]["rows"]}
     assert rows["plain"]["accuracy"]["published"] == 0.953
     assert rows["plain"]["ece"]["published"] == 0.094
     assert rows["flow"]["ece"]["published"] == 0.009
     assert rows["gaussian"]["ece"]["published"] is None
 
 
-def test_a_training_that_is_cut_goes_on_and_ends_in_the_same_numbers(tmp_path, monkeypatch):
-    study, settings = small("two-clusters")
-    whole = study.run(settings, seeds=1, out=tmp_path / "whole", progress=False)
-
+def test_a_training_that_is_interrupted_goes_on_and_ends_in_the_same_numbers(
+    tmp_path, monkeypatch, clusters_run
+):
+    study, settings, _, whole = clusters_run
     batches = TensorLoader.__iter__
     seen = []
 
@@ -77,21 +86,20 @@ def test_a_training_that_is_cut_goes_on_and_ends_in_the_same_numbers(tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(TensorLoader, "__iter__", cut)
         with pytest.raises(KeyboardInterrupt):
-            study.run(settings, seeds=1, out=tmp_path / "cut", progress=False)
-    parts = tmp_path / "cut" / "two-clusters" / "parts"
+            study.run(settings, seeds=1, out=tmp_path, progress=False)
+    parts = tmp_path / "two-clusters" / "parts"
     assert [path.name for path in parts.iterdir()] == ["plain-seed0.json"]
-    assert (tmp_path / "cut" / "two-clusters" / "checkpoints" / "flow-seed0" / "last.safetensors").exists()
+    assert (tmp_path / "two-clusters" / "checkpoints" / "flow-seed0" / "last.safetensors").exists()
     stamp = (parts / "plain-seed0.json").stat().st_mtime_ns
-    again = study.run(settings, seeds=1, out=tmp_path / "cut", resume=True, progress=False)
+    again = study.run(settings, seeds=1, out=tmp_path, resume=True, progress=False)
     assert (parts / "plain-seed0.json").stat().st_mtime_ns == stamp
     assert again["rows"] == whole["rows"]
     assert again["figures"] == whole["figures"]
 
 
-def test_two_processes_give_the_numbers_of_one(tmp_path):
-    study, settings = small("two-clusters")
-    alone = study.run(settings, seeds=1, out=tmp_path / "alone", progress=False)
-    together = study.run(settings, seeds=1, out=tmp_path / "together", progress=False, jobs=2)
+def test_two_processes_give_the_numbers_of_one(tmp_path, clusters_run):
+    study, settings, _, alone = clusters_run
+    together = study.run(settings, seeds=1, out=tmp_path, progress=False, jobs=2)
     assert together["rows"] == alone["rows"]
 
 

@@ -92,7 +92,9 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
             f"{recipe}-{method}-{site}",
             PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}",
         )
-        title = f"{recipe.capitalize()}: {method} − {other}, {site}".replace("gaussian", "Gaussian")
+        title = f"{RECIPES[recipe] if recipe == 'xiong' else 'Best'}: {method} − {other}, {site}".replace(
+            "gaussian", "Gaussian"
+        )
         for metric in metrics:
             result = compare(parts, first, second, metric) if metric.key in MAIN or _beyond(metric) else None
             if result is not None and result.number > 1:

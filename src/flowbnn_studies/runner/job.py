@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flowbnn.methods import PointPosterior
+from flowbnn.methods import MLE, PointPosterior, Posterior
 from flowbnn.results import plain, read_json, recorded_warnings, write_json
 from flowbnn.training import alone, processes
 
-__all__ = ["Job", "cosine", "work"]
+__all__ = ["Job", "cosine", "fit_plain", "work"]
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
@@ -27,6 +27,21 @@ GPUS = ("cuda", "gpu")
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
     """Learning rates that fall to zero over the run, along a cosine."""
     return CosineAnnealingLR(optimizer, steps)
+
+
+def fit_plain(
+    network: nn.Module,
+    loader: Any,
+    lr: float,
+    *,
+    epochs: int,
+    optimizer: Any = None,
+    schedule: Any = None,
+    **options: Any,
+) -> Posterior:
+    """Train the plain network by maximum likelihood, with options as :meth:`Job.options` gives them."""
+    method = MLE(epochs=epochs, lr=lr, optimizer=optimizer, schedule=schedule)
+    return method.fit(network, loader, **options)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from torch import nn
 from flowbnn.candidates import CANDIDATES, Candidate, find_candidates, sample_count
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods import MLE, Method, PointPosterior, Posterior
+from flowbnn.methods import Method, Posterior
 from flowbnn.options import options
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
 
-__all__ = ["MethodSettings", "MethodStudy", "fit_plain", "predict", "shuffled"]
+__all__ = ["MethodSettings", "MethodStudy", "predict", "shuffled"]
 
 OPTIONS = ("seed", "accelerator", "precision", "progress", "checkpoint", "checkpoint_every", "resume")
 
@@ -41,14 +41,6 @@ def shuffled(data: Sequence[torch.Tensor], batch: int, seed: int) -> TensorLoade
     """Shuffled batches, in an order that the seed determines."""
     generator = torch.Generator().manual_seed(seed)
     return TensorLoader(*data, batch_size=batch, shuffle=True, generator=generator)
-
-
-def fit_plain(
-    network: nn.Module, loader: TensorLoader, lr: float, *, epochs: int, **more: Any
-) -> PointPosterior:
-    """The network by maximum likelihood, with the options that :func:`flowbnn.fit` takes."""
-    settings = {name: more.pop(name) for name in ("optimizer", "schedule") if name in more}
-    return MLE(epochs=epochs, lr=lr, **settings).fit(network, loader, **more)
 
 
 def predict(posterior: Posterior, inputs: torch.Tensor, samples: int) -> Any:
