@@ -257,7 +257,6 @@ class Comparison:
         parts: what :func:`measure` returned for each of them and each seed.
         reasons: why methods are not in the table, by key.
         settings, call: what was compared, and how to do it again.
-        more: how one asks for several seeds.
     """
 
     def __init__(
@@ -267,9 +266,8 @@ class Comparison:
         reasons: Mapping[str, str] | None = None,
         settings: dict[str, Any] | None = None,
         call: str = "",
-        more: str = "seeds=3",
     ) -> None:
-        self.parts, self.settings, self.call, self.more = _with_ratios(parts), settings or {}, call, more
+        self.parts, self.settings, self.call = _with_ratios(parts), settings or {}, call
         self.ranked = best_first(self.parts, candidates, "nll")
         labels = {one.key: one.label for one in CANDIDATES} | {one.key: one.label for one in candidates}
         self.notes = [
@@ -277,13 +275,8 @@ class Comparison:
             for key, reason in (reasons or {}).items()
         ]
         self.notes += parts.warnings({one.key: one.label for one in candidates})
-        self.metrics = [
-            metric
-            for metric in METRICS
-            if any(
-                value is not None for one in self.ranked for value in self.parts.values(one.key, metric.key)
-            )
-        ]
+        known = {name for one in self.ranked for name in self.parts.row(one.key, "", METRICS)["values"]}
+        self.metrics = [metric for metric in METRICS if metric.key in known]
 
     @property
     def best(self) -> str:
@@ -351,15 +344,9 @@ class Comparison:
     def _certainty(self) -> str:
         """How far the first place can be trusted."""
         if len(self.parts.seeds) < 2:
-            return f"One seed cannot show that a lead is more than chance; several ({self.more}) can."
-        first, *others = (
-            [v for v in self.parts.values(one.key, "nll") if v is not None] for one in self.ranked
-        )
-        near = [
-            one.label
-            for one, values in zip(self.ranked[1:], others, strict=True)
-            if min(values) <= max(first)
-        ]
+            return "One seed cannot show that a lead is more than chance; several can."
+        worst = max(self.parts.values(self.best, "nll"))
+        near = [one.label for one in self.ranked[1:] if min(self.parts.values(one.key, "nll")) <= worst]
         if not near:
             return "No seed of another method comes near its worst seed."
         return f"Its worst seed is no better than the best seed of {len(near)} others: {'; '.join(near)}."

@@ -227,7 +227,7 @@ class CompareStudy(MethodStudy):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         known = self.measured(settings, parts)
-        table = Comparison(self.candidates(settings), parts, self.refusals(parts), more="--seeds 3")
+        table = Comparison(self.candidates(settings), parts, self.refusals(parts))
         notes = []
         if known:
             one = parts.of(known[0].key)[0]

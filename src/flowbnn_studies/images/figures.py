@@ -5,7 +5,7 @@ from typing import Any
 
 from flowbnn.results import Parts, figure, reliability_figure, summary
 from flowbnn_studies.images.data import KINDS, STRENGTHS
-from flowbnn_studies.images.findings import RECIPES, present
+from flowbnn_studies.images.findings import PLAIN, RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
 from flowbnn_studies.images.variants import split_key
 from flowbnn_studies.runner.figures import curve, histogram_panels, panel
@@ -139,8 +139,11 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     ]
     caption = "Corrupted test images, five strengths of each kind: the mean over seeds minus that of the plain network."
     data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
-    plain = [variant.label for variant in variants if variant.key.endswith("-plain")]
-    data |= {"baseline": plain[0]} if plain else {}
+    plain = next((v.label for v in variants if v.key in PLAIN.values()), None)
+    if plain is not None:
+        data["baseline"] = plain
+    else:
+        caption = "Corrupted test images, five strengths of each kind; mean over seeds, the band is one standard deviation."
     return figure("curves", "Under corruption", caption, data)
 
 
