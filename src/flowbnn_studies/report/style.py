@@ -42,7 +42,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "amber": ("#c78500", "#f0b23c"),
     "violet": ("#7a52b8", "#a98be0"),
     # what is no method: classes of points, heat maps
-    "navy": ("#2b4a7f", "#86a8e0"),
+    "indigo": ("#4560b0", "#8fa6ea"),
     "sand": ("#b58f4e", "#dcbd85"),
     "sky": ("#3b9fd6", "#8fd0f7"),
     "teal": ("#17808a", "#4fc4cd"),
@@ -56,7 +56,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "step7": ("#b3b410", "#b5de2b"),
     "step8": ("#c9a227", "#fde725"),
 }
-CLASSES = ("sand", "navy", "teal", "sky")
+CLASSES = ("sand", "indigo", "teal", "sky")
 STEPS = tuple(f"step{number}" for number in range(1, 9))
 
 
@@ -149,7 +149,7 @@ def assign_colours(labels: Iterable[str]) -> dict[str, str]:
     """A colour for each label: a ramp where the labels differ only in a number, else that of the method, else hues in order.
 
     >>> assign_colours(["flow noise", "Gaussian noise", "mine", "yours"])
-    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'teal', 'yours': 'navy'}
+    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'teal', 'yours': 'indigo'}
     >>> list(assign_colours(["length 0", "length 6", "length 12"]).values())
     ['step1', 'step4', 'step6']
     """
@@ -162,7 +162,7 @@ def assign_colours(labels: Iterable[str]) -> dict[str, str]:
     known = {label: kind.colour for label in labels if (kind := kind_of(label))}
     hues = (
         "teal",
-        "navy",
+        "indigo",
         "sand",
         "sky",
         *(kind.colour for kind in KINDS if kind.colour not in known.values()),

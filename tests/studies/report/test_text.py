@@ -53,6 +53,13 @@ def test_best_of_each_column(digits: dict[str, Any]) -> None:
     assert best_numbers(digits) == []
 
 
+def test_the_ece_is_among_the_first_three_columns(flow_length: dict[str, Any]) -> None:
+    flow_length["metrics"].insert(0, flow_length["metrics"].pop())
+    (table,) = make_tables(flow_length)
+    assert [column.label for column in table.columns] == ["Parameters", "Accuracy", "ECE", "NLL"]
+    assert table.rows[0].cells[2].mean == "0.094"
+
+
 def test_comparisons_mark_what_excludes_zero(lenet: dict[str, Any]) -> None:
     compared = compare_table(lenet)
     assert compared is not None
