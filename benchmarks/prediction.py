@@ -1,47 +1,63 @@
-"""What prediction with many samples costs, next to the plain network's cost for as many rows in the same run.
+"""What prediction with many samples costs, next to the plain network at its best batch in the same run.
 
     python benchmarks/prediction.py [--model lenet|vgg16] [--batch 128] [--samples 128] [--rounds 10] [--threads 2] [--device cpu]
-                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only x] [--sizes 128] [--out results]
+                                    [--precision bf16-mixed] [--compile] [--channels 3] [--only channel] [--out results]
 
-The plain network runs as many rows as there are images times samples, in passes of each of ``--sizes`` rows, and its best size counts:
-that is what a user could have had. ``images/s`` counts images that have all their samples; ``speed`` is that number over the plain
-network's images/s divided by the samples, so that 1 means samples at the plain network's price, and the ratio of times is its inverse.
-Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes, softmax. In half precision all
-networks, the plain one too, have their weights cast once for a prediction. ``--several 1`` has compiled passes take one sample.
+The plain network (compiled and in half precision where that is asked for) is measured with 128 to 16,384 rows in a pass (to 2,048 on a
+CPU), and the yardstick is the best of these: what a user could have had. ``images/s`` counts images that have all their samples;
+``speed`` is that number times the samples over the plain network's best images/s, so 1 means samples at the plain network's price.
+Everything from the inputs to the mean probabilities is in the stochastic time: draws, flows, passes, softmax.
 """
 
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from copy import deepcopy
 
 import torch
-from common import MODELS, arguments, interleave, positive, report, rules, shape_of, write
+from common import MODELS, arguments, interleave, positive, rules, shape_of, write
 
 import flowbnn as fb
-from flowbnn.posterior import compiled as compiling
-from flowbnn.posterior.base import HALF
-from flowbnn.posterior.compiled import HalfWeights
-from flowbnn.posterior.forward import Kept, casting, compiled, record
+from flowbnn.posterior import NoisePosterior
 
 EXTRA = {
     "samples": {"type": positive, "default": 128},
     "compile": {"action": "store_true"},
-    "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet unless told otherwise) or 3 (32x32)"},
-    "sizes": {
-        "default": "128,512,2048,4096,16384",
-        "help": "rows in a pass of the plain network; the quickest counts",
-    },
-    "several": {"type": positive, "help": "samples in a compiled pass, instead of what fills the device"},
-    "only": {"default": "", "help": "variants whose name holds this word"},
+    "channels": {"type": int, "help": "of the images: 1 (28x28, LeNet's default) or 3 (32x32)"},
+    "only": {"default": "", "help": "variants whose name contains this word"},
 }
+ROWS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384)}
+
+
+def plain_runs(
+    plain: torch.nn.Module, found: object, shape: tuple[int, ...]
+) -> dict[int, Callable[[], None]]:
+    """A pass of the plain network for every number of rows."""
+    device, half = found.device, found.precision == "bf16-mixed"  # type: ignore[attr-defined]
+    network = deepcopy(plain)
+    if half:
+        network = network.to(torch.bfloat16)
+    if found.compile:  # type: ignore[attr-defined]
+        mode = "reduce-overhead" if device == "cuda" else "default"
+        network = torch.compile(network, mode=mode, dynamic=False)
+    runs = {}
+    for rows in ROWS[device]:
+        inputs = torch.randn(rows, *shape, device=device, dtype=torch.bfloat16 if half else torch.float32)
+        if device == "cuda" and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+
+        @torch.no_grad()
+        def run(inputs: torch.Tensor = inputs) -> None:
+            network(inputs)
+
+        runs[rows] = run
+    return runs
 
 
 def main() -> None:
     found = arguments(__doc__, **EXTRA)
-    rounds = min(found.rounds, 10)  # a round takes seconds
-    device, samples = found.device, found.samples
+    rounds, device, samples = min(found.rounds, 10), found.device, found.samples
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64
     channels = found.channels or (1 if found.model == "lenet" else 3)
     if channels not in (1, 3) or (found.model == "vgg16" and channels == 1):
         raise SystemExit(
@@ -55,68 +71,41 @@ def main() -> None:
         plain = plain.to(memory_format=torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
     options = {"seed": 0, "precision": found.precision, "compile": found.compile}
-    forward = compiled(Kept(), graphs=device == "cuda") if found.compile else lambda network, x: network(x)
 
-    sizes = [int(size) for size in found.sizes.split(",")]
-    sizes = [size for size in sizes if size <= samples * found.batch] or [found.batch]
-    half = HALF.get(found.precision or "")
-    lying = torch.channels_last if device == "cuda" else torch.preserve_format
+    rates: dict[int, float] = {}
+    for rows, run in plain_runs(plain, found, shape).items():
+        seconds = interleave({"plain": run}, 10, device, each=4, warm=3)["plain"]
+        rates[rows] = rows / statistics.median(seconds)
+        print(f"  plain, {rows:6} rows in a pass: {rates[rows]:12,.0f} images/s", flush=True)
+    best = max(rates, key=rates.__getitem__)
 
-    def passes_of(size: int) -> Callable[[], None]:
-        """As many rows as the predictions have, in passes of so many."""
-        some = images.repeat(-(-size // len(images)), *(1,) * len(shape))[:size]
-        if device == "cuda" and images.ndim == 4:
-            some = some.contiguous(memory_format=torch.channels_last)
-
-        @torch.no_grad()
-        def run_plain() -> None:
-            # weights in half precision are cast once for all passes, as they are for the noisy networks
-            weights = nullcontext() if half is None else HalfWeights(plain, half, lying, halves)
-            with casting(torch.device(device), half), weights:
-                for _ in range(-(-samples * found.batch // size)):
-                    forward(plain, some)
-
-        return run_plain
-
-    halves: dict[Any, Any] = {}
-    runs: dict[str, Callable[[], None]] = {f"plain, {size} rows": passes_of(size) for size in sizes}
+    runs: dict[str, Callable[[], None]] = {"plain": plain_runs(plain, found, shape)[best]}
     for site in ("channel", "position"):
         for kind in ("gaussian", "flow", "mixture", "dropout"):
             if found.only in (name := f"{kind}, {site}"):
                 network = fb.to_stochastic(plain, rules(found.model, kind, site))
-                posterior = fb.NoisePosterior(network, fb.Categorical())
-                if found.several:
-                    work = record(network, images[:2]).flops or 0.0
-                    compiling.FILLED[device] = found.several * found.batch * work
+                posterior = NoisePosterior(network, fb.likelihoods.Categorical())
 
-                def predict(posterior: fb.NoisePosterior = posterior) -> None:
+                def predict(posterior: NoisePosterior = posterior) -> None:
                     _ = posterior.predict(images, samples, **options).probabilities
 
                 runs[name] = predict
-    if len(runs) == len(sizes):
-        raise SystemExit(
-            f"no variant has '{found.only}' in its name; they are like 'flow, channel' and 'gaussian, position'"
-        )
+    if len(runs) == 1:
+        raise SystemExit(f"no variant has '{found.only}' in its name; they are like 'flow, channel'")
     times = interleave(runs, rounds, device, warm=1)
-    plainly = {name: times.pop(name) for name in list(times) if name.startswith("plain")}
-    best = min(plainly, key=lambda name: statistics.median(plainly[name]))
-    times = {"plain": plainly[best], **times}
-    for name, each in plainly.items():
-        print(
-            f"  {name}: {samples * found.batch / statistics.median(each):,.0f} rows/s{' (best)' if name == best else ''}"
-        )
-    rows = report(
+    # the yardstick is the quicker of the two measurements of the best batch
+    rate = max(rates[best], best / statistics.median(times.pop("plain")))
+    print(
         f"{found.model} {'x'.join(map(str, shape))}, batch {found.batch}, {samples} samples, {device}, {found.precision}"
-        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds",
-        times,
+        f"{', compiled' if found.compile else ''}, {found.threads} threads, median of {rounds} rounds\n"
+        f"  plain at its best, {best} rows in a pass: {rate:,.0f} images/s, {rate / samples:,.1f} over {samples} samples"
     )
-    base = statistics.median(times["plain"]) / found.batch  # seconds for an image with all its samples
-    print(f"\n  plain: {samples / base:.1f} images/s, {1 / base:.1f} over {samples} samples")
-    for row in rows[1:]:
-        row["images_per_second"] = found.batch / statistics.median(times[row["variant"]])
-        row["speed"] = row["images_per_second"] * base
+    rows = [{"variant": "plain", "rows": best, "images_per_second": rate, "by_rows": rates}]
+    for name, seconds in times.items():
+        speed = found.batch / statistics.median(seconds)
+        rows.append({"variant": name, "images_per_second": speed, "speed": speed * samples / rate})
         print(
-            f"  {row['variant']:38} {row['images_per_second']:9.1f} images/s   {row['speed']:.3f} of plain / {samples}"
+            f"  {name:38} {speed:9.1f} images/s   speed {rows[-1]['speed']:.3f}   time {1 / rows[-1]['speed']:.3f}"
         )
     write(found, f"prediction-{found.model}", rows)
 

@@ -25,6 +25,7 @@ from flowbnn.methods import (
     Laplace,
     MCDropout,
     NodeNoise,
+    NoisePosterior,
     PointPosterior,
     Temperature,
     evaluate,
@@ -47,7 +48,6 @@ from flowbnn.noise import (
     parameter_groups,
     unfreeze,
 )
-from flowbnn.posterior import NoisePosterior
 from flowbnn.training import EarlyStop
 
 __version__ = "0.1.0"

@@ -41,8 +41,6 @@ from typing import (
     get_type_hints,
 )
 
-from annotated_types import Ge, Gt, Interval, Le, Lt
-
 from flowbnn.errors import FlowBNNError, nearest, shown
 
 __all__ = [
@@ -66,6 +64,44 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ge:
+    """At least."""
+
+    ge: Any
+
+
+@dataclass(frozen=True)
+class Gt:
+    """Above."""
+
+    gt: Any
+
+
+@dataclass(frozen=True)
+class Le:
+    """At most."""
+
+    le: Any
+
+
+@dataclass(frozen=True)
+class Lt:
+    """Below."""
+
+    lt: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Between two bounds."""
+
+    ge: Any = None
+    gt: Any = None
+    le: Any = None
+    lt: Any = None
 
 
 @dataclass(frozen=True)

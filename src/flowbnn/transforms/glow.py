@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flowbnn.options import Positive, checked
 from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.coupling import AffineCoupling, AtLeastTwo, Mask
+from flowbnn.transforms.coupling import AffineCoupling, Mask
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm
 
@@ -37,16 +36,15 @@ class GlowStep(Compose):
     (True, torch.Size([2]))
     """
 
-    @checked
     def __init__(
         self,
-        dim: AtLeastTwo,
+        dim: int,
         hidden: Sequence[int] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: int = 0,
         mask: Mask = "half",
         flip: bool = False,
-        bound: Positive = 2.0,
+        bound: float = 2.0,
         permute: bool = False,
         data_start: bool = False,
         generator: torch.Generator | None = None,

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.kernels.reference import solve, triangles
-from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
 
 __all__ = ["LULinear"]
 
@@ -41,18 +40,17 @@ class LULinear(Transform):
     order: Tensor
     restore: Tensor
 
-    @checked
     def __init__(
         self,
-        dim: Count,
+        dim: int,
         bias: bool = False,
         permute: bool = False,
-        bound: Positive = 4.0,
-        spread: NonNegative = 0.01,
+        bound: float = 4.0,
+        spread: float = 0.01,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = check_dim(dim, self)
         self.bound = bound
         self.permute = permute
         factors = torch.randn(dim, dim, generator=generator) * spread
@@ -63,7 +61,8 @@ class LULinear(Transform):
         self.register_buffer("restore", torch.argsort(order))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self, self.factors)
+        check_width(z, self.dim, self)
+        check_dtype(z, self.factors, self)
         lower, upper, logs = triangles(self.factors, self.bound)
         x = torch.matmul(torch.matmul(z, upper.mT), lower.mT)
         if self.permute:
@@ -73,7 +72,8 @@ class LULinear(Transform):
         return x, logs.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self, self.factors)
+        check_width(x, self.dim, self)
+        check_dtype(x, self.factors, self)
         lower, upper, logs = triangles(self.factors, self.bound)
         z = x if self.bias is None else x - self.bias
         if self.permute:

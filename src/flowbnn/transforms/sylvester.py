@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import tanh_root, tanh_slope
-from flowbnn.options import Count, checked
-from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
 
 __all__ = ["HouseholderSylvester", "OrthogonalSylvester", "TriangularSylvester"]
 
@@ -25,7 +24,7 @@ class _Sylvester(Transform):
 
     def __init__(self, dim: int, hidden: int, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = check_dim(dim, self)
         self.hidden = hidden
         self.triangles = nn.Parameter(0.05 * torch.randn(hidden, hidden, generator=generator))
         self.raw_diagonal = nn.Parameter(1 + 0.05 * torch.randn(hidden, generator=generator))
@@ -44,7 +43,8 @@ class _Sylvester(Transform):
         return right, left, 1 + diagonal * other
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self, self.bias)
+        check_width(z, self.dim, self)
+        check_dtype(z, self.bias, self)
         right, left, slopes = self._factors()
         basis = self._basis()
         a = _down(z, basis) @ left.mT + self.bias
@@ -52,7 +52,8 @@ class _Sylvester(Transform):
         return z + _up(tanh @ right.mT, basis), _log_slopes(a, tanh, slopes)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self, self.bias)
+        check_width(x, self.dim, self)
+        check_dtype(x, self.bias, self)
         right, left, slopes = self._factors()
         basis = self._basis()
         # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
@@ -106,13 +107,10 @@ class OrthogonalSylvester(_Sylvester):
     True
     """
 
-    @checked
-    def __init__(self, dim: Count, hidden: Count, generator: torch.Generator | None = None) -> None:
-        if hidden > dim:
+    def __init__(self, dim: int, hidden: int, generator: torch.Generator | None = None) -> None:
+        if not 1 <= hidden <= dim:
             raise FlowBNNError(
-                f"OrthogonalSylvester has between 1 and {dim} (its dim) hidden directions, not {hidden}",
-                kind="value",
-                argument="hidden",
+                f"OrthogonalSylvester needs between 1 and {dim} (its dim) hidden directions, not {hidden}"
             )
         super().__init__(dim, hidden, generator)
         self.frame = nn.Parameter(torch.linalg.qr(torch.randn(dim, hidden, generator=generator)).Q)
@@ -127,7 +125,7 @@ class HouseholderSylvester(_Sylvester):
     .. math:: x = z + Q R \tanh(\tilde R Q^\top z + b), \qquad
               Q = \prod_{k=1}^{K} \left(I - 2 \frac{v_k v_k^\top}{\lVert v_k \rVert^2}\right)
 
-    :class:`OrthogonalSylvester` has the rest. A vector :math:`v_k` of zero reflects nothing.
+    :class:`OrthogonalSylvester` tells the rest. A vector :math:`v_k` of zero reflects nothing.
 
     Args:
         dim: length of the vectors.
@@ -139,8 +137,9 @@ class HouseholderSylvester(_Sylvester):
     (torch.Size([6, 4]), torch.Size([6]))
     """
 
-    @checked
-    def __init__(self, dim: Count, reflections: Count, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: int, reflections: int, generator: torch.Generator | None = None) -> None:
+        if reflections < 1:
+            raise FlowBNNError(f"HouseholderSylvester needs at least 1 reflection, not {reflections}")
         super().__init__(dim, dim, generator)
         self.mirrors = nn.Parameter(torch.randn(reflections, dim, generator=generator))
 
@@ -159,7 +158,7 @@ class TriangularSylvester(_Sylvester):
     .. math:: x = z + Q R \tanh(\tilde R Q^\top z + b)
 
     Alternate ``reverse`` along a chain, so that every coordinate gets to see every other. :class:`OrthogonalSylvester`
-    has the rest.
+    tells the rest.
 
     Args:
         dim: length of the vectors.
@@ -171,8 +170,7 @@ class TriangularSylvester(_Sylvester):
     (torch.Size([6, 4]), torch.Size([6]))
     """
 
-    @checked
-    def __init__(self, dim: Count, reverse: bool = False, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: int, reverse: bool = False, generator: torch.Generator | None = None) -> None:
         super().__init__(dim, dim, generator)
         self.reverse = reverse
 
