@@ -130,16 +130,15 @@ class Method:
             )
         run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
         check_loader(loader)
+        reason = None
         if not isinstance(network, nn.Module):
-            raise FlowBNNError(f"{kind} takes a network (nn.Module), not a {type(network).__name__}")
-        if noise_layers(network):
-            raise FlowBNNError(
-                f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
-            )
-        if not any(parameter.requires_grad for parameter in network.parameters()):
-            raise FlowBNNError(
-                "this network has no weights to learn: it has no parameters, or all are frozen"
-            )
+            reason = f"{kind} takes a network (nn.Module), not a {type(network).__name__}"
+        elif noise_layers(network):
+            reason = f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
+        elif not any(parameter.requires_grad for parameter in network.parameters()):
+            reason = "this network has no weights to learn: it has no parameters, or all are frozen"
+        if reason is not None:
+            raise FlowBNNError(reason, kind="network", argument="network")
         return deepcopy(network), run
 
     def start(

@@ -277,8 +277,6 @@ class EnsemblePosterior(MemberPosterior):
         cls, points: Sequence[PointPosterior], history: History | None = None
     ) -> "EnsemblePosterior":
         """From one trained network for each member."""
-        if not points:
-            raise FlowBNNError("there is no network in the list")
         states = [dict(one.model.named_parameters()) | dict(one.model.named_buffers()) for one in points]
         members = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
         likelihood, log_scales = deepcopy(points[0].likelihood), None

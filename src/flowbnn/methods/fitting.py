@@ -161,19 +161,20 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
 
 def check_loader(loader: Any, use: str = "training") -> None:
     """Refuse what is no loader, or an empty one, before anything is read from it."""
+    reason = None
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or _is_pair(loader):
-        raise FlowBNNError(
+        reason = (
             f"{use} takes a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
-            f"not a {type(loader).__name__}",
-            kind="loader",
+            f"not a {type(loader).__name__}"
         )
-    if hasattr(loader, "__next__"):
-        raise FlowBNNError(
-            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches",
-            kind="loader",
+    elif hasattr(loader, "__next__"):
+        reason = (
+            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches"
         )
-    if isinstance(loader, list | tuple) and not loader:
-        raise FlowBNNError(f"the loader is empty: there is nothing for {use}", kind="loader")
+    elif isinstance(loader, list | tuple) and not loader:
+        reason = f"the loader is empty: there is nothing for {use}"
+    if reason is not None:
+        raise FlowBNNError(reason, kind="loader", argument="loader")
 
 
 def _is_pair(data: Any) -> bool:

@@ -297,8 +297,6 @@ class Snapshots:
                     )
                 self.states[step], _ = load_tensors(self.file(step))
             state = self.states[step]
-            if {n: v.shape for n, v in state.items()} != {n: v.shape for n, v in own.items()}:
-                raise FlowBNNError(f"'{self.file(step)}' holds a snapshot of another network")
             states.append(state)
         return {
             name: torch.stack([state[name] for state in states]).to(value.device)

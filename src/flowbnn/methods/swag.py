@@ -23,7 +23,7 @@ from flowbnn.methods.layers import normalizers, refresh, trained_parameters
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_all_given, check_members, generator_of
 from flowbnn.training import Clock, History, track, train
 
 __all__ = ["SWAG", "SWAGPosterior"]
@@ -345,9 +345,7 @@ class SWAGPosterior(WeightPosterior):
         mean, variance, deviations = (state[name] for name in ("mean", "variance", "deviations"))
         if mean.shape != (number,) or variance.shape != (number,) or deviations.shape[1:] != (number,):
             raise ValueError(f"its moments are not those of the {number} weights that this network learns")
-        own = dict(point.model.named_buffers())
-        if any(name not in own or value.shape[1:] != own[name].shape for name, value in statistics.items()):
-            raise ValueError("its statistics do not fit the network")
+        check_members(point.model, statistics)
         made = cls(
             point.model,
             point.likelihood,
