@@ -67,13 +67,13 @@ def test_show_prints_the_table(capsys):
         ({"1": NormalAffine()}, "'1' is a ReLU, which cannot carry noise"),
         ({"*": None}, "leave every layer plain"),
         ({"*": NormalAffine}, r"write NormalAffine\(\) with its brackets"),
-        ({"*": "planar"}, "gives a str; give a recipe"),
-        ({}, "no rules were given"),
+        ({"*": "planar"}, "gives 'planar'; give a recipe"),
+        ({}, "leave every layer plain"),
         (
             lambda: {"*": NormalAffine(prior_scale=0.0)},
             r"prior_scale=...\) must be a number above 0, got 0.0",
         ),
-        (NormalAffine(), "rules are a mapping"),
+        (NormalAffine(), "must be a dictionary"),
         ({"*": FlowNoise(Radial(4))}, "FlowNoise needs a function of the dimension"),
         (
             {"*": FlowNoise(lambda dim: nn.Linear(dim, dim))},
@@ -99,7 +99,7 @@ def test_other_refusals():
         to_stochastic(to_stochastic(mlp(), {"*": NormalAffine()}), {"*": NormalAffine()})
     with pytest.raises(FlowBNNError, match="no noise to take off"):
         to_deterministic(mlp())
-    with pytest.raises(FlowBNNError, match="takes an nn.Module"):
+    with pytest.raises(FlowBNNError, match="model=.*must be a Module"):
         to_stochastic("net", {"*": NormalAffine()})
     with pytest.raises(FlowBNNError, match="put the noise on '0'"):
         to_stochastic(nn.Sequential(nn.MultiheadAttention(4, 2)), {"0.out_proj": NormalAffine()})

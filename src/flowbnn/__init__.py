@@ -25,7 +25,6 @@ from flowbnn.methods import (
     Laplace,
     MCDropout,
     NodeNoise,
-    NoisePosterior,
     PointPosterior,
     Temperature,
     evaluate,
@@ -48,6 +47,7 @@ from flowbnn.noise import (
     parameter_groups,
     unfreeze,
 )
+from flowbnn.posterior import NoisePosterior
 from flowbnn.training import EarlyStop
 
 __version__ = "0.1.0"

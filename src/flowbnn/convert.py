@@ -1,16 +1,19 @@
-"""A trained network becomes a stochastic one, and back."""
+"""A trained network becomes a stochastic one (:func:`to_stochastic`), and back (:func:`to_deterministic`).
+
+Layers keep their class, name and weights: noise is a child module of its layer, called by a forward hook.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, shown
 from flowbnn.noise import (
     Layout,
     Noise,
@@ -22,6 +25,7 @@ from flowbnn.noise import (
     weight_scale,
     wrappable,
 )
+from flowbnn.options import Hint, checked
 
 __all__ = ["Conversion", "Rule", "describe", "to_deterministic", "to_stochastic"]
 
@@ -57,8 +61,15 @@ class Table(tuple[Conversion, ...]):
         return "\n".join([line(heads), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
+@checked
 def to_stochastic(
-    model: nn.Module, rules: Mapping[Rule, Recipe | None], *, inplace: bool = False, show: bool = False
+    model: nn.Module,
+    rules: Annotated[
+        Mapping[Rule, Recipe | None], Hint('from layers to recipes, such as {"*": NormalAffine()}')
+    ],
+    *,
+    inplace: bool = False,
+    show: bool = False,
 ) -> nn.Module:
     """Let layers of a network multiply their input by learned noise.
 
@@ -92,26 +103,24 @@ def to_stochastic(
     2      Linear  NormalAffine()          channel    8          16
                                                                  42
     """
-    if not isinstance(model, nn.Module):
-        raise FlowBNNError(f"to_stochastic takes an nn.Module, not a {type(model).__name__}")
-    if not isinstance(rules, Mapping):
-        raise FlowBNNError(
-            f'rules are a mapping from layers to recipes, such as {{"*": NormalAffine()}}, not a {type(rules).__name__}'
-        )
     if noise_layers(model):
-        raise FlowBNNError("this network has noise already; take it off with to_deterministic first")
+        raise FlowBNNError(
+            "this network has noise already; take it off with to_deterministic first", kind="model"
+        )
     if not inplace:
         try:
             model = deepcopy(model)
         except RuntimeError as error:
             raise FlowBNNError(
-                f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is"
+                f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is",
+                kind="model",
             ) from error
     layers = _candidates(model)
     if not layers:
         raise FlowBNNError(
             f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
-            "register_layer teaches flowbnn a layer of your own"
+            "register_layer adds a layer class of your own",
+            kind="model",
         )
     chosen = _choose(model, layers, rules)
     for name, recipe in chosen.items():
@@ -121,9 +130,7 @@ def to_stochastic(
     model.register_forward_hook(group.end, always_call=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            module.use_nested_tensor = (
-                False  # nested tensors bypass the layers' forward, and the noise with it
-            )
+            module.use_nested_tensor = False  # nested tensors bypass the layers' forward and so the noise
             vars(module)["flowbnn_nested"] = True
     if show:
         print(describe(model))
@@ -160,25 +167,17 @@ def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
 def _choose(
     model: nn.Module, layers: dict[str, nn.Module], rules: Mapping[Rule, Recipe | None]
 ) -> dict[str, Recipe]:
-    if not rules:
-        raise FlowBNNError('no rules were given; {"*": NormalAffine()} puts noise on every layer')
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     first = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
     for rule, recipe in rules.items():
-        _check_rule(rule)
-        if isinstance(recipe, type) and issubclass(recipe, Recipe):
-            raise FlowBNNError(f"rule {_show(rule)}: write {recipe.__name__}() with its brackets")
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise FlowBNNError(
-                f"rule {_show(rule)} gives a {type(recipe).__name__}; give a recipe such as NormalAffine(), or None"
-            )
+        _check(rule, recipe)
         if isinstance(rule, str) and rule in aliases and aliases[rule] in first:
             matched = [first[aliases[rule]]]  # a shared module answers to each of its names
         else:
             matched = [name for name, module in layers.items() if _matches(rule, name, module)]
         if not matched:
-            raise FlowBNNError(_nothing(rule, model, layers))
+            raise FlowBNNError(_why_nothing(rule, model, layers), kind="no match", layer=_show(rule))
         for name in matched:
             rank = _exactness(rule, layers[name])
             if name not in winners or rank >= winners[name][0]:
@@ -187,17 +186,33 @@ def _choose(
     wrapped = {name: recipe for name, recipe in chosen.items() if recipe is not None}
     if not wrapped:
         raise FlowBNNError(
-            "the rules leave every layer plain; give at least one layer a recipe such as NormalAffine()"
+            'the rules leave every layer plain; {"*": NormalAffine()} puts noise on every layer',
+            kind="value",
+            argument="rules",
         )
     return wrapped
 
 
-def _check_rule(rule: Any) -> None:
-    if isinstance(rule, int) and not isinstance(rule, bool):
-        raise FlowBNNError(f"rule {rule}: layers are named by text: '{rule}'")
-    if not isinstance(rule, str) and not callable(rule):
+def _check(rule: Any, recipe: Any) -> None:
+    if not isinstance(rule, str) and (isinstance(rule, bool) or not callable(rule)):
         raise FlowBNNError(
-            f"rule {rule!r:.60} is no layer's name, glob, module class or function of (name, module)"
+            f"rule {rule!r:.60} is not a layer's name, glob, module class or function of (name, module); names are strings: "
+            f"'{rule!s:.20}'",
+            kind="value",
+            argument="rules",
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        is_class = isinstance(recipe, type) and issubclass(recipe, Recipe)
+        advice = (
+            f"write {recipe.__name__}() with its brackets"
+            if is_class
+            else "give a recipe such as NormalAffine(), or None"
+        )
+        raise FlowBNNError(
+            f"rule {_show(rule)} gives {shown(recipe)}; {advice}",
+            kind="value",
+            argument="rules",
+            layer=_show(rule),
         )
 
 
@@ -205,7 +220,7 @@ def _show(rule: Rule) -> str:
     return repr(rule) if isinstance(rule, str) else getattr(rule, "__name__", str(rule))
 
 
-def _nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+def _why_nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     if not isinstance(rule, str):
         return f"rule {_show(rule)} matches none of the {len(layers)} layers that can carry noise{nearest('', layers)}"
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -276,7 +291,7 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     (True, 2)
     """
     if not noise_layers(model):
-        raise FlowBNNError("this network has no noise to take off")
+        raise FlowBNNError("this network has no noise to take off", kind="model")
     model = model if inplace else deepcopy(model)
     if not absorb:
         _warn_of_means(model)
@@ -285,8 +300,8 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
         if absorb:
             _absorb(model, name, module, noise)
         _unhook(module, noise)
-        for child, found in list(module.named_children()):
-            if found is noise:
+        for child, part in list(module.named_children()):
+            if part is noise:
                 delattr(module, child)
     for module in model.modules():
         _unhook(module, NoiseGroup)  # which lie on the root that was converted
@@ -307,9 +322,12 @@ def _warn_of_means(model: nn.Module) -> None:
     if moved and max(moved.values()) > 0.02:
         name = max(moved, key=moved.__getitem__)
         warnings.warn(
-            f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
-            "to_deterministic(model, absorb=True) keeps them in the weights",
-            FlowBNNWarning,
+            FlowBNNWarning(
+                f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
+                "to_deterministic(model, absorb=True) keeps them in the weights",
+                kind="mean",
+                layers=[name],
+            ),
             stacklevel=3,
         )
 
@@ -329,31 +347,35 @@ def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> Non
     mean = noise.mean().detach()
     weight: Any = getattr(module, "weight", None)
     users = sum(weight is own for part in model.modules() for own in part._parameters.values())
-    if users > 1:
-        raise FlowBNNError(
-            f"the weight of {name!r} is tied to another layer's, which would be scaled too; use absorb=False"
+    if users > 1 or not absorbs(module):
+        why = (
+            "its weight is tied to another layer's, which would be scaled too"
+            if users > 1
+            else f"it is a {type(module).__name__}"
         )
-    if not absorbs(module):
         raise FlowBNNError(
-            f"the mean of the noise cannot be absorbed into {name!r}, a {type(module).__name__}; use absorb=False"
+            f"the mean of the noise cannot be absorbed into {name!r}: {why}; use absorb=False",
+            kind="absorb",
+            layer=name,
         )
     weight.data.mul_(weight_scale(module, mean.to(weight.dtype)))
 
 
 def describe(model: nn.Module) -> Table:
     """The table of what carries noise: layer, kind, posterior, site, dimensions, parameters."""
-    rows = []
-    for name, noise in noise_layers(model).items():
-        rows.append(
-            Conversion(
-                name or "(the network)",
-                type(model.get_submodule(name)).__name__,
-                noise.label,
-                noise.site,
-                noise.layout.dim,
-                sum(p.numel() for p in noise.parameters()),
-            )
+    table = Table(
+        Conversion(
+            name or "(the network)",
+            type(model.get_submodule(name)).__name__,
+            noise.label,
+            noise.site,
+            noise.layout.dim,
+            sum(p.numel() for p in noise.parameters()),
         )
-    if not rows:
-        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
-    return Table(rows)
+        for name, noise in noise_layers(model).items()
+    )
+    if not table:
+        raise FlowBNNError(
+            "this network has no noise; convert it first with to_stochastic(network, rules)", kind="model"
+        )
+    return table

@@ -1,6 +1,11 @@
-"""Likelihoods: how the outputs of a network speak of its targets."""
+"""Observation models: the distribution of a target given the outputs of a network.
+
+A likelihood gives ``log_prob(outputs, targets)`` for each example and, from samples of outputs ``[S, B, ...]``, the predictive
+distribution. To write one, subclass :class:`Likelihood` and define these two; the other methods have defaults.
+"""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -8,27 +13,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "make_likelihood"]
 
 
-class Likelihood(nn.Module):
-    """``log_prob(outputs, targets)`` per example, and the predictive made of samples of outputs."""
+class Likelihood(nn.Module, ABC):
+    """``log_prob(outputs, targets)`` for each example, and the predictive distribution made of samples of outputs."""
 
+    @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must define log_prob(outputs, targets)")
+        """``[B]``."""
 
+    @abstractmethod
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; ``spent`` of the S are each input's own."""
-        raise NotImplementedError(f"{type(self).__name__} must define predictive(outputs)")
+        """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; each input had ``spent`` of the S samples."""
+
+    def problem(self, outputs: Tensor, targets: Tensor) -> str:
+        """What is wrong with targets that do not fit the outputs, in one line; empty where they fit."""
+        return ""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that do not fit the outputs, in one line."""
+        """Refuse outputs and targets that do not fit each other."""
+        if problem := self.problem(outputs, targets):
+            raise FlowBNNError(problem, kind="targets", argument="targets")
 
     def start(self, outputs: Tensor, targets: Tensor) -> None:
-        """Begin near the data: called with the first batch before training."""
+        """Set initial values from the first batch, before training."""
 
     def canonical(self, targets: Tensor) -> Tensor:
         """Targets in the form that predictives and metrics take."""
@@ -36,7 +49,9 @@ class Likelihood(nn.Module):
 
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         """The outputs whose prediction is the mean of the predictions of these, which are of one shape."""
-        raise FlowBNNError(f"a {type(self).__name__} likelihood cannot average predictions; leave out views")
+        raise FlowBNNError(
+            f"a {type(self).__name__} likelihood cannot average predictions; leave out views", kind="views"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"likelihood": type(self).__name__}
@@ -51,13 +66,15 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         outputs = outputs.float() if outputs.dtype in _HALF else outputs
-        # torch leaves -100 out without a word; no label of ours is special
+        # torch ignores the label -100 by default; no label is special here
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
     def canonical(self, targets: Tensor) -> Tensor:
         if targets.is_floating_point() and not bool((targets == targets.round()).all()):
             raise FlowBNNError(
-                "class labels are whole numbers, but these have fractions; give integers, or probabilities' argmax(1)"
+                "class labels must be integers, but these have fractions; of probabilities give argmax(1)",
+                kind="targets",
+                argument="targets",
             )
         return targets.long()
 
@@ -67,27 +84,26 @@ class Categorical(Likelihood):
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs, spent)
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
-            raise FlowBNNError(
-                f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
-            )
+            return f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
         if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
             advice = "for real-valued targets use likelihood='gaussian'"
             if not targets.is_floating_point() and targets.shape == (len(outputs), 1):
                 advice = "give labels.squeeze(1)"
             elif not targets.is_floating_point() and targets.shape == outputs.shape:
                 advice = "of one-hot labels give labels.argmax(1)" if _one_hot(targets) else SEVERAL_LABELS
-            raise FlowBNNError(
+            return (
                 f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
                 f"not {targets.dtype} of shape {tuple(targets.shape)}; {advice}"
             )
         classes = outputs.shape[1]
         if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= classes):
-            raise FlowBNNError(
+            return (
                 f"labels run from {int(targets.min())} to {int(targets.max())}, but the network has {classes} outputs, "
                 f"so labels must lie in 0 to {classes - 1}"
             )
+        return ""
 
 
 class Bernoulli(Likelihood):
@@ -113,16 +129,15 @@ class Bernoulli(Likelihood):
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1), spent)
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.numel() != outputs.shape[0]:
-            raise FlowBNNError(
-                f"a Bernoulli likelihood takes one logit per example, but the network gives {tuple(outputs.shape)}"
-            )
+            return f"a Bernoulli likelihood takes one logit per example, but the network gives {tuple(outputs.shape)}"
         if targets.numel() != outputs.shape[0] or not bool(((targets == 0) | (targets == 1)).all()):
-            raise FlowBNNError(
-                "the targets of a Bernoulli likelihood are 0 or 1, one for each example; for numbers to be predicted say "
+            return (
+                "the targets of a Bernoulli likelihood are 0 or 1, one for each example; for real-valued targets say "
                 "likelihood='gaussian', for more classes give the network an output for each"
             )
+        return ""
 
 
 class Gaussian(Likelihood):
@@ -139,14 +154,9 @@ class Gaussian(Likelihood):
     -1.6121
     """
 
-    def __init__(self, noise: Literal["learned", "predicted"] | float = "learned", dim: int = 1) -> None:
+    @checked
+    def __init__(self, noise: Literal["learned", "predicted"] | Positive = "learned", dim: Count = 1) -> None:
         super().__init__()
-        if isinstance(noise, str) and noise not in ("learned", "predicted"):
-            raise FlowBNNError(
-                f"the noise of a Gaussian is 'learned', 'predicted' or a number, not {noise!r}"
-            )
-        if not isinstance(noise, str) and not noise > 0:
-            raise FlowBNNError(f"the noise of a Gaussian is above 0, not {noise}")
         self.noise, self.dim = noise, dim
         if noise == "learned":
             self.log_scale = nn.Parameter(torch.zeros(dim))
@@ -205,31 +215,25 @@ class Gaussian(Likelihood):
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
         return GaussianPredictive(*self.moments(outputs), spent)
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
             advice = "; leave out its last squeeze" if outputs.ndim == 1 else ""
-            raise FlowBNNError(
+            return (
                 "a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives "
                 f"{tuple(outputs.shape)}{advice}"
             )
-        width = outputs.shape[1]
-        if self.noise == "predicted":
-            if width % 2:
-                raise FlowBNNError(
-                    f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {width} output"
-                )
-            width //= 2
+        rows, width = outputs.shape
+        if self.noise == "predicted" and width % 2:
+            return f"with noise='predicted' the network gives a mean and a log-variance for each target, but has {width} output"
         if self.noise == "learned" and width != self.dim:
-            raise FlowBNNError(f"the network gives {width} targets; say Gaussian(dim={width})")
-        if targets.numel() != outputs.shape[0] * width or targets.shape[:1] != outputs.shape[:1]:
-            raise FlowBNNError(
-                f"targets of shape {tuple(targets.shape)} do not fit {outputs.shape[0]} rows of {width} predicted values"
-                + (
-                    "; for class labels give integers (labels.long())"
-                    if targets.ndim == 1 and width > 1
-                    else ""
-                )
+            return f"the network gives {width} targets; say Gaussian(dim={width})"
+        width = width // 2 if self.noise == "predicted" else width
+        if targets.numel() != rows * width or targets.shape[:1] != outputs.shape[:1]:
+            labels = (
+                "; for class labels give integers (labels.long())" if targets.ndim == 1 and width > 1 else ""
             )
+            return f"targets of shape {tuple(targets.shape)} do not fit {rows} rows of {width} predicted values{labels}"
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim}
@@ -264,21 +268,18 @@ def make_likelihood(
     if isinstance(likelihood, dict):
         settings = dict(likelihood)
         likelihood = str(settings.pop("likelihood")).lower()
-    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
-        raise FlowBNNError(
-            f"likelihood is the class {likelihood.__name__}; give an instance: {likelihood.__name__}()"
-        )
     if not isinstance(likelihood, str):
         raise FlowBNNError(
-            f"likelihood is a name such as 'gaussian', or an instance such as Gaussian(), not a {type(likelihood).__name__}"
+            f"likelihood must be a name such as 'gaussian', or an instance such as Gaussian(), got {shown(likelihood)}",
+            kind="value",
+            argument="likelihood",
         )
     if likelihood == "auto":
-        if targets is None:
-            raise FlowBNNError(
-                "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
-            )
-        if targets.is_floating_point():
-            _refuse_labels(targets, outputs)
+        problem = "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
+        if targets is not None:
+            problem = _labels_as_floats(targets, outputs) if targets.is_floating_point() else ""
+        if problem or targets is None:
+            raise FlowBNNError(problem, kind="targets", argument="likelihood")
         likelihood = "gaussian" if targets.is_floating_point() else "categorical"
         if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
             likelihood = "bernoulli"
@@ -289,7 +290,9 @@ def make_likelihood(
     kinds = {"categorical": Categorical, "bernoulli": Bernoulli}
     if likelihood not in kinds:
         raise FlowBNNError(
-            f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}"
+            f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}",
+            kind="value",
+            argument="likelihood",
         )
     return kinds[likelihood](**settings)
 
@@ -298,35 +301,26 @@ SEVERAL_LABELS = "several labels of one example are no classes that exclude each
 
 
 def _one_hot(targets: Tensor) -> bool:
-    """Whether each row has a single one among noughts."""
+    """Whether each row has a single one among zeros."""
     return bool(((targets == 0) | (targets == 1)).all()) and bool((targets.sum(1) == 1).all())
 
 
-def _refuse_labels(targets: Tensor, outputs: Tensor | None) -> None:
-    """Class labels in the form of real numbers would be taken for regression without a word.
+def _labels_as_floats(targets: Tensor, outputs: Tensor | None) -> str:
+    """What to say where class labels come as floating point numbers, which would silently be taken for regression.
 
-    A first batch of noughts alone is refused too: of rare positives it says nothing.
+    A first batch of zeros alone counts as labels, too: positives may be rare.
     """
     if not targets.numel() or not bool(((targets == 0) | (targets == 1)).all()):
-        return
+        return ""
+    gaussian = "say likelihood='gaussian' if these are real numbers"
     if targets.ndim == 2 and targets.shape[1] > 1:
         if _one_hot(targets):
-            raise FlowBNNError(
-                "the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or say "
-                "likelihood='gaussian' if these are real numbers"
-            )
+            return f"the targets look like one-hot labels; give integers (targets.argmax(1)) for classes, or {gaussian}"
         if bool((targets == 0).any()) and bool((targets == 1).any()):
-            raise FlowBNNError(
-                f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; say likelihood='gaussian' if these are "
-                "real numbers"
-            )
-    if targets.numel() == len(targets):
-        labels = "likelihood='bernoulli' if these are labels (or give them as integers)"
-        if outputs is not None and outputs.numel() > len(outputs):
-            labels = (
-                "likelihood='categorical' if these are labels, and give them as integers (targets.long())"
-            )
-        raise FlowBNNError(
-            "the targets are real numbers, and those of the first batch are all 0 or 1; say "
-            f"{labels}, likelihood='gaussian' if not"
-        )
+            return f"the targets are {targets.shape[1]} columns of 0 and 1: {SEVERAL_LABELS}; {gaussian}"
+    if targets.numel() != len(targets):
+        return ""
+    labels = "likelihood='bernoulli' if these are labels (or give them as integers)"
+    if outputs is not None and outputs.numel() > len(outputs):
+        labels = "likelihood='categorical' if these are labels, and give them as integers (targets.long())"
+    return f"the targets are real numbers, and those of the first batch are all 0 or 1; say {labels}, likelihood='gaussian' if not"

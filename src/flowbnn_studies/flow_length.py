@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from flowbnn.convert import to_stochastic
-from flowbnn.methods import NoisePosterior, fit
+from flowbnn.methods import fit
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, Positive, options
+from flowbnn.posterior import NoisePosterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
 from flowbnn_studies.runner.job import Job, fit_plain

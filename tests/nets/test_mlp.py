@@ -56,19 +56,26 @@ def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
     [
         (lambda: MLP(0, 2), "at least 1"),
         (lambda: MLP(2, 2, hidden=(4, 0)), "at least 1"),
-        (lambda: MLP(2, 2, context_dim=-1), "at least 1"),
-        (lambda: MLP(2, 2)(torch.ones(5, 3)), "length 2"),
-        (
-            lambda: MLP(2, 2)(torch.ones(5, 2, dtype=torch.float64)),
-            "float32 parameters but got torch.float64",
-        ),
+        (lambda: MLP(2, 2, context_dim=-1), "of at least 0"),
         (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "needs a context of length 3"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 4)), "does not broadcast"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)), "does not broadcast"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)), "does not broadcast"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "needs a context of length 3"),
     ],
 )
-def test_bad_input_is_told_in_one_line(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words) as told:
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words) as caught:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: MLP(2, 2)(torch.ones(5, 3)),
+        lambda: MLP(2, 2)(torch.ones(5, 2, dtype=torch.float64)),
+        lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)),
+        lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)),
+    ],
+)
+def test_shapes_and_dtypes_that_do_not_fit_are_torchs_own_errors(call) -> None:
+    with pytest.raises(RuntimeError):
+        call()

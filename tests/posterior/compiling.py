@@ -1,15 +1,17 @@
 """Every kind of noise in one network, other compilers, and the outputs of compiled passes."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 
 import flowbnn as fb
 from flowbnn.posterior import forward as passes
+from flowbnn.posterior import noise
 from flowbnn.posterior.base import Prediction, PredictOptions
 from flowbnn.posterior.forward import Kept
-from flowbnn.posterior.noise_sampler import Sampler
+from flowbnn.posterior.noise import Sampler
 
 MIXED = {
     "conv1": fb.Dropout(0.3, site="channel"),
@@ -41,19 +43,46 @@ KEPT = WeakKeyDictionary()  # of each network, as a posterior would keep it
 
 
 @contextmanager
-def drawing(model, samples, plan="auto", **options):
-    """Draws from a network during one prediction: ``draw(inputs, low, high)``."""
-    kept = KEPT.setdefault(model, Kept())
+def drawing(model, samples, plan="auto", kept=None, **options):
+    """Draws from a network during one prediction: ``draw(inputs, low, high)``.
+
+    Args:
+        plan: ``"absorb"`` and ``"fold"`` insist on one of the plain ways, where the network allows it.
+    """
+    kept = KEPT.setdefault(model, Kept()) if kept is None else kept
     with Prediction(model, PredictOptions(samples, **options), samples, kept) as prediction:
-        sampler = Sampler(prediction, plan)
+        sampler = Sampler(prediction)
 
         def draw(inputs, low=0, high=samples):
-            return sampler(inputs, low, high)
+            shown = None
+            if plan != "auto":
+                found, shown = (
+                    noise.plan_for(prediction, prediction.ready(inputs)),
+                    prediction.recorded(inputs),
+                )
+                shown.plan = replace(found, fold="") if plan == "absorb" else replace(found, absorbed=())
+            try:
+                return sampler(inputs, range(low, high))
+            finally:
+                if shown is not None:
+                    shown.plan = found
 
-        draw.sampler = sampler
+        draw.sampler, draw.prediction = sampler, prediction
         yield draw
 
 
 def compiled_outputs(model, inputs, samples, seed=1, **options):
     with drawing(model, samples, seed=seed, compile=True, **options) as draw:
         return draw(inputs)
+
+
+def sample_outputs(model, inputs, samples, plan="auto", **options):
+    """Outputs ``[samples, batch, ...]`` of a stochastic network."""
+    with drawing(model, samples, plan, **options) as draw:
+        return draw(inputs)
+
+
+def plan_for(model, inputs, **options):
+    """The plan of a first prediction."""
+    with drawing(model, 4, kept=Kept(), **options) as draw:
+        return noise.plan_for(draw.prediction, draw.prediction.ready(inputs))

@@ -6,24 +6,30 @@ import weakref
 
 import pytest
 import torch
-from compiling import MAPPED, MIXED, compile_by, compiled_outputs, drawing
+from compiling import MAPPED, MIXED, compile_by, compiled_outputs, drawing, sample_outputs
 from torch import nn
 
 import flowbnn as fb
 from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
 from flowbnn.noise import NoisePass, noise_layers, settings_of, shared_draws
+from flowbnn.posterior import compiled
 from flowbnn.posterior import forward as passes
-from flowbnn.posterior import noise_sampler as sampling
-from flowbnn.posterior.compiled import MAPS, GivenDraws, HalfWeights, Row, form_for, pass_given
-from flowbnn.posterior.noise_sampler import Sampler, sample_outputs
+from flowbnn.posterior.compiled import (
+    MAPS,
+    GivenDraws,
+    HalfWeights,
+    Row,
+    form_for,
+    pass_given,
+)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("rules", [MIXED, MAPPED, {**MIXED, "conv2": fb.NormalInvConv(site="position")}])
 def test_compiled_samples_are_the_uncompiled_ones(rules, graphs, traced, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(Sampler, "graphs", lambda self, work: graphs)
+    monkeypatch.setattr(compiled, "graphed", lambda device, work: graphs)
     model = fb.to_stochastic(LeNet(3), rules).eval()
     images = torch.randn(6, 3, 32, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -92,8 +98,8 @@ def test_half_precision_casts_the_weights_once(traced):
     weights = [model.conv1.weight, model.fc3.weight]
     with drawing(model, 3, seed=1, precision="bf16") as draw:
         expected = draw(images)
-        assert form_for(model, images, torch.bfloat16).weights is torch.preserve_format
-        with HalfWeights(model, torch.bfloat16, torch.channels_last):
+        assert form_for(draw.prediction, images).weights is torch.preserve_format
+        with HalfWeights(model, torch.bfloat16, torch.channels_last, {}):
             assert model.conv1.weight.dtype == torch.bfloat16
             assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
     found = compiled_outputs(model, images, 3, precision="bf16")
@@ -139,15 +145,15 @@ class Undecided(nn.Module):
         return self.head(x.flatten(1))
 
 
-@pytest.mark.parametrize(("site", "way"), [("position", "run as they are"), ("channel", "in pieces")])
-def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, way, traced):
+@pytest.mark.parametrize("site", ["position", "channel"])
+def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, traced):
     torch.manual_seed(0)
     model = fb.to_stochastic(Undecided(), {"*": fb.NormalAffine(site=site)})
     posterior = fb.NoisePosterior(model, fb.Categorical())
     images = torch.randn(15, 2, 6, 6)
     expected = posterior.predict(images, 4, seed=1).samples
     for _ in range(2):
-        with pytest.warns(fb.FlowBNNWarning, match=f"does not compile in one graph .*{way}") as told:
+        with pytest.warns(fb.FlowBNNWarning, match="does not compile in one graph .*run as they are") as told:
             found = posterior.predict(list(images.split(5)), 4, seed=1, compile=True, max_batch=5).samples
         assert len(told) == 1
         assert "\n" not in str(told[0].message)
@@ -219,9 +225,9 @@ def test_draws_that_are_not_shared_are_not_compiled():
 def test_much_work_before_the_noise_is_not_compiled_unasked(monkeypatch):
     torch.manual_seed(0)
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3)), {"1": fb.NormalAffine()})
-    monkeypatch.setattr(Sampler, "worth_compiling", lambda self, work: True)
+    monkeypatch.setattr(compiled, "worth_compiling", lambda device, work: True)
     calls = []
-    monkeypatch.setattr(sampling, "compiled", lambda *args, **options: calls.append(args) or pass_given)
+    monkeypatch.setattr(compiled, "compiled", lambda *args, **options: calls.append(args) or pass_given)
     for compile, expected in (("auto", 0), (True, 1)):
         with drawing(model, 3, compile=compile) as draw:
             assert draw(torch.randn(5, 4)).shape == (3, 5, 3)
@@ -253,15 +259,15 @@ def test_maps_drawn_together_are_those_drawn_one_by_one():
 def test_rows_begin_where_wide_loads_may_and_hold_what_layers_ask_for():
     model = fb.to_stochastic(LeNet(3), MIXED).eval()
     images = torch.randn(2, 3, 32, 32)
-    with NoisePass(settings_of(model, "shared", samples=4, seed=0)) as state, torch.no_grad():
-        form = form_for(model, images, None)
-        given = GivenDraws(model, form, None, state)
+    with drawing(model, 4, seed=0) as draw:
+        form, state = form_for(draw.prediction, images), draw.sampler.state
+        given = GivenDraws(draw.prediction, form, state)
         assert [ask for ask, _ in form.asks] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
         assert all(start % 16 == 0 for start in given.table.starts.values())
         layer = noise_layers(model)["conv2"]
         truth = layer.shared_vectors(4, state.settings[layer.key].seed, torch.device("cpu"))
         for (first, last, high), rows in (((1, 3, 4), [1, 2]), ((2, 5, 3), [2, 2, 2])):
-            found = Row(given.table, given.rows(first, last, high)).draws(layer, (1, 1))
+            found = Row(given.table, given.rows(first, last, high)).draws(layer, (1, 1), torch.device("cpu"))
             torch.testing.assert_close(found.flatten(1), truth[rows])
 
 

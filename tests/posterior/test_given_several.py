@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from compiling import MAPPED, MIXED, compiled_outputs, drawing
+from compiling import MAPPED, MIXED, compiled_outputs, drawing, plan_for, sample_outputs
 from torch import nn
 
 import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.models import LeNet
 from flowbnn.posterior import compiled as given
-from flowbnn.posterior import noise_sampler as sampling
 from flowbnn.posterior.compiled import MAPS, GivenDraws, pass_given
-from flowbnn.posterior.noise_sampler import sample_outputs
 
 
 @pytest.mark.parametrize("rules", [MIXED, MAPPED, {"fc1": fb.NormalPlanar(2), "fc3": fb.NormalAffine()}])
@@ -21,11 +19,11 @@ def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, traced, mon
     images = torch.randn(6, 3, 32, 32)
     samples = MAPS + 4
     expected = sample_outputs(model, images, samples, seed=1)
-    work = sampling.plan_for(model, images).work
+    work = plan_for(model, images).work
     seen = []
-    monkeypatch.setattr(sampling, "checked", lambda found, count: seen.append(count) or found)
+    monkeypatch.setattr(given, "checked", lambda found, count: seen.append(count) or found)
     for several, passed in ((4, 4), (7, 4), (MAPS, 8), (100, 8)):  # powers of two that waste little
-        monkeypatch.setitem(sampling.FILLED, "cpu", work * 6 * several)
+        monkeypatch.setitem(given.FILLED, "cpu", work * 6 * several)
         seen.clear()
         found = compiled_outputs(model, images, samples)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -39,7 +37,7 @@ def test_several_samples_around_a_skip_connection(traced, monkeypatch):
     model = fb.to_stochastic(Residual(), {"stem": fb.NormalAffine(site="position"), "*": fb.NormalPlanar(1)})
     x = torch.randn(8, 3, 8, 8)
     expected = sample_outputs(model, x, 10, seed=5)
-    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     passed = []
 
     def tight(model, table, draws, inputs):
@@ -48,7 +46,7 @@ def test_several_samples_around_a_skip_connection(traced, monkeypatch):
             raise RuntimeError("CUDA out of memory. Tried to allocate")
         return pass_given(model, table, draws, inputs)
 
-    monkeypatch.setattr(sampling, "compiled", lambda *args, **options: tight)
+    monkeypatch.setattr(given, "compiled", lambda *args, **options: tight)
     with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 32 rows in one pass; going on with 16"):
         found = compiled_outputs(model, x, 10, seed=5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -61,7 +59,7 @@ def test_draws_that_do_not_fit_memory_are_made_for_fewer_samples(rules, traced, 
     model = fb.to_stochastic(LeNet(3), rules)
     images = torch.randn(4, 3, 32, 32)
     expected = sample_outputs(model, images, 32, seed=1)
-    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     monkeypatch.setitem(given.ROW_BYTES, "cpu", 1)
     whole = GivenDraws._filled
 
@@ -79,7 +77,7 @@ def test_draws_that_do_not_fit_memory_are_made_for_fewer_samples(rules, traced, 
 def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch):
     """torch stops compiling a function for good after eight shapes, unless it is told that there will be more."""
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
-    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     x = torch.randn(4, 4)
     for samples in range(2, 40):
         found = compiled_outputs(model, x, samples)
@@ -93,12 +91,12 @@ def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch)
 def test_a_part_of_the_samples_goes_through_one_by_one(monkeypatch):
     """As adaptive sampling asks for them: passes of its looks would all have other shapes."""
     model = fb.to_stochastic(LeNet(3), MIXED)
-    monkeypatch.setitem(sampling.FILLED, "cpu", 1e18)
+    monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     passed = []
     monkeypatch.setattr(
-        sampling,
+        given,
         "compiled",
-        lambda *args, **options: lambda *given: passed.append(len(given[2])) or pass_given(*given),
+        lambda *args, **options: lambda *all: passed.append(len(all[2])) or pass_given(*all),
     )
     with drawing(model, 8, seed=1, compile=True) as draw:
         draw(torch.randn(4, 3, 32, 32), 0, 3)
@@ -115,13 +113,13 @@ def test_on_a_gpu_few_images_go_through_with_several_samples(rules, precision, m
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3).cuda(), rules).eval()
     images = torch.randn(32, 3, 32, 32, device="cuda")
-    work = 32 * sampling.plan_for(model, images).work
+    work = 32 * plan_for(model, images).work
     allowed = {"rtol": 1e-3, "atol": 1e-3} if precision is None else {"rtol": 0.05, "atol": 0.03}
     with drawing(model, 16, seed=1, precision=precision) as draw:
         expected = draw(images)
     apart = (expected - expected.roll(1, 0)).abs().amax((1, 2)).min()  # of any sample and the one before it
     for several in (1, 4, 16):
-        monkeypatch.setitem(sampling.FILLED, "cuda", several * work)
+        monkeypatch.setitem(given.FILLED, "cuda", several * work)
         for _ in range(2):
             found = compiled_outputs(model, images, 16, precision=precision)
             torch.testing.assert_close(found, expected, **allowed)

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from compiling import plan_for, sample_outputs
 from torch import nn
 
 import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.node_noise import align_batch_axes
-from flowbnn.noise import NoisePass, noise_layers, pass_of, settings_of
+from flowbnn.noise import NoisePass, align_batch_axes, noise_layers, pass_of, settings_of
 from flowbnn.noise.passes import governing
-from flowbnn.posterior.forward import Forward, Kept
-from flowbnn.posterior.noise_sampler import observe, plan_for, sample_outputs
+from flowbnn.posterior.forward import Forward, Kept, record
 
 
 class Counting(nn.Module):
@@ -56,9 +55,10 @@ def test_samples_are_networks(rules, site):
 
 def test_what_comes_before_the_noise_is_computed_once():
     model = fb.to_stochastic(network(), {"3": fb.NormalAffine()})
-    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)  # finds the plan, which is remembered
+    posterior = fb.NoisePosterior(model, fb.Categorical())
+    posterior.predict(torch.randn(5, 4), 16)  # finds the plan, which is remembered
     model[1].rows = 0
-    sample_outputs(model, torch.randn(5, 4), 16, max_batch=10_000)
+    posterior.predict(torch.randn(5, 4), 16)
     assert model[1].rows == 5
 
 
@@ -67,7 +67,8 @@ def test_a_skip_around_the_first_noise_folds_at_the_input():
     model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
     x = torch.randn(4, 3, 8, 8)
     assert plan_for(model, x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "late"
+    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "input"
+    assert plan_for(fb.to_stochastic(Residual(), {"head": fb.NormalAffine()}).eval(), x).fold == "late"
     outputs = sample_outputs(model, x, 5, seed=1)
     with torch.no_grad(), fb.noise_mode(model, "shared", samples=5, seed=1):
         torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
@@ -100,7 +101,7 @@ def test_noise_where_the_first_axis_is_not_the_batch(network, length):
     """Samples equal those taken one at a time, before and after the axes are found."""
     torch.manual_seed(0)
     model = fb.to_stochastic(network(), {"*": fb.NormalAffine()}).eval()
-    tokens = torch.randint(10, (4, length))
+    tokens = torch.randint(10, (6, length))
     for aligned in (False, True):
         if aligned:
             align_batch_axes(model, tokens)
@@ -112,7 +113,7 @@ def test_noise_where_the_first_axis_is_not_the_batch(network, length):
     axes = {name: layer.layout.batch_axis for name, layer in noise_layers(model).items()}
     if network is Positions:
         assert axes == {"tokens": 0, "places": None, "head": 0}
-        assert plan_for(model, tokens).fold == "single"
+        assert plan_for(model, tokens).fold == ""
     else:
         assert axes == {"tokens": 1, "lstm": 1, "head": 1}
         assert plan_for(model, tokens).fold == "input"
@@ -178,8 +179,10 @@ def test_call_order_is_the_order_of_the_forward_pass():
         def forward(self, x):
             return self.late(self.early(x))
 
-    seen = observe(fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()}), torch.ones(3, 2))
-    assert list(seen.items()) == [("early", (3, 2)), ("late", (3, 2))]
+    model = fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()})
+    seen = record(model, torch.ones(3, 2), noise_layers(model)).calls
+    assert [(name, call.inputs) for name, call in seen.items()] == [("early", (3, 2)), ("late", (3, 2))]
+    assert align_batch_axes(model, torch.ones(6, 2)) == ["never"]
 
 
 def test_the_chunk_follows_the_width_of_the_network():

@@ -76,7 +76,7 @@ def test_probabilities_where_logits_belong_are_noticed(last, outputs, likelihood
 def test_labels_with_fractions_are_refused_by_the_judge():
     x, y = data()
     posterior = fb.PointPosterior(mlp(), fb.Categorical())
-    with pytest.raises(fb.FlowBNNError, match="class labels are whole numbers"):
+    with pytest.raises(fb.FlowBNNError, match="class labels must be integers"):
         fb.evaluate(posterior, (x, y * 0.9), progress=False)
     assert fb.evaluate(posterior, (x, y.double()), progress=False) == fb.evaluate(
         posterior, (x, y), progress=False

@@ -199,7 +199,7 @@ def test_batch_norm_compiles_in_training() -> None:
         (lambda: BatchNorm(3).inverse(torch.zeros(5, 1)), "vectors of length 3"),
     ],
 )
-def test_bad_input_is_told_in_one_line(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words) as told:
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words) as caught:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)

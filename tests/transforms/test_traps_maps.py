@@ -216,14 +216,14 @@ def short_net() -> MLP:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: AffineCoupling(1), "a coupling needs at least 2 dimensions"),
-        (lambda: GlowStep(1), "a coupling needs at least 2 dimensions"),
-        (lambda: AdditiveCoupling(3, mask="checkers"), "'half', 'alternating' or booleans"),
+        (lambda: AffineCoupling(1), "at least 2 .for one dimension use Affine"),
+        (lambda: GlowStep(1), "at least 2"),
+        (lambda: AdditiveCoupling(3, mask="checkers"), "'half' or 'alternating'"),
         (lambda: AdditiveCoupling(3, mask=[True, False]), "one boolean for each"),
         (lambda: AdditiveCoupling(3, mask=[1, 0, 1]), "one boolean for each"),
-        (lambda: AdditiveCoupling(2, mask=[True, True]), "move at least one"),
-        (lambda: AdditiveCoupling(2, mask=[False, False]), "keep at least one"),
-        (lambda: AffineCoupling(4, bound=0.0), "must be positive"),
+        (lambda: AdditiveCoupling(2, mask=[True, True]), "one true and one false"),
+        (lambda: AdditiveCoupling(2, mask=[False, False]), "one true and one false"),
+        (lambda: AffineCoupling(4, bound=0.0), "a number above 0"),
         (lambda: AffineCoupling(4, net=short_net())(torch.zeros(4)), "the net of a coupling must give"),
         (lambda: AffineCoupling(4)(torch.zeros(2, 5)), "vectors of length 4"),
         (lambda: AffineCoupling(4, context_dim=2)(torch.zeros(2, 4)), "needs a context of length 2"),
@@ -234,7 +234,6 @@ def short_net() -> MLP:
             lambda: LULinear(3)(torch.zeros(3, dtype=torch.float64)),
             "float32 parameters but got torch.float64",
         ),
-        (lambda: AffineCoupling(3)(torch.zeros(3, dtype=torch.float64)), "float32 parameters but got"),
         (lambda: Permutation([0, 2]), "exactly once"),
         (lambda: Permutation([]), "exactly once"),
         (lambda: Permutation([0, 0]), "exactly once"),
@@ -243,7 +242,7 @@ def short_net() -> MLP:
         (lambda: Shuffle(-1), "at least 1"),
     ],
 )
-def test_bad_input_is_told_in_one_line(call, words: str) -> None:
-    with pytest.raises(FlowBNNError, match=words) as told:
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words) as caught:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)

@@ -241,7 +241,7 @@ def test_one_clear_line_for_bad_input(make) -> None:
 def test_one_clear_line_for_bad_sizes_and_types() -> None:
     with pytest.raises(FlowBNNError, match="between 1 and 3"):
         OrthogonalSylvester(3, hidden=4)
-    with pytest.raises(FlowBNNError, match="at least 1 reflection"):
+    with pytest.raises(FlowBNNError, match="reflections=.*at least 1"):
         HouseholderSylvester(3, reflections=0)
     for transform in (Planar(3), TriangularSylvester(3)):
         with pytest.raises(FlowBNNError, match=r"float32 parameters but got torch\.float64"):

@@ -8,7 +8,7 @@ from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC
 from flowbnn.methods.mcmc.nuts import NUTS
 from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.node_noise import NodeNoise, NoisePosterior, fit
+from flowbnn.methods.node_noise import NodeNoise, fit
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.swag import SWAG, SWAGPosterior
@@ -47,7 +47,6 @@ __all__ = [
     "Method",
     "NodeNoise",
     "NoiseChainPosterior",
-    "NoisePosterior",
     "PointPosterior",
     "Posterior",
     "SGLDPosterior",

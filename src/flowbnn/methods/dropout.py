@@ -23,10 +23,11 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.layers import own_dropout
-from flowbnn.methods.node_noise import NoisePosterior, fit
+from flowbnn.methods.node_noise import fit
 from flowbnn.noise import Dropout, wrappable
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import generator_of
 
 __all__ = ["DropoutPosterior", "MCDropout"]

@@ -25,7 +25,7 @@ from flowbnn.posterior.batches import (
     move,
     split_batch,
 )
-from flowbnn.posterior.noise_sampler import device_of, dtype_of, evaluating
+from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators

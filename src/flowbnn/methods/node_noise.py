@@ -8,38 +8,33 @@ Mixtures of Gaussians are those of Trinh, Kaski and Heinonen 2020 (https://arxiv
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.convert import to_deterministic, to_stochastic
+from flowbnn.convert import to_stochastic
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import checks_targets, optimizer_for, prepare, train_posterior
 from flowbnn.methods.variational.base import FLOWS, Variational
 from flowbnn.noise import (
-    InputNoise,
     NormalAffine,
     Recipe,
-    hold_noise,
+    align_batch_axes,
     noise_layers,
     noise_mode,
     parameter_groups,
-    recipe_from_dict,
-    settings_of,
 )
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
-from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import rows, split_batch, take
-from flowbnn.posterior.noise_sampler import Sampler, device_of, observe
+from flowbnn.posterior.batches import split_batch
+from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training import Clock, is_main_process
 
-__all__ = ["NodeNoise", "NoisePosterior", "align_batch_axes", "fit"]
+__all__ = ["NodeNoise", "fit"]
 
 
 @register_method
@@ -164,8 +159,7 @@ def fit(
             )
         )
     chosen, inputs, check_batch = prepare(model, loader, run.likelihood, run.seed)
-    align_batch_axes(model, inputs)
-    idle = sorted(set(noise_layers(model)) - set(observe(model, inputs)))
+    idle = align_batch_axes(model, inputs)
     if idle:
         subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
         warnings.warn(
@@ -211,134 +205,3 @@ def fit(
         for ailment in health_warnings(called):
             warnings.warn(ailment)
     return posterior
-
-
-def align_batch_axes(model: nn.Module, inputs: Any) -> None:
-    """Find the axis of the examples in every layer that takes noise, by running a few rows and one fewer.
-
-    A sequence-first layer has it on axis 1, and a layer whose input does not depend on the examples (the embedding of positions)
-    has none: one draw then serves them all. Rules that name a ``batch_axis`` are left alone.
-    """
-    count = min(3, rows(inputs))
-    if count < 2:
-        return
-    try:
-        more, fewer = observe(model, take(inputs, 0, count)), observe(model, take(inputs, 0, count - 1))
-    except Exception:  # a network made for one size of batch: take its layers at their word
-        return
-    for name, layer in noise_layers(model).items():
-        if (
-            not more.get(name)
-            or len(more[name]) != len(fewer.get(name, ()))
-            or layer.recipe is None
-            or layer.recipe.batch_axis is not None
-        ):
-            continue
-        changed = [
-            axis
-            for axis, (a, b) in enumerate(zip(more[name], fewer[name], strict=True))
-            if a != b and a * (count - 1) == b * count
-        ]
-        same = all(a == b for a, b in zip(more[name], fewer[name], strict=True))
-        axis = changed[0] if changed else None
-        if len(changed) > 1 or (axis is None and not same) or axis == layer.layout.batch_axis:
-            continue
-        ndim = len(more[name])
-        if axis is None:
-            warnings.warn(
-                f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
-                "leave it plain with None in the rules if that is not meant",
-                FlowBNNWarning,
-            )
-            layer.layout = layer.layout._replace(batch_axis=None)
-            layer.recipe = replace(layer.recipe, batch_axis="none")
-        elif axis != ndim + layer.layout.feature_axis:
-            layer.layout = layer.layout._replace(batch_axis=axis, unbatched_ndim=ndim - 1)
-            layer.recipe = replace(layer.recipe, batch_axis=axis)
-
-
-class NoisePosterior(Posterior):
-    """A stochastic network whose noise has been fitted."""
-
-    kind = "node noise"
-    parts = ("likelihood", "history", "recipes")
-
-    compiles = True
-
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        sampler = prediction.keep("sampler", lambda: Sampler(prediction))
-        return sampler(inputs, samples.start, samples.stop)
-
-    def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
-        network = deepcopy(self.model).eval()
-        hold_noise(network, "shared", samples=1, seed=seed)
-        return network
-
-    def draws(self, samples: int, seed: int | None = None) -> dict[str, Tensor]:
-        """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
-
-        At site ``position`` these are the vectors at one position of the feature map.
-        """
-        if not isinstance(samples, int) or samples < 1:
-            raise FlowBNNError(f"samples is a whole number of at least 1, not {samples}")
-        device = device_of(self.model)
-        settings = settings_of(self.model, "shared", samples, seed)
-        return {
-            name: layer.shared_vectors(samples, settings[layer.key].seed, device)
-            for name, layer in noise_layers(self.model).items()
-        }
-
-    def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
-        layers = noise_layers(self.model)
-        if set(values) != set(layers):
-            raise FlowBNNError("log_prob takes the noise of every layer, as draws gives it")
-        for name, layer in layers.items():
-            if not isinstance(layer, InputNoise):
-                raise FlowBNNError(f"the noise of layer '{name}' is {layer.label}, which has no density")
-        with torch.no_grad():
-            found = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
-        return torch.stack(found).sum(0)
-
-    def mean_network(self) -> nn.Module:
-        """The plain network at the mean of the noise, which is absorbed into the weights."""
-        return to_deterministic(self.model, absorb=True)
-
-    def document(self) -> dict[str, Any]:
-        recipes = {
-            name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
-            for name, layer in noise_layers(self.model).items()
-        }
-        return {**super().document(), "recipes": recipes}
-
-    @classmethod
-    def load(cls, path: Any, network: nn.Module) -> "Posterior":
-        """Read a saved posterior.
-
-        Args:
-            network: the plain network, which is converted by the recipes in the file, or one that is converted already.
-        """
-        tensors, document = cls.read(path)
-        if not noise_layers(network):
-            names = dict(network.named_modules())
-            absent = [name for name in document["recipes"] if name not in names]
-            if absent:
-                raise FlowBNNError(
-                    f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'"
-                )
-            try:
-                recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
-            except FlowBNNError as error:
-                raise FlowBNNError(f"'{path}' cannot be loaded into a plain network: {error}") from None
-            if not recipes:
-                raise FlowBNNError(f"'{path}' is damaged: it names no layer with noise")
-            network = to_stochastic(
-                network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
-            )
-        else:
-            network = deepcopy(network)
-        restored = cls.restore(network, tensors, document, path)
-        for layer in noise_layers(restored.model).values():
-            layer.fitted = True
-        return restored

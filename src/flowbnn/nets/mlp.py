@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Ge, checked
 
 __all__ = ["MLP"]
 
@@ -29,22 +31,23 @@ class MLP(nn.Module):
     torch.Size([5, 2])
     """
 
+    @checked
     def __init__(
         self,
-        dim_in: int,
-        dim_out: int,
+        dim_in: Count,
+        dim_out: Count,
         hidden: Sequence[int] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: int = 0,
+        context_dim: Annotated[int, Ge(0)] = 0,
     ) -> None:
         super().__init__()
         widths = [dim_in + context_dim, *hidden, dim_out]
-        if min(dim_in, dim_out, *hidden) < 1 or context_dim < 0:
+        if min(widths) < 1:
             raise FlowBNNError(
-                f"every width of an MLP must be at least 1, not dim_in={dim_in}, hidden={tuple(hidden)}, "
-                f"dim_out={dim_out}, context_dim={context_dim}"
+                f"every width of an MLP must be at least 1, not {tuple(hidden)}",
+                kind="value",
+                argument="hidden",
             )
-        self.dim_in = dim_in
         self.context_dim = context_dim
         layers: list[nn.Module] = []
         for before, after in pairwise(widths[:-1]):
@@ -56,23 +59,14 @@ class MLP(nn.Module):
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
-        if value.shape[-1:] != (self.dim_in,):
-            raise FlowBNNError(f"this MLP takes vectors of length {self.dim_in}, not {tuple(value.shape)}")
-        kind = self.layers[-1].weight.dtype
-        if value.dtype != kind and not torch.is_autocast_enabled(value.device.type):
-            raise FlowBNNError(
-                f"this MLP has {kind} parameters but got {value.dtype} input; cast one with .to(dtype)"
-            )
         if self.context_dim == 0:
             return self.layers(value)
-        return self.layers(torch.cat([value, self._fit(value, context)], dim=-1))
-
-    def _fit(self, value: Tensor, context: Tensor | None) -> Tensor:
-        if context is None:
-            raise FlowBNNError(f"this network needs a context of length {self.context_dim}: pass context=")
-        wanted = (*value.shape[:-1], self.context_dim)
-        fits = context.ndim <= len(wanted) and context.shape[-1:] == (self.context_dim,)
-        pairs = zip(reversed(context.shape), reversed(wanted), strict=False)
-        if not fits or any(given not in (1, size) for given, size in pairs):
-            raise FlowBNNError(f"a context of shape {tuple(context.shape)} does not broadcast to {wanted}")
-        return context.expand(wanted)
+        if context is None or context.shape[-1:] != (self.context_dim,):
+            raise FlowBNNError(
+                f"this network needs a context of length {self.context_dim}, not "
+                f"{None if context is None else tuple(context.shape)}: pass context=",
+                kind="shape",
+                argument="context",
+            )
+        context = context.expand(*value.shape[:-1], self.context_dim)
+        return self.layers(torch.cat([value, context], dim=-1))

@@ -1,5 +1,6 @@
 """Stochastic layers: input noise from flows, dropout, and the handles on them."""
 
+from flowbnn.noise.axes import align_batch_axes
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
 from flowbnn.noise.dropout import DropoutNoise
@@ -55,6 +56,7 @@ __all__ = [
     "Site",
     "absorbs",
     "ahead",
+    "align_batch_axes",
     "current_share",
     "divergences",
     "freeze",

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, new_key, pass_of
+from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Unfolded, new_key, pass_of
 
 __all__ = ["Noise", "Site"]
 
@@ -108,7 +108,7 @@ class Noise(nn.Module):
     def _shared(self, state: NoisePass, at: tuple[int, ...], device: torch.device) -> Tensor:
         """The shared draws that are in this batch, ``[draws, *at, dim]``; they depend on the seed and the parameters alone."""
         if state.given is not None:
-            return state.given.draws(self, at)
+            return state.given.draws(self, at, device)
         _, samples, seed, _ = state.settings[self.key]
         start, stop = state.part or (0, samples)
         held, forward = state.kept(), state.forward
@@ -158,6 +158,8 @@ class Noise(nn.Module):
         self, state: NoisePass, x: Tensor, position: tuple[int, ...], batch_axis: int | None, rows: int
     ) -> Tensor:
         """The noise laid out to multiply ``x``; ``position`` holds the sizes of the axes that are neither batch nor feature."""
+        if state.rows and state.rows.get(self.key) != rows:
+            raise Unfolded
         at = position if self.site == "position" else (1,) * len(position)
         mode = state.settings[self.key].mode
         if mode == "mean":

@@ -6,7 +6,8 @@ them through a variable of their thread, so passes of several threads over one n
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "NoisePass",
     "Setting",
     "Share",
+    "Unfolded",
     "current_share",
     "governing",
     "innermost",
@@ -120,6 +122,10 @@ def current_share() -> Share | None:
     return _Process.share
 
 
+class Unfolded(Exception):
+    """A layer sees another number of rows than a batch of folded samples has for it: its rows have been moved."""
+
+
 class _Thread(threading.local):
     innermost: "NoisePass | None" = None
 
@@ -185,6 +191,7 @@ class NoisePass:
         self.settings, self.shares, self.held = settings, shares, held
         self.part: tuple[int, int] | None = None  # which of the shared draws are in the batch; None: all
         self.entry: tuple[int, int] = (-1, 1)  # the layer at which samples enter the batch, and how many
+        self.rows: dict[int, int] = {}  # that layers must see where samples are folded into the batch
         self.given: Any = None  # gives a layer its draws at some positions, where a pass is handed them
         self.prepared: dict[int, Tensor] = {}  # draws for the next forward pass
         self.gradients = False  # whether these were made with gradients
@@ -200,6 +207,15 @@ class NoisePass:
 
     def __exit__(self, *error: object) -> None:
         _thread.innermost = self.outer
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """For the length of a ``with`` block inside this one, this pass governs nothing."""
+        _thread.innermost = self.outer
+        try:
+            yield
+        finally:
+            _thread.innermost = self
 
     @property
     def share(self) -> Share | None:

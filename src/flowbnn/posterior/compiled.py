@@ -5,22 +5,42 @@ sample, or several rows where a pass takes several samples. Inside, every layer 
 launches; those of maps (site ``position``) for as many samples as memory holds.
 """
 
+import warnings
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.noise import Noise, NoisePass, Setting, absorbs, noise_layers, settings_of, shared_draws
-from flowbnn.posterior.batches import call, pad, take, tensors_of
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating, parts_of
+from flowbnn.posterior.base import Prediction
+from flowbnn.posterior.batches import call, divisible, move, pad, repeat, rows, take
+from flowbnn.posterior.forward import (
+    Recording,
+    checked,
+    compiled,
+    dtype_of,
+    even,
+    parts_of,
+    uncompilable,
+    unguarded,
+)
+from flowbnn.training.device import many_shapes, unconcerned
 
-__all__ = ["Form", "GivenDraws", "HalfWeights", "Unasked", "form_for", "pass_given", "reason"]
+__all__ = [
+    "CompiledPasses",
+    "Form",
+    "GivenDraws",
+    "HalfWeights",
+    "compiled_outputs",
+    "form_for",
+    "pass_given",
+]
 
 ROW_BYTES = {"cpu": 2**25, "cuda": 2**28}  # of the draws that wait for their passes
 MAPS = 16  # samples whose maps are drawn at a time: while their passes run, the next ones are launched
@@ -56,7 +76,7 @@ class Row:
     def __init__(self, table: Table, tensor: Tensor) -> None:
         self.table, self.tensor = table, tensor
 
-    def draws(self, layer: Noise, at: tuple[int, ...]) -> Tensor:
+    def draws(self, layer: Noise, at: tuple[int, ...], device: torch.device) -> Tensor:
         if (layer.key, at) not in self.table.starts:
             raise Unasked(f"noise is asked for at {at}, which two rows of inputs did not do")
         start, size = self.table.starts[layer.key, at], layer.layout.dim
@@ -75,82 +95,67 @@ def pass_given(model: nn.Module, table: Table, draws: Tensor, inputs: Any) -> Te
 
 @dataclass
 class Form:
-    """What a network's passes ask for, found on two rows.
+    """What a network's passes ask for, from a pass over two rows.
 
     Args:
         asks: layers and the positions at which they multiply, those of site ``channel`` first.
         weights: how the stand-ins for the weights lie in half precision; None where layers must have their own.
         failure: why the network does not compile, once that has been tried.
-        pieces: whether it might compile in pieces all the same.
     """
 
-    asks: tuple[Ask, ...]
+    asks: tuple[Ask, ...] = ()
     weights: torch.memory_format | None = None
     failure: str = ""
-    pieces: bool = False
 
 
-_FORMS: WeakKeyDictionary[nn.Module, dict[Any, Form]] = WeakKeyDictionary()
+def form_for(prediction: Prediction, inputs: Any) -> Form:
+    """The form for inputs of this shape, made once and kept with the posterior."""
+    shown, half = prediction.recorded(inputs), prediction.half
+    return prediction.kept.get(("form", id(shown)), lambda: _make_form(prediction, inputs, shown, half))
 
 
-def form_for(model: nn.Module, inputs: Any, half: torch.dtype | None) -> Form:
-    """The form for inputs of this shape, found once and remembered with the network; called at the precision of the passes."""
-    known = _FORMS.setdefault(model, {})
-    layouts = tuple((name, layer.layout, layer.site) for name, layer in noise_layers(model).items())
-    key = (layouts, half, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(inputs)))
-    if key not in known:
-        try:
-            known[key] = _find_form(model, take(inputs, 0, 2), half)
-        except Exception as error:  # a network that does not take two rows, say
-            known[key] = Form((), failure=reason(error))
-        if not known[key].asks and not known[key].failure:
-            known[key].failure = "no noise is reached"
-    return known[key]
-
-
-def _find_form(model: nn.Module, few: Any, half: torch.dtype | None) -> Form:
-    layers, device = noise_layers(model), device_of(model)
-    asks: Counter[Ask] = Counter()
-
-    class Recorder:
-        """Draws of ones, and who asks for them."""
-
-        def draws(self, layer: Noise, at: tuple[int, ...]) -> Tensor:
-            asks[names[layer.key], at] += 1
-            return torch.ones(1, *at, layer.layout.dim, device=device)
-
+def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torch.dtype | None) -> Form:
+    model, layers = prediction.model, noise_layers(prediction.model)
     names = {layer.key: name for name, layer in layers.items()}
-    state = NoisePass(settings_of(model, "shared", 1, 0), shares=False)
-    state.given = Recorder()
-    with evaluating(model), state:
-        truth = call(model, few)
-        for name, layer in layers.items():
-            calls = sum(number for (asking, _), number in asks.items() if asking == name)
-            if layer.site == "position" and calls > 1:
-                raise FlowBNNError(f"layer '{name}' is called {calls} times, with noise of its own each time")
-        weights = None if half is None else _fitting(model, few, half, truth)
-    ordered = sorted(asks, key=lambda ask: layers[ask[0]].site == "position")
-    return Form(tuple(ordered), weights)
+    asks = [(names[key], at) for key, at in shown.asked]
+    if shown.error is not None:
+        return Form(failure=reason(shown.error))
+    if not asks:
+        return Form(failure="no noise is reached")
+    calls = Counter(
+        [name for (name, _), number in zip(asks, shown.asked.values(), strict=True) for _ in range(number)]
+    )
+    for name, layer in layers.items():
+        if layer.site == "position" and calls[name] > 1:
+            return Form(
+                failure=f"layer '{name}' is called {calls[name]} times, with noise of its own each time"
+            )
+    asks.sort(key=lambda ask: layers[ask[0]].site == "position")
+    weights = None
+    if half is not None:
+        with NoisePass(settings_of(model, "off"), shares=False):
+            few = move(take(inputs, 0, 2), prediction.device, prediction.dtype)
+            weights = _fitting(prediction, few, half, call(model, few))
+    return Form(tuple(asks), weights)
 
 
-def _fitting(model: nn.Module, few: Any, half: torch.dtype, truth: Tensor) -> torch.memory_format | None:
+def _fitting(
+    prediction: Prediction, few: Any, half: torch.dtype, truth: Tensor
+) -> torch.memory_format | None:
     """How weights may lie in half precision, so that the network still runs and gives what it gave."""
     formats = [torch.preserve_format]
     if truth.device.type == "cuda":  # where half precision is quickest with the channels last
         formats.insert(0, torch.channels_last)
     for kind in formats:
         try:
-            with HalfWeights(model, half, kind, keep=False):
-                found = call(model, few)
+            with HalfWeights(prediction.model, half, kind, {}):
+                found = call(prediction.model, few)
         except Exception:  # whatever the reason, this way does not serve this network
             continue
         gap = (found.float() - truth.float()).abs().max()
         if found.shape == truth.shape and bool(gap <= CLOSE * truth.float().abs().max()):
             return kind
     return None
-
-
-_HALVES: WeakKeyDictionary[nn.Module, dict[Any, nn.Parameter]] = WeakKeyDictionary()
 
 
 class HalfWeights:
@@ -161,15 +166,14 @@ class HalfWeights:
     Args:
         half: the precision.
         kind: memory format of two-dimensional convolutions.
-        keep: use the same memory in every prediction, which CUDA graphs need.
+        kept: stand-ins of earlier predictions: the same memory serves again, which CUDA graphs need.
     """
 
     def __init__(
-        self, model: nn.Module, half: torch.dtype, kind: torch.memory_format, keep: bool = True
+        self, model: nn.Module, half: torch.dtype, kind: torch.memory_format, kept: dict[Any, nn.Parameter]
     ) -> None:
         parts = parts_of(model)
         uses = Counter(id(own) for part in parts for own in part._parameters.values())
-        kept = _HALVES.setdefault(model, {}) if keep else {}
         self.places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
         for number, module in enumerate(parts):
             if not absorbs(module):
@@ -198,33 +202,32 @@ class HalfWeights:
 
 
 class GivenDraws:
-    """The draws of all samples, row by row, for a network that holds shared noise.
+    """The draws of all samples of a prediction, row by row.
 
     Args:
-        model: the network.
+        prediction: whose draws they are.
         form: what its passes ask for.
-        half: precision of the passes, where it is not the network's own.
-        state: of the prediction: it knows seeds and how many samples there are.
+        state: of the prediction: it has the seeds.
     """
 
-    def __init__(self, model: nn.Module, form: Form, half: torch.dtype | None, state: NoisePass) -> None:
-        self.form, self.state, self.device = form, state, device_of(model)
+    def __init__(self, prediction: Prediction, form: Form, state: NoisePass) -> None:
+        model, half = prediction.model, prediction.half
+        self.form, self.state, self.device, self.samples = form, state, prediction.device, prediction.samples
         self.layers = noise_layers(model)
-        self.samples = next(iter(state.settings.values())).samples
-        settings = {layer.key: Setting("shared") for layer in self.layers.values()}
-        self.table = Table(settings, {})
+        self.table = Table({layer.key: Setting("shared") for layer in self.layers.values()}, {})
         self.width = 0
         for name, at in form.asks:
             layer = self.layers[name]
             self.table.starts[layer.key, at] = self.width
             self.width += -(-layer.layout.dim * prod(at) // ALIGNED) * ALIGNED
         channel = list(dict.fromkeys(name for name, _ in form.asks if self.layers[name].site == "channel"))
-        found = shared_draws([self.layers[name] for name in channel], state, self.device)
-        self.vectors = dict(zip(channel, found, strict=True))
+        draws = shared_draws([self.layers[name] for name in channel], state, self.device)
+        self.vectors = dict(zip(channel, draws, strict=True))
         self.dtype = torch.promote_types(dtype_of(model) or torch.float32, torch.float32)
-        self.weights = (
-            None if form.weights is None or half is None else HalfWeights(model, half, form.weights)
-        )
+        self.weights: AbstractContextManager[Any] = nullcontext()
+        if form.weights is not None and half is not None:
+            kept: dict[Any, nn.Parameter] = prediction.kept.get("half weights", dict)
+            self.weights = HalfWeights(model, half, form.weights, kept)
         self.block: tuple[int, Tensor] = (0, torch.empty(0))
 
     def rows(self, first: int, last: int, high: int) -> Tensor:
@@ -262,6 +265,151 @@ class GivenDraws:
             torch._foreach_copy_(places, vectors)
         return block
 
-    def handed(self) -> AbstractContextManager[Any]:
-        """The weights are in half precision where that serves."""
-        return nullcontext() if self.weights is None else self.weights
+
+# -------------------- samples
+
+# floating-point operations of a compiled pass that fills the device: 128 images of VGG16 leave much of a large GPU idle, which is
+# quickest with 4,096 rows a pass; a CPU is full with one sample
+FILLED = {"cpu": 0.0, "cuda": 2.7e12}
+WASTED = 0.25  # of the samples: at most so many are computed for nothing in a last pass that is not full
+MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
+WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
+GRAPHED = 7e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
+
+
+def compiled_outputs(
+    prediction: Prediction, state: NoisePass, inputs: Any, samples: range, plan: Any
+) -> Tensor | None:
+    """Outputs ``[len(samples), batch, ...]`` by compiled passes; None where these are not asked for, not worth it, or impossible."""
+    if not wanted(prediction, inputs, plan):
+        return None
+    form = form_for(prediction, inputs)
+    failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
+    if not form.failure:
+        try:
+            passes = prediction.keep(("passes", id(form)), lambda: CompiledPasses(prediction, form, state))
+            return passes(inputs, samples, plan)
+        # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
+        except failures as error:
+            form.failure = reason(error)
+    warn_once(
+        prediction,
+        f"the network does not compile in one graph ({form.failure}), so the passes run as they are",
+    )
+    return None
+
+
+def wanted(prediction: Prediction, inputs: Any, plan: Any) -> bool:
+    """Whether to compile for this job."""
+    asked = prediction.options.compile
+    if asked is False:
+        return False
+    if not prediction.shared:
+        if asked is True:
+            warn_once(
+                prediction, "compile=True has no effect: draws are not shared, so the passes run as they are"
+            )
+        return False
+    if not divisible(inputs):
+        return False
+    if asked is True:
+        return True
+    if plan.fold == "late" and plan.before > MOSTLY:
+        return False  # a late fold does most of the work once
+    total = prediction.samples * max(prediction.total, rows(inputs))
+    return worth_compiling(prediction.device, plan.work * total)
+
+
+def worth_compiling(device: torch.device, work: float) -> bool:
+    """Whether a job of so many floating-point operations gains more than compiling takes."""
+    return device.type == "cuda" and work >= WORTH_COMPILING
+
+
+def graphed(device: torch.device, work: float) -> bool:
+    """Whether to replay passes of so many floating-point operations from a CUDA graph."""
+    return device.type == "cuda" and work < GRAPHED
+
+
+def warn_once(prediction: Prediction, line: str) -> None:
+    """A warning that a prediction gives once."""
+    if "warned" not in prediction.drawn:
+        prediction.drawn["warned"] = True
+        warnings.warn(line, FlowBNNWarning)
+
+
+class CompiledPasses:
+    """Compiled passes of constant shape, each of one sample or of as many as fill the device."""
+
+    def __init__(self, prediction: Prediction, form: Form, state: NoisePass) -> None:
+        self.prediction, self.state = prediction, state
+        self.given = GivenDraws(prediction, form, state)
+
+    def __call__(self, inputs: Any, samples: range, plan: Any) -> Tensor:
+        prediction, given, limit = self.prediction, self.given, self.prediction.limit
+        assert limit is not None
+        result: list[Tensor] = []
+
+        def take_samples(index: int, several: int, pieces: list[Any], one_pass: Any) -> bool:
+            draws, count = (
+                given.rows(index, index + several, samples.stop),
+                min(several, samples.stop - index),
+            )
+            for start, stop, some, fits in pieces:
+                size = rows(some)
+                batch = repeat(some, several) if plan.fold != "late" and several > 1 else some
+                outputs = (one_pass if fits else pass_given)(prediction.model, given.table, draws, batch)
+                outputs = checked(outputs, several * size).reshape(several, size, *outputs.shape[1:])
+                if not result:
+                    dtype = torch.promote_types(outputs.dtype, torch.float32)
+                    shape = (len(samples), rows(inputs), *outputs.shape[2:])
+                    result.append(outputs.new_empty(shape, dtype=dtype))
+                at = index - samples.start
+                result[0][at : at + count, start:stop] = outputs[:count, : stop - start]
+            return True
+
+        index = samples.start
+        several, graphs, one_pass, pieces = self.cut(inputs, samples, plan)
+        # without this prediction's pass around them, the passes that are compiled are the same in every prediction
+        with self.state.lifted(), given.weights, unconcerned(), many_shapes(), ExitStack() as settled:
+            while index < samples.stop:
+                work = partial(take_samples, index, several, pieces, one_pass)
+                if limit.attempt(work, prediction.fixed * several) is None:
+                    settled.close()
+                    prediction.fixed = 0
+                    several, graphs, one_pass, pieces = self.cut(inputs, samples, plan)
+                    continue
+                if index == samples.start and graphs:
+                    settled.enter_context(unguarded())
+                index += several
+        return result[0]
+
+    def cut(self, inputs: Any, samples: range, plan: Any) -> tuple[int, bool, Any, list[Any]]:
+        """How many samples go through at once, whether from a CUDA graph, by what function, and the pieces of the inputs.
+
+        A piece is its first and last row, its inputs, and whether they have the shape of a compiled pass: a last one that is nearly
+        full is padded.
+        """
+        prediction, limit, count, pieces = self.prediction, self.prediction.limit, rows(inputs), []
+        assert limit is not None
+        prediction.fixed = size = min(prediction.fixed or even(count, limit.rows), limit.rows)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            some, fits = take(inputs, start, stop), 2 * (stop - start) >= size
+            pieces.append((start, stop, pad(some, size) if fits and stop - start < size else some, fits))
+        several = self.several(plan, len(samples))
+        self.given.table.entry = (plan.first, several) if plan.fold == "late" else (-1, 1)
+        graphs = graphed(prediction.device, plan.work * size * several)
+        return several, graphs, compiled(prediction.kept, graphs, pass_given, whole=True), pieces
+
+    def several(self, plan: Any, number: int) -> int:
+        """How many samples a pass takes so that it fills the device; one, where only some of them are asked for."""
+        prediction = self.prediction
+        if not plan.fold or number < prediction.samples or prediction.limit is None:
+            return 1
+        filled = FILLED["cpu" if prediction.device.type == "cpu" else "cuda"]
+        several = int(filled / max(1.0, plan.work * prediction.fixed))
+        several = max(1, min(several, prediction.limit.rows // prediction.fixed, number))
+        several = 2 ** (several.bit_length() - 1)  # every number is compiled anew: a few must do
+        while -number % several > WASTED * number:
+            several //= 2
+        return several

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.numerics import soft_clamp
-from flowbnn.transforms.base import Transform, check_width
+from flowbnn.options import Count, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["Affine"]
 
@@ -29,7 +30,8 @@ class Affine(Transform):
 
     linearity = "diagonal"
 
-    def __init__(self, dim: int, bound: float = 8.0, center: float = 0.0) -> None:
+    @checked
+    def __init__(self, dim: Count, bound: Positive = 8.0, center: float = 0.0) -> None:
         super().__init__()
         self.bound, self.center = bound, center
         self.shift = nn.Parameter(torch.zeros(dim))
@@ -40,13 +42,13 @@ class Affine(Transform):
         return soft_clamp(self.raw_log_scale, self.bound)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, len(self.shift), self)
+        check_vectors(z, len(self.shift), self)
         log_scale = self.log_scale
         scale = log_scale.exp()
         return torch.addcmul(self._offset(scale), z, scale), log_scale.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, len(self.shift), self)
+        check_vectors(x, len(self.shift), self)
         log_scale = self.log_scale
         return (x - self._offset(log_scale.exp())) * (-log_scale).exp(), -log_scale.sum().expand(x.shape[:-1])
 

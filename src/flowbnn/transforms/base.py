@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Transform", "check_dim", "check_dtype", "check_width"]
+__all__ = ["Transform", "check_vectors"]
 
 
 class Transform(nn.Module):
@@ -55,28 +55,16 @@ class Transform(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define inverse(x, context=None)")
 
 
-# -------------------- checks.py
-
-
-def check_dim(dim: int, owner: object) -> int:
-    """``dim``, if it can be the length of a vector."""
-    if dim < 1:
-        raise FlowBNNError(f"{type(owner).__name__} needs a dimension of at least 1, not {dim}")
-    return dim
-
-
-def check_width(value: Tensor, dim: int, owner: object) -> None:
-    """Refuse vectors of another length, which would broadcast or index their way to a wrong log-det in silence."""
+def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
+    """Refuse vectors of another length, which would broadcast to a wrong log-det, and of another dtype than the parameters."""
     if value.ndim == 0 or value.shape[-1] != dim:
         raise FlowBNNError(
-            f"{type(owner).__name__} takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
+            f"{type(owner).__name__} takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}",
+            kind="shape",
         )
-
-
-def check_dtype(value: Tensor, parameter: Tensor, owner: object) -> None:
-    """Refuse an input of another dtype than the parameters: a product of the two fails deep inside torch."""
-    if value.dtype != parameter.dtype:
+    if parameter is not None and value.dtype != parameter.dtype:
         raise FlowBNNError(
             f"{type(owner).__name__} has {parameter.dtype} parameters but got {value.dtype} input; "
-            "cast one of them with .to(dtype)"
+            "cast one of them with .to(dtype)",
+            kind="dtype",
         )

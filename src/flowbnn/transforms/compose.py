@@ -30,7 +30,8 @@ class Compose(Transform):
         for part in parts:
             if not isinstance(part, Transform):
                 raise FlowBNNError(
-                    f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)"
+                    f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)",
+                    kind="value",
                 )
         self.parts = nn.ModuleList(parts)
         self.event_dim = max((part.event_dim for part in parts), default=1)
@@ -78,7 +79,9 @@ class Inverse(Transform):
     def __init__(self, part: Transform) -> None:
         super().__init__()
         if part.inverse_kind == "none":
-            raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
+            raise FlowBNNError(
+                f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards", kind="value"
+            )
         self.part = part
         self.event_dim = part.event_dim
         self.linearity = part.linearity

@@ -1,7 +1,7 @@
-"""Coupling layers: one part of the vector moves, the other says how."""
+"""Coupling layers: one part of the vector is transformed by parameters that a network computes from the other part."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import MLP
 from flowbnn.numerics import soft_clamp
-from flowbnn.transforms.base import Transform, check_width
+from flowbnn.options import Ge, Hint, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["AdditiveCoupling", "AffineCoupling", "Coupling"]
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
+AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
 class Coupling(Transform):
@@ -42,22 +44,19 @@ class Coupling(Transform):
     moved_index: Tensor
     restore: Tensor
 
+    @checked
     def __init__(
         self,
-        dim: int,
+        dim: AtLeastTwo,
         mask: Mask = "half",
         flip: bool = False,
         hidden: Sequence[int] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: int = 0,
+        context_dim: Annotated[int, Ge(0)] = 0,
         net: nn.Module | None = None,
         compress: bool = True,
     ) -> None:
         super().__init__()
-        if dim < 2:
-            raise FlowBNNError(
-                f"a coupling needs at least 2 dimensions, not {dim}; for one number use Affine"
-            )
         self.dim = dim
         self.compress = compress
         keep = _read_mask(mask, dim)
@@ -92,7 +91,7 @@ class Coupling(Transform):
         wanted = (*moved.shape[:-1], self.per_entry * moved.shape[-1])
         if parameters.shape != wanted:
             raise FlowBNNError(
-                f"the net of a coupling must give {wanted} here, not {tuple(parameters.shape)}"
+                f"the net of a coupling must give {wanted} here, not {tuple(parameters.shape)}", kind="shape"
             )
         return parameters
 
@@ -104,12 +103,12 @@ class Coupling(Transform):
         self.kept_index = torch.tensor(kept, device=device)
         self.moved_index = torch.tensor(moved, device=device)
         self.restore = torch.argsort(torch.tensor(kept + moved, device=device))
-        # slices are cheaper than indices, so the usual halves are told apart here, once
+        # slices are cheaper than indices, so the usual halves are recognised here, once
         self._kept_count = len(kept)
         self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
     def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        check_width(value, self.dim, self)
+        check_vectors(value, self.dim, self)
         if self._layout == "first":
             return value[..., : self._kept_count], value[..., self._kept_count :]
         if self._layout == "last":
@@ -161,21 +160,20 @@ class AffineCoupling(Coupling):
 
     per_entry = 2
 
+    @checked
     def __init__(
         self,
-        dim: int,
+        dim: AtLeastTwo,
         mask: Mask = "half",
         flip: bool = False,
         hidden: Sequence[int] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: int = 0,
+        context_dim: Annotated[int, Ge(0)] = 0,
         net: nn.Module | None = None,
         compress: bool = True,
-        bound: float = 2.0,
+        bound: Positive = 2.0,
     ) -> None:
         super().__init__(dim, mask, flip, hidden, activation, context_dim, net, compress)
-        if not bound > 0.0:
-            raise FlowBNNError(f"the bound of the log-scale must be positive, not {bound}")
         self.bound = bound
 
     def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,16 +189,14 @@ class AffineCoupling(Coupling):
 
 def _read_mask(mask: Mask, dim: int) -> Tensor:
     if isinstance(mask, str):
-        if mask == "half":
-            return torch.arange(dim) < dim // 2
-        if mask == "alternating":
-            return torch.arange(dim) % 2 == 0
-        raise FlowBNNError(f"the mask of a coupling is 'half', 'alternating' or booleans, not '{mask}'")
+        return torch.arange(dim) < dim // 2 if mask == "half" else torch.arange(dim) % 2 == 0
     keep = torch.as_tensor(mask)
-    if keep.dtype != torch.bool or keep.shape != (dim,):
-        raise FlowBNNError(f"the mask of a coupling has one boolean for each of its {dim} dimensions")
-    if bool(keep.all()) or not bool(keep.any()):
-        raise FlowBNNError("the mask of a coupling must keep at least one dimension and move at least one")
+    if keep.dtype != torch.bool or keep.shape != (dim,) or keep.all() or not keep.any():
+        raise FlowBNNError(
+            f"the mask of a coupling has one boolean for each of its {dim} dimensions, at least one true and one false",
+            kind="value",
+            argument="mask",
+        )
     return keep.clone()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import inverse_softplus
+from flowbnn.options import Positive, checked
 from flowbnn.transforms.base import Transform
 
 __all__ = ["Exp", "LeakyReLU", "Logit", "Sigmoid", "Softplus", "Tanh"]
@@ -78,6 +78,7 @@ class Logit(Transform):
 
     event_dim = 0
 
+    @checked
     def __init__(self) -> None:
         super().__init__()
         self.sigmoid = Sigmoid()
@@ -141,10 +142,9 @@ class LeakyReLU(Transform):
 
     event_dim = 0
 
-    def __init__(self, slope: float = 0.01) -> None:
+    @checked
+    def __init__(self, slope: Positive = 0.01) -> None:
         super().__init__()
-        if not (0.0 < slope < math.inf):
-            raise FlowBNNError(f"the slope of LeakyReLU must be positive and finite, not {slope}")
         self.slope = slope
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

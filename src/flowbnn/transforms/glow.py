@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from flowbnn.options import Positive, checked
 from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.coupling import AffineCoupling, Mask
+from flowbnn.transforms.coupling import AffineCoupling, AtLeastTwo, Mask
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm
 
@@ -36,15 +37,16 @@ class GlowStep(Compose):
     (True, torch.Size([2]))
     """
 
+    @checked
     def __init__(
         self,
-        dim: int,
+        dim: AtLeastTwo,
         hidden: Sequence[int] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: int = 0,
         mask: Mask = "half",
         flip: bool = False,
-        bound: float = 2.0,
+        bound: Positive = 2.0,
         permute: bool = False,
         data_start: bool = False,
         generator: torch.Generator | None = None,

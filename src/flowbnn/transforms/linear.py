@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.kernels.reference import solve, triangles
-from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
+from flowbnn.options import Count, NonNegative, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["LULinear"]
 
@@ -40,17 +41,18 @@ class LULinear(Transform):
     order: Tensor
     restore: Tensor
 
+    @checked
     def __init__(
         self,
-        dim: int,
+        dim: Count,
         bias: bool = False,
         permute: bool = False,
-        bound: float = 4.0,
-        spread: float = 0.01,
+        bound: Positive = 4.0,
+        spread: NonNegative = 0.01,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.dim = check_dim(dim, self)
+        self.dim = dim
         self.bound = bound
         self.permute = permute
         factors = torch.randn(dim, dim, generator=generator) * spread
@@ -61,8 +63,7 @@ class LULinear(Transform):
         self.register_buffer("restore", torch.argsort(order))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
-        check_dtype(z, self.factors, self)
+        check_vectors(z, self.dim, self, self.factors)
         lower, upper, logs = triangles(self.factors, self.bound)
         x = torch.matmul(torch.matmul(z, upper.mT), lower.mT)
         if self.permute:
@@ -72,8 +73,7 @@ class LULinear(Transform):
         return x, logs.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
-        check_dtype(x, self.factors, self)
+        check_vectors(x, self.dim, self, self.factors)
         lower, upper, logs = triangles(self.factors, self.bound)
         z = x if self.bias is None else x - self.bias
         if self.permute:

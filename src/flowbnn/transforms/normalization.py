@@ -1,14 +1,14 @@
-"""Activation normalisation."""
+"""Normalisation by the statistics of a batch."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import soft_clamp
+from flowbnn.options import Count, Interval, Positive, checked
 from flowbnn.transforms.affine import Affine
-from flowbnn.transforms.base import Transform, check_dim, check_width
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["ActNorm", "BatchNorm"]
 
@@ -38,8 +38,9 @@ class ActNorm(Affine):
 
     initialized: Tensor
 
-    def __init__(self, dim: int, bound: float = 8.0, data_start: bool = True) -> None:
-        super().__init__(check_dim(dim, self), bound)
+    @checked
+    def __init__(self, dim: Count, bound: Positive = 8.0, data_start: bool = True) -> None:
+        super().__init__(dim, bound)
         self.dim = dim
         self.register_buffer("initialized", torch.tensor(not data_start))
         # the same fact for Python, because a compiled graph must not branch on a tensor
@@ -47,13 +48,13 @@ class ActNorm(Affine):
         self.register_load_state_dict_post_hook(_read_started)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
+        check_vectors(z, self.dim, self)
         if self.training and not self.started:
             self._start(z, backwards=False)
         return super().forward(z, context)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
+        check_vectors(x, self.dim, self)
         if self.training and not self.started:
             self._start(x, backwards=True)
         return super().inverse(x, context)
@@ -79,9 +80,6 @@ class ActNorm(Affine):
 
 def _read_started(module: nn.Module, incompatible: Any) -> None:
     module.started = bool(module.initialized)  # type: ignore[assignment]
-
-
-# -------------------- batch_norm.py
 
 
 class BatchNorm(Transform):
@@ -115,13 +113,16 @@ class BatchNorm(Transform):
     running_mean: Tensor
     running_variance: Tensor
 
-    def __init__(self, dim: int, momentum: float = 0.1, eps: float = 1e-5, bound: float = 8.0) -> None:
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        momentum: Annotated[float, Interval(gt=0, le=1)] = 0.1,
+        eps: Positive = 1e-5,
+        bound: Positive = 8.0,
+    ) -> None:
         super().__init__()
-        if not 0.0 < momentum <= 1.0:
-            raise FlowBNNError(f"the momentum of BatchNorm must be in (0, 1], not {momentum}")
-        if not eps > 0.0:
-            raise FlowBNNError(f"the eps of BatchNorm must be positive, not {eps}")
-        self.dim = check_dim(dim, self)
+        self.dim = dim
         self.momentum = momentum
         self.eps = eps
         self.bound = bound
@@ -131,14 +132,14 @@ class BatchNorm(Transform):
         self.register_buffer("running_variance", torch.ones(dim))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
+        check_vectors(z, self.dim, self)
         own = self.training and z.shape[:-1].numel() >= 2
         mean, variance = self._follow(z) if own else self._running()
         log_scale = self._log_scale(variance)
         return (z - mean) * log_scale.exp() + self.shift, log_scale.sum().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
+        check_vectors(x, self.dim, self)
         mean, variance = self._running()
         log_scale = self._log_scale(variance)
         return (x - self.shift) * (-log_scale).exp() + mean, -log_scale.sum().expand(x.shape[:-1])

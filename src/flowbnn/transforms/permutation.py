@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms.base import Transform, check_dim, check_width
+from flowbnn.options import Count, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["Permutation", "Reverse", "Shuffle"]
 
@@ -27,11 +28,16 @@ class Permutation(Transform):
     order: Tensor
     restore: Tensor
 
+    @checked
     def __init__(self, order: Sequence[int] | Tensor) -> None:
         super().__init__()
         index = torch.as_tensor(order)
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
-            raise FlowBNNError("a permutation names every position from 0 to dim - 1 exactly once")
+            raise FlowBNNError(
+                "a permutation names every position from 0 to dim - 1 exactly once",
+                kind="value",
+                argument="order",
+            )
         index = index.to(torch.long)
         self.register_buffer("order", index.clone())
         self.register_buffer("restore", torch.argsort(index))
@@ -43,7 +49,7 @@ class Permutation(Transform):
         return self._pick(x, self.restore)
 
     def _pick(self, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        check_width(value, self.order.numel(), self)
+        check_vectors(value, self.order.numel(), self)
         return value.index_select(-1, index), value.new_zeros(value.shape[:-1])
 
 
@@ -57,8 +63,9 @@ class Reverse(Permutation):
     tensor([3., 2., 1.])
     """
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(range(check_dim(dim, self) - 1, -1, -1))
+    @checked
+    def __init__(self, dim: Count) -> None:
+        super().__init__(range(dim - 1, -1, -1))
 
 
 class Shuffle(Permutation):
@@ -73,5 +80,6 @@ class Shuffle(Permutation):
     tensor([0., 1., 2., 3.])
     """
 
-    def __init__(self, dim: int, generator: torch.Generator | None = None) -> None:
-        super().__init__(torch.randperm(check_dim(dim, self), generator=generator))
+    @checked
+    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+        super().__init__(torch.randperm(dim, generator=generator))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from flowbnn import kernels
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain, Plan, reference
-from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
+from flowbnn.options import Count, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
 from flowbnn.transforms.linear import LULinear
 
 __all__ = ["Planar", "PlanarLU"]
@@ -35,16 +36,17 @@ class PlanarLU(Transform):
     tensor([[ 0.5000, -1.0000,  2.0000]], grad_fn=<ViewBackward0>)
     """
 
+    @checked
     def __init__(
         self,
-        dim: int,
+        dim: Count,
         runs: Sequence[tuple[Literal["planar", "lu"], int]],
-        margin: float = 1e-3,
-        bound: float = 4.0,
+        margin: Positive = 1e-3,
+        bound: Positive = 4.0,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.dim = check_dim(dim, self)
+        self.dim = dim
         for kind, size in runs:
             if kind not in ("planar", "lu") or size < 0:
                 raise FlowBNNError(
@@ -88,10 +90,8 @@ class PlanarLU(Transform):
         return z.view(x.shape), total.view(x.shape[:-1])
 
     def _checked(self, value: Tensor) -> Chain:
-        check_width(value, self.dim, self)
         chain = self.chain
-        if chain.weights:
-            check_dtype(value, chain.weights[0], self)
+        check_vectors(value, self.dim, self, chain.weights[0] if chain.weights else None)
         return chain
 
     def extra_repr(self) -> str:
@@ -131,5 +131,6 @@ class Planar(PlanarLU):
     tensor([[ 0.5000, -1.0000,  2.0000]], grad_fn=<ViewBackward0>)
     """
 
-    def __init__(self, dim: int, margin: float = 1e-3, generator: torch.Generator | None = None) -> None:
+    @checked
+    def __init__(self, dim: Count, margin: Positive = 1e-3, generator: torch.Generator | None = None) -> None:
         super().__init__(dim, [("planar", 1)], margin, generator=generator)

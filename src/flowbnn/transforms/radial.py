@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.numerics import safe_norm
-from flowbnn.transforms.base import Transform, check_dim, check_width
+from flowbnn.options import Count, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["Radial"]
 
@@ -34,9 +35,10 @@ class Radial(Transform):
 
     inverse_kind = "exact"
 
-    def __init__(self, dim: int, margin: float = 1e-3, generator: torch.Generator | None = None) -> None:
+    @checked
+    def __init__(self, dim: Count, margin: Positive = 1e-3, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        self.dim = check_dim(dim, self)
+        self.dim = dim
         self.margin = margin
         one = 0.5413248546129181  # softplus(log(e - 1)) = 1
         self.center = nn.Parameter(0.1 * torch.randn(dim, generator=generator))
@@ -56,7 +58,7 @@ class Radial(Transform):
         return torch.log(far * (1 + near) + near * center) + (self.dim - 1) * torch.log(far + center)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
+        check_vectors(z, self.dim, self)
         alpha, stretch = self._sizes()
         offset = z - self.center
         radius = safe_norm(offset)
@@ -64,7 +66,7 @@ class Radial(Transform):
         return self.center + factor.unsqueeze(-1) * offset, self._log_det(radius, alpha, stretch)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
+        check_vectors(x, self.dim, self)
         alpha, stretch = self._sizes()
         offset = x - self.center
         distance = safe_norm(offset)

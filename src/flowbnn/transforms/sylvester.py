@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import tanh_root, tanh_slope
-from flowbnn.transforms.base import Transform, check_dim, check_dtype, check_width
+from flowbnn.options import Count, checked
+from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["HouseholderSylvester", "OrthogonalSylvester", "TriangularSylvester"]
 
@@ -24,7 +25,7 @@ class _Sylvester(Transform):
 
     def __init__(self, dim: int, hidden: int, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.dim = check_dim(dim, self)
+        self.dim = dim
         self.hidden = hidden
         self.triangles = nn.Parameter(0.05 * torch.randn(hidden, hidden, generator=generator))
         self.raw_diagonal = nn.Parameter(1 + 0.05 * torch.randn(hidden, generator=generator))
@@ -43,8 +44,7 @@ class _Sylvester(Transform):
         return right, left, 1 + diagonal * other
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(z, self.dim, self)
-        check_dtype(z, self.bias, self)
+        check_vectors(z, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         basis = self._basis()
         a = _down(z, basis) @ left.mT + self.bias
@@ -52,8 +52,7 @@ class _Sylvester(Transform):
         return z + _up(tanh @ right.mT, basis), _log_slopes(a, tanh, slopes)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_width(x, self.dim, self)
-        check_dtype(x, self.bias, self)
+        check_vectors(x, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         basis = self._basis()
         # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
@@ -107,10 +106,13 @@ class OrthogonalSylvester(_Sylvester):
     True
     """
 
-    def __init__(self, dim: int, hidden: int, generator: torch.Generator | None = None) -> None:
-        if not 1 <= hidden <= dim:
+    @checked
+    def __init__(self, dim: Count, hidden: Count, generator: torch.Generator | None = None) -> None:
+        if hidden > dim:
             raise FlowBNNError(
-                f"OrthogonalSylvester needs between 1 and {dim} (its dim) hidden directions, not {hidden}"
+                f"OrthogonalSylvester has between 1 and {dim} (its dim) hidden directions, not {hidden}",
+                kind="value",
+                argument="hidden",
             )
         super().__init__(dim, hidden, generator)
         self.frame = nn.Parameter(torch.linalg.qr(torch.randn(dim, hidden, generator=generator)).Q)
@@ -125,7 +127,7 @@ class HouseholderSylvester(_Sylvester):
     .. math:: x = z + Q R \tanh(\tilde R Q^\top z + b), \qquad
               Q = \prod_{k=1}^{K} \left(I - 2 \frac{v_k v_k^\top}{\lVert v_k \rVert^2}\right)
 
-    :class:`OrthogonalSylvester` tells the rest. A vector :math:`v_k` of zero reflects nothing.
+    :class:`OrthogonalSylvester` has the rest. A vector :math:`v_k` of zero reflects nothing.
 
     Args:
         dim: length of the vectors.
@@ -137,9 +139,8 @@ class HouseholderSylvester(_Sylvester):
     (torch.Size([6, 4]), torch.Size([6]))
     """
 
-    def __init__(self, dim: int, reflections: int, generator: torch.Generator | None = None) -> None:
-        if reflections < 1:
-            raise FlowBNNError(f"HouseholderSylvester needs at least 1 reflection, not {reflections}")
+    @checked
+    def __init__(self, dim: Count, reflections: Count, generator: torch.Generator | None = None) -> None:
         super().__init__(dim, dim, generator)
         self.mirrors = nn.Parameter(torch.randn(reflections, dim, generator=generator))
 
@@ -158,7 +159,7 @@ class TriangularSylvester(_Sylvester):
     .. math:: x = z + Q R \tanh(\tilde R Q^\top z + b)
 
     Alternate ``reverse`` along a chain, so that every coordinate gets to see every other. :class:`OrthogonalSylvester`
-    tells the rest.
+    has the rest.
 
     Args:
         dim: length of the vectors.
@@ -170,7 +171,8 @@ class TriangularSylvester(_Sylvester):
     (torch.Size([6, 4]), torch.Size([6]))
     """
 
-    def __init__(self, dim: int, reverse: bool = False, generator: torch.Generator | None = None) -> None:
+    @checked
+    def __init__(self, dim: Count, reverse: bool = False, generator: torch.Generator | None = None) -> None:
         super().__init__(dim, dim, generator)
         self.reverse = reverse
 

@@ -1,0 +1,378 @@
+"""The posterior of a stochastic network, and how samples of its outputs are taken.
+
+Draws that all inputs share make a sample one network. There are two ways to run many of them, chosen in :meth:`Sampler.__call__`:
+
+* *plain*: one network after the other, with the noise multiplied into the weights of torch's own linear layers and convolutions and by
+  the hooks elsewhere; or the samples folded into the batch, as so many blocks of rows, where that is the same;
+* *compiled* (:mod:`flowbnn.posterior.compiled`): passes of constant shape that are handed their draws.
+
+Folding assumes that every row keeps its place. It is taken only where a recorded pass shows nothing that could move rows, and a trial
+with two samples in the batch gives for the first one what that sample gives alone (:func:`plan_for`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.convert import to_deterministic, to_stochastic
+from flowbnn.errors import FlowBNNError
+from flowbnn.noise import (
+    InputNoise,
+    Noise,
+    NoisePass,
+    Setting,
+    absorbs,
+    hold_noise,
+    noise_layers,
+    recipe_from_dict,
+    settings_of,
+    weight_scale,
+)
+from flowbnn.noise.passes import Unfolded
+from flowbnn.options import Count, checked
+from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.batches import call, divisible, move, repeat, rows, take
+from flowbnn.posterior.compiled import compiled_outputs
+from flowbnn.posterior.forward import Recording, TrialDraws, device_of, even, out_of_memory, parts_of
+from flowbnn.posterior.forward import checked as checked_rows
+
+__all__ = ["NoisePosterior", "Plan", "Sampler", "plan_for"]
+
+# products of feature maps cost some hundredths of a pass on a CPU, and a fifth or more on a GPU, which waits for its memory
+LATE_SHARE = {"cpu": 0.05, "cuda": 0.2}  # of the work, before the first noise
+LEAST_WORK = {"cpu": 5e8, "cuda": 2e11}  # floating-point operations of a pass for one sample
+
+
+class NoisePosterior(Posterior):
+    """A stochastic network whose noise has been fitted."""
+
+    kind = "node noise"
+    parts = ("likelihood", "history", "recipes")
+    compiles = True
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        if "sampler" not in prediction.drawn:
+            prediction.drawn["sampler"] = Sampler(prediction)
+        return prediction.drawn["sampler"](inputs, samples)
+
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
+        network = deepcopy(self.model).eval()
+        hold_noise(network, "shared", samples=1, seed=seed)
+        return network
+
+    @checked
+    def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
+        """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
+
+        At site ``position`` these are the vectors at one position of the feature map.
+        """
+        device, settings = device_of(self.model), settings_of(self.model, "shared", samples, seed)
+        return {
+            name: layer.shared_vectors(samples, settings[layer.key].seed, device)
+            for name, layer in noise_layers(self.model).items()
+        }
+
+    def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
+        layers = noise_layers(self.model)
+        if set(values) != set(layers):
+            raise FlowBNNError("log_prob takes the noise of every layer, as draws gives it")
+        for name, layer in layers.items():
+            if not isinstance(layer, InputNoise):
+                raise FlowBNNError(
+                    f"the noise of layer '{name}' is {layer.label}, which has no density", layer=name
+                )
+        with torch.no_grad():
+            each = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
+        return torch.stack(each).sum(0)
+
+    def mean_network(self) -> nn.Module:
+        """The plain network at the mean of the noise, which is absorbed into the weights."""
+        return to_deterministic(self.model, absorb=True)
+
+    def document(self) -> dict[str, Any]:
+        recipes = {
+            name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
+            for name, layer in noise_layers(self.model).items()
+        }
+        return {**super().document(), "recipes": recipes}
+
+    @classmethod
+    def load(cls, path: Any, network: nn.Module) -> "Posterior":
+        """Read a saved posterior.
+
+        Args:
+            network: the plain network, which is converted by the recipes in the file, or one that is converted already.
+        """
+        tensors, document = cls.read(path)
+        if not noise_layers(network):
+            names = dict(network.named_modules())
+            absent = [name for name in document["recipes"] if name not in names]
+            if absent:
+                raise FlowBNNError(
+                    f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'"
+                )
+            try:
+                recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
+            except FlowBNNError as error:
+                raise FlowBNNError(f"'{path}' cannot be loaded into a plain network: {error}") from None
+            if not recipes:
+                raise FlowBNNError(f"'{path}' is damaged: it names no layer with noise")
+            network = to_stochastic(
+                network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
+            )
+        else:
+            network = deepcopy(network)
+        restored = cls.restore(network, tensors, document, path)
+        for layer in noise_layers(restored.model).values():
+            layer.fitted = True
+        return restored
+
+
+# -------------------- plans
+
+
+@dataclass
+class Plan:
+    """How samples of a network may be taken.
+
+    Args:
+        fold: whether samples may be folded into the batch: ``"late"`` at the first noisy layer, ``"input"``, or ``""`` not at all.
+        first: the key of that layer.
+        times: rows that each noisy layer sees for one row of the batch, by its key.
+        absorbed: layers whose shared noise their weights can take.
+        work: floating-point operations of one row in matrix products and convolutions; 0 if unknown.
+        before: the share of them before the first noise.
+    """
+
+    fold: str = ""
+    first: int = -1
+    times: dict[int, int] = field(default_factory=dict)
+    absorbed: tuple[str, ...] = ()
+    work: float = 0.0
+    before: float = 0.0
+
+    def absorbs(self, rows: int, device: torch.device) -> bool:
+        """Whether one network after the other, its noise in the weights, is quicker where a sample has passes of so many rows."""
+        kind = "cpu" if device.type == "cpu" else "cuda"
+        if not self.absorbed or (self.fold == "late" and self.before > LATE_SHARE[kind]):
+            return False
+        return self.work * rows >= LEAST_WORK[kind]
+
+
+def plan_for(prediction: Prediction, inputs: Any) -> Plan:
+    """The plan for inputs of this shape, found once and kept with the posterior."""
+    shown = prediction.recorded(inputs)
+    if isinstance(shown.plan, Plan):
+        return shown.plan
+    model, layers = prediction.model, noise_layers(prediction.model)
+    plan, called = Plan(work=shown.flops or 0.0), [name for name in shown.calls if name in layers]
+    if shown.error is not None or not called:
+        return plan  # where the network itself fails, the real pass says why
+    plan.absorbed = tuple([name for name in called if _absorbable(model, name, layers[name], shown)])
+    first = layers[called[0]]
+    plan.first, reached = first.key, shown.calls[called[0]]
+    if shown.flops:
+        late = first.passes_through or first.layout.side == "output"
+        plan.before = (reached.after if late else reached.before) / (shown.flops * shown.rows)
+    for name in called:
+        plan.times[layers[name].key] = _times(layers[name], shown, name)
+    certain = True
+    if divisible(inputs) and not shown.unusual and min(plan.times.values()) > 0:
+        late = plan.before > 0.0 and first.layout.batch_axis == 0 and plan.times[first.key] == 1
+        for plan.fold in ("late", "input") if late else ("input",):
+            right = _try_fold(prediction, take(inputs, 0, 2), plan, shown)
+            if right:
+                break
+        else:
+            plan.fold, certain = "", right is not None
+    if certain:
+        shown.plan = plan
+    return plan
+
+
+def _times(layer: Noise, shown: Recording, name: str) -> int:
+    """How many rows a layer sees for one row of the batch; 0 where that is no integer or it has no batch axis."""
+    outside = layer.passes_through or layer.layout.side == "output"
+    shape = shown.calls[name].outputs if outside else shown.calls[name].inputs
+    axis = layer.layout.batch_axis
+    if axis is None or len(shape) <= max(layer.layout.unbatched_ndim, axis):
+        return 0
+    return 0 if shape[axis] % shown.rows else shape[axis] // shown.rows
+
+
+def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording) -> bool:
+    """Whether the weight can take the layer's shared noise: torch's own linear layer or convolution, whose weight nobody else reads.
+
+    Noise at site ``position`` has one vector for a linear layer that reads plain vectors, once in a pass.
+    """
+    module, one = model.get_submodule(name), shown.calls[name]
+    if layer.layout.side != "input" or not absorbs(module) or name in shown.read_elsewhere:
+        return False
+    if layer.site == "position" and not (
+        isinstance(module, nn.Linear) and len(one.inputs) == 2 and one.count == 1
+    ):
+        return False
+    uses = Counter([id(own) for part in parts_of(model) for own in part._parameters.values()])
+    return uses[id(module._parameters["weight"])] == 1
+
+
+def _try_fold(prediction: Prediction, few: Any, plan: Plan, shown: Recording) -> bool | None:
+    """Whether two samples in one batch give for the first what it gave alone; None where their outputs do not differ."""
+    model, count = prediction.model, shown.rows
+    few = move(few, prediction.device, prediction.dtype)
+    state = NoisePass(settings_of(model, "shared", 2, 0), shares=False)
+    state.given, state.rows = TrialDraws(2), {key: 2 * times * count for key, times in plan.times.items()}
+    if plan.fold == "late":
+        state.entry = (plan.first, 2)
+    try:
+        with state:
+            both = call(model, few if plan.fold == "late" else repeat(few, 2))
+    except Exception as error:  # whatever the reason, this way does not serve this network
+        if out_of_memory(error):
+            raise
+        return False
+    alone = shown.outputs
+    if alone is None or both.shape[:1] != (2 * count,) or len(alone) != count:
+        return False
+    apart = (both[count:] - both[:count]).abs().max()
+    gap = (both[:count] - alone).abs().max()
+    scale = alone.abs().max()
+    if not bool(apart > 1e-4 * scale):
+        return None if bool(gap <= 1e-4 * scale) else False
+    # a wrong fold errs by as much as samples differ; arithmetic by far less
+    return bool(gap <= (0.02 if prediction.half is None else 0.1) * apart + 1e-5 * scale)
+
+
+# -------------------- samples
+
+
+class ScaledWeights:
+    """Stand-ins for the weights of some layers, filled with those of one sample after the other.
+
+    Inside the ``with`` block these layers have no noise of their own. Whatever happens in it, the network gets its weights back.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], state: NoisePass) -> None:
+        layers = noise_layers(model)
+        self.state, self.layers = state, [layers[name] for name in names]
+        self.modules = [model.get_submodule(name) for name in names]
+        self.weights: list[Any] = [module._parameters["weight"] for module in self.modules]
+        self.buffers = [
+            nn.Parameter(torch.empty_like(weight), requires_grad=False) for weight in self.weights
+        ]
+        self.draws = [
+            layer.shared_vectors(*state.settings[layer.key][1:3], weight.device)
+            for layer, weight in zip(self.layers, self.weights, strict=True)
+        ]
+
+    def fill(self, index: int) -> None:
+        """Make the network the sample of this index."""
+        parts = zip(self.modules, self.weights, self.draws, self.buffers, strict=True)
+        for module, weight, draws, buffer in parts:
+            torch.mul(weight, weight_scale(module, draws[index]), out=buffer.data)
+
+    def __enter__(self) -> "ScaledWeights":
+        self.before = self.state.settings
+        self.state.settings = {**self.before, **{layer.key: Setting("off") for layer in self.layers}}
+        for module, buffer in zip(self.modules, self.buffers, strict=True):
+            module._parameters["weight"] = buffer
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.state.settings = self.before
+        for module, weight in zip(self.modules, self.weights, strict=True):
+            module._parameters["weight"] = weight
+
+
+class Sampler:
+    """Samples of a stochastic network's outputs, for the length of a prediction."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction, self.model = prediction, prediction.model
+        self.generator = None if prediction.shared else torch.Generator(prediction.device)
+        mode: Any = "shared" if prediction.shared else "sample"
+        samples = prediction.samples if prediction.shared else 1
+        settings = settings_of(self.model, mode, samples, prediction.seed, self.generator)
+        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held={}))
+
+    def __call__(self, inputs: Any, samples: range) -> Tensor:
+        """Outputs ``[len(samples), batch, ...]`` of these samples."""
+        prediction = self.prediction
+        inputs = prediction.ready(inputs)
+        if self.generator is not None:  # every batch its own draws
+            self.generator.manual_seed(prediction.seed + prediction.batch)
+        assert prediction.limit is not None
+        plan = prediction.limit.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
+        outputs = compiled_outputs(prediction, self.state, inputs, samples, plan)
+        if outputs is not None:
+            return outputs
+        size = even(rows(inputs), prediction.limit.rows)
+        if plan.fold and not (prediction.shared and plan.absorbs(size, prediction.device)):
+            try:
+                return self.folded(inputs, samples, plan)
+            except Unfolded:
+                plan.fold = ""
+        return self.one_by_one(inputs, samples, plan)
+
+    def one_by_one(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
+        """One network after the other, over all rows."""
+        self.state.entry, self.state.rows = (-1, 1), {}
+        return self.prediction.run(inputs, self.networks(samples, plan), len(samples))
+
+    def networks(self, samples: range, plan: Plan) -> Iterator[Callable[[Any], Tensor]]:
+        """The network as each sample has it, one after the other."""
+        one_pass = partial(call, self.model)
+        if not (self.prediction.shared and plan.absorbed):
+            for index in samples:
+                self.state.part = (index, index + 1) if self.prediction.shared else None
+                yield one_pass
+            return
+        weights = self.prediction.keep(
+            plan.absorbed, lambda: ScaledWeights(self.model, plan.absorbed, self.state)
+        )
+        with weights:
+            for index in samples:
+                weights.fill(index)
+                self.state.part = (index, index + 1)
+                yield one_pass
+
+    def folded(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
+        """Several samples in one pass, as blocks of the batch."""
+        limit, result, start = self.prediction.limit, None, 0
+        assert limit is not None
+        while start < rows(inputs):
+            at_once = min(len(samples), limit.rows)
+            stop = min(start + max(1, limit.rows // at_once), rows(inputs))
+            some, count, first = take(inputs, start, stop), stop - start, samples.start
+            while first < samples.stop:
+                last = min(first + at_once, samples.stop)
+                blocks = last - first
+                self.state.part = (first, last) if self.prediction.shared else None
+                self.state.entry = (plan.first, blocks) if plan.fold == "late" else (-1, 1)
+                self.state.rows = {key: blocks * count * times for key, times in plan.times.items()}
+                batch = repeat(some, blocks) if plan.fold == "input" else some
+                outputs = limit.attempt(partial(call, self.model, batch), blocks * count)
+                if outputs is None:
+                    if blocks == 1:
+                        break  # fewer inputs, and their samples from the first
+                    at_once = max(1, min(at_once, limit.rows // count))
+                    continue
+                outputs = checked_rows(outputs, blocks * count).reshape(blocks, count, *outputs.shape[1:])
+                if result is None:
+                    dtype = torch.promote_types(outputs.dtype, torch.float32)
+                    if (blocks, count) == (len(samples), rows(inputs)):
+                        return outputs.to(dtype)
+                    result = outputs.new_empty((len(samples), rows(inputs), *outputs.shape[2:]), dtype=dtype)
+                result[first - samples.start : last - samples.start, start:stop] = outputs
+                first = last
+            start = stop if first >= samples.stop else start
+        assert result is not None
+        return result

@@ -1,0 +1,217 @@
+"""Networks that move rows: a prediction is what its sampled networks say one at a time, whatever they do inside."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from compiling import plan_for
+from torch import nn
+from torch.nn import functional as F
+
+import flowbnn as fb
+from flowbnn.noise import NoisePass, align_batch_axes, noise_layers, pass_of, settings_of
+
+
+class Experts(nn.Module):
+    """Every row goes to the expert that a noisy gate chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.out = nn.Linear(4, 3), nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 8) for _ in range(3))
+
+    def forward(self, x):
+        chosen, hidden = self.gate(x).argmax(1), x.new_zeros(len(x), 8)
+        for number, expert in enumerate(self.experts):
+            hidden[chosen == number] = expert(x[chosen == number])
+        return self.out(torch.tanh(hidden))
+
+
+class EarlyExit(nn.Module):
+    """Rows that a first head is sure of go no further."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        outputs = self.head(hidden)
+        unsure = outputs.softmax(1).amax(1) < 0.6
+        if bool(unsure.any()):
+            outputs = outputs.clone()
+            outputs[unsure] = self.last(torch.tanh(self.second(hidden[unsure])))
+        return outputs
+
+
+class Frames(nn.Module):
+    """Every frame of a video is a row of the inner layers."""
+
+    def __init__(self, steps_first=False):
+        super().__init__()
+        self.frame, self.out, self.steps_first = nn.Linear(4, 6), nn.Linear(6, 2), steps_first
+
+    def forward(self, x):
+        if self.steps_first:
+            hidden = torch.tanh(self.frame(x.transpose(0, 1).flatten(0, 1)))
+            return self.out(hidden.unflatten(0, (x.shape[1], len(x))).mean(0))
+        return self.out(torch.tanh(self.frame(x.flatten(0, 1))).unflatten(0, x.shape[:2]).mean(1))
+
+
+class StepsFirst(Frames):
+    def __init__(self):
+        super().__init__(steps_first=True)
+
+
+class Graph(nn.Module):
+    """Nodes read their neighbours along the edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x, edges):
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden.index_add(0, edges[1], hidden[edges[0]])
+        return self.second(hidden)
+
+
+class Bags(nn.Module):
+    """Bags of words, which begin at the offsets."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.EmbeddingBag(20, 6, mode="mean"), nn.Linear(6, 2)
+
+    def forward(self, words, offsets):
+        return self.out(torch.tanh(self.words(words, offsets)))
+
+
+class Queries(nn.Module):
+    """Learned queries go through a noisy layer before they meet the examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(5, 8))
+        self.project, self.read = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        queries = self.project(self.queries).expand(len(x), -1, -1)
+        memory = self.read(x)
+        return self.out(self.attention(queries, memory, memory, need_weights=False)[0].mean(1))
+
+
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 0, 3]])
+CASES = {
+    "experts": (Experts, lambda: (torch.randn(12, 4),)),
+    "early exit": (EarlyExit, lambda: (torch.randn(12, 4),)),
+    "frames": (Frames, lambda: (torch.randn(6, 5, 4),)),
+    "steps first": (StepsFirst, lambda: (torch.randn(6, 5, 4),)),
+    "graph": (Graph, lambda: (torch.randn(6, 4), EDGES)),
+    "bags": (Bags, lambda: (torch.randint(20, (14,)), torch.tensor([0, 3, 4, 9]))),
+    "queries": (Queries, lambda: (torch.randn(6, 7, 4),)),
+}
+
+
+def one_at_a_time(model, inputs, samples, seed):
+    """The truth: every sampled network by itself."""
+    outputs = []
+    with torch.no_grad(), NoisePass(settings_of(model, "shared", samples, seed)) as state:
+        for index in range(samples):
+            state.part = (index, index + 1)
+            outputs.append(model(*inputs))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
+    make, inputs = CASES[name]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = fb.to_stochastic(make(), {"*": fb.NormalAffine(site=site, base_scale=0.8)}).eval()
+        posterior, given = fb.NoisePosterior(model, fb.Categorical()), inputs()
+        truth = one_at_a_time(model, given, 10, seed).softmax(-1)
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = posterior.predict(given if len(given) > 1 else given[0], 10, seed=seed)
+            torch.testing.assert_close(
+                found.samples.exp() if found.samples.min() < 0 else found.samples, truth
+            )
+        assert truth.std(0).max() > 1e-3
+
+
+def test_networks_that_route_rows_are_not_folded_and_others_are():
+    torch.manual_seed(0)
+    for name, (make, inputs) in CASES.items():
+        model, given = fb.to_stochastic(make(), {"*": fb.NormalAffine()}), inputs()
+        plan = plan_for(model, given if len(given) > 1 else given[0])
+        assert plan.fold == ("input" if name == "frames" else ""), name
+
+
+def test_sampled_networks_are_those_of_the_draws():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(Frames(), {"*": fb.NormalAffine()}).eval()
+    posterior, x = fb.NoisePosterior(model, fb.Gaussian(dim=2)), torch.randn(4, 5, 4)
+    draws, found = posterior.draws(3, seed=2), posterior.predict(x, 3, seed=2).samples
+    for index in range(3):
+        hidden = F.linear(x * draws["frame"][index], model.frame.weight, model.frame.bias).tanh().mean(1)
+        expected = F.linear(hidden * draws["out"][index], model.out.weight, model.out.bias)
+        hidden = F.linear(x * draws["frame"][index], model.frame.weight, model.frame.bias).tanh()
+        expected = F.linear(hidden.mean(1) * draws["out"][index], model.out.weight, model.out.bias)
+        torch.testing.assert_close(found[index][..., :2], expected)
+
+
+def test_noise_of_experts_stays_per_row_in_training():
+    torch.manual_seed(0)
+    for _ in range(10):
+        model = fb.to_stochastic(Experts(), {"*": fb.NormalAffine()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert align_batch_axes(model, torch.randn(32, 4)) == []
+        assert {layer.layout.batch_axis for layer in noise_layers(model).values()} == {0}
+
+
+@pytest.mark.parametrize("make", [Frames, StepsFirst])
+def test_training_draws_once_for_all_frames_of_an_example(make):
+    torch.manual_seed(0)
+    model = fb.to_stochastic(make(), {"*": fb.NormalAffine()})
+    align_batch_axes(model, torch.randn(8, 5, 4))
+    seen = []
+    model.frame.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
+    model.frame.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    model(torch.randn(7, 5, 4))
+    draws = seen[0].unflatten(0, (7, 5) if make is Frames else (5, 7))
+    draws = draws if make is Frames else draws.transpose(0, 1)
+    assert torch.equal(draws, draws[:, :1].expand_as(draws))
+    assert len(draws[:, 0].unique(dim=0)) == 7
+
+
+def test_eight_threads_predict_as_one_does():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    model = fb.to_stochastic(plain, {"*": fb.NormalAffine()})
+    posterior, x = fb.NoisePosterior(model, fb.Categorical()), torch.randn(9, 4)
+    truth = [posterior.predict(x, 5, seed=seed).samples for seed in range(8)]
+    with fb.noise_mode(model, "off"):
+        off = model(x)
+    found, plainly = [None] * 8, [None] * 8
+
+    def work(seed):
+        for _ in range(5):
+            found[seed] = posterior.predict(x, 5, seed=seed).samples
+            with fb.noise_mode(model, "off"):
+                plainly[seed] = model(x)
+                assert pass_of(noise_layers(model)["0"]).settings[noise_layers(model)["0"].key].mode == "off"
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert all(torch.allclose(one, off) for one in plainly)
