@@ -151,7 +151,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device
     done = call("run", "digits", "--quick", "--device", device, "--out", tmp_path)
     assert done.exit_code == 2
     assert finished.exists()
-    assert device in done.output
+    assert done.stderr.startswith("flowbnn: --device: ")
+    assert device in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])

@@ -24,7 +24,7 @@ OPTIONS = ("seed", "accelerator", "precision", "progress", "checkpoint", "checkp
 
 @options(kw_only=True)
 class MethodSettings:
-    """What every study of methods can be told.
+    """The settings that every study of methods has.
 
     Args:
         methods: keys of :data:`~flowbnn.candidates.CANDIDATES`; none for all.

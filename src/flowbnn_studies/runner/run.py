@@ -99,9 +99,9 @@ def run_study(
     chosen = _choose(study, every, only)
     if not (collect or resume):
         study.check(settings, chosen)
-    told = progress and is_main_process()
+    shown = progress and is_main_process()
     aside = alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
-    if aside and told:
+    if aside and shown:
         print(
             f"{aside} finished trainings of an earlier run were put aside in '{folder / EARLIER}'; --resume would have kept them."
         )
@@ -111,14 +111,14 @@ def run_study(
     )
     todo = alone(lambda: [] if collect else _with_starts(every, [job for job in chosen if job not in done]))
     again = [job for job in todo if not resume and job not in chosen and job.part.exists()]
-    if alone(lambda: _put_aside(folder, [job.part for job in again])) and told:
+    if alone(lambda: _put_aside(folder, [job.part for job in again])) and shown:
         names = ", ".join(job.name for job in again)
         print(
             f"{names}: trained again, because others start from it; what was there is in '{folder / EARLIER}'."
         )
     if todo:
         opened = nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo)))
-        with opened as staff, Display(study.name, variants, [*done, *todo], told) as display:
+        with opened as staff, Display(study.name, variants, [*done, *todo], shown) as display:
             display.done(*done)
             for stage in _stages(variants, todo):
                 for job in staff.do(stage):
