@@ -24,8 +24,6 @@ from flowbnn.training.randomness import loader_generators
 
 __all__ = ["Aside", "Orders", "Stack", "member_seed", "own_order", "train_together", "why_apart"]
 
-# -------------------- ensemble_order.py
-
 
 def member_seed(seed: int, member: int) -> int:
     """The seed of one member's initialization and order."""

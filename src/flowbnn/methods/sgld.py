@@ -218,7 +218,7 @@ class Plan:
     r"""When to explore, when to sample and when to keep a snapshot.
 
     With cycles, the step size of step :math:`t` is :math:`\frac{\epsilon}{2} (\cos(\pi r) + 1)`, :math:`r` being the share of its
-    cycle that is done (Zhang et al., 1902.03932), and the first part of every cycle has no noise. Without, it is constant.
+    cycle that is done (Zhang et al. 2020), and the first part of every cycle has no noise. Without, it is constant.
 
     >>> plan = Plan(total=20, cycles=2, exploration=0.5, burn_in=0.0, samples=4)
     >>> [round(plan.rate(t), 2) for t in range(0, 20, 5)], [plan.samples_at(t) for t in (0, 4, 5, 9)], sorted(plan.kept)

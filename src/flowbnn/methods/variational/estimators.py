@@ -4,11 +4,13 @@ A linear map :math:`y = W x` whose weights are Gaussian around their mean has ou
 noise can be added behind the layer instead of inside it. Both ways below serve linear layers and convolutions (with groups, strides
 and any padding) and lower the variance of gradients, since the examples of a batch no longer share one draw:
 
-* *local reparameterization* (Kingma, Salimans and Welling, 1506.02557): one normal number for every output, scaled by
+* *local reparameterization* (Kingma, Salimans and Welling 2015, https://arxiv.org/abs/1506.02557):
+  one normal number for every output, scaled by
   :math:`\sqrt{\sigma^2 * x^2}`. For a linear layer that sees one vector per example this is exact. Where an example has several
   positions (convolutions, sequences) every position is drawn by itself: each one's distribution is exact, what they share is lost, as
   in the papers that use it for convolutions.
-* *Flipout* (Wen et al., 1803.04386): one draw :math:`\Delta W` for the batch, whose signs are flipped at random for every example,
+* *Flipout* (Wen et al. 2018, https://arxiv.org/abs/1803.04386):
+  one draw :math:`\Delta W` for the batch, whose signs are flipped at random for every example,
   :math:`y = \bar W x + r \circ \Delta W (s \circ x)`. It is exact for all positions of an example; the examples are on the first axis.
 """
 
@@ -88,7 +90,7 @@ class _LocalLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, std: Tensor, bias_std: Tensor | None, normal: Tensor) -> Tensor:
         square = x * x
-        # products with a turned right side are slow on some processors
+        # products with a transposed right side are slow on some CPUs
         scale = square.mm((std * std).t().contiguous())
         if bias_std is not None:
             scale += bias_std * bias_std

@@ -1,4 +1,4 @@
-r"""Weights multiplied by noise from a flow (Louizos and Welling, *Multiplicative normalizing flows*, 1703.01961).
+r"""Weights multiplied by noise from a flow (Louizos and Welling 2017, https://arxiv.org/abs/1703.01961).
 
 .. math:: q(W) = \int q(W \mid z)\, q(z)\, dz, \qquad q(W \mid z) = \prod_{ij} \mathcal N(z_i \mu_{ij}, \sigma_{ij}^2),
           \qquad z \sim \text{flow}
@@ -268,5 +268,5 @@ def _through(parts: Any, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_full_precision(device: str) -> AbstractContextManager[Any]:
-    """Flows lose their footing in bfloat16."""
+    """Flows are not accurate in bfloat16."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
