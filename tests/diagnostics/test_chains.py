@@ -90,5 +90,5 @@ def test_refusals():
         split_rhat(torch.zeros(4, 3))
     with pytest.raises(FlowBNNError, match="NaN or infinity"):
         split_rhat(torch.full((2, 8), math.nan))
-    with pytest.raises(FlowBNNError, match="'bulk', 'tail' or 'mean'"):
+    with pytest.raises(FlowBNNError, match="kind=.*'bulk', 'tail' or 'mean'"):
         effective_sample_size(torch.randn(2, 8), "median")

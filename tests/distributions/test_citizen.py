@@ -262,7 +262,7 @@ def test_a_context_makes_a_batch_of_distributions():
     wide = flow.expand((7, 5))
     torch.testing.assert_close(wide.log_prob(LOC), apart.expand(7, 5), rtol=1e-12, atol=0)
     assert Flow(Normal(LOC, SCALE), coupling, context).rsample((4,)).shape == (4, 5, 3)
-    with pytest.raises(FlowBNNError, match=r"\(4,\) and \(5,\) do not broadcast"):
+    with pytest.raises(RuntimeError, match="not broadcastable|broadcast"):
         Flow(DiagonalNormal(LOC, SCALE).expand((4,)), coupling, context)
 
 
@@ -287,7 +287,7 @@ def test_scales_broadcast_as_torchs_do():
         DiagonalNormal(0.0, 1.0)
     with pytest.raises(FlowBNNError, match="components, dim\\), not \\(3,\\)"):
         NormalMixture(LOC, SCALE)
-    with pytest.raises(FlowBNNError, match="do not broadcast"):
+    with pytest.raises(RuntimeError, match="must match"):
         DiagonalNormal(LOC, SCALE[:2])
 
 

@@ -46,6 +46,7 @@ def split_rhat(draws: Tensor) -> Tensor:
 
 
 @checked
+@checked
 def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] = "bulk") -> Tensor:
     """The number of independent draws with the same information.
 

@@ -1,4 +1,4 @@
-"""Is the posterior multimodal? Document 004 asks; this counts."""
+"""Is the posterior multimodal? Marginal densities of the noise, and how many modes they have."""
 
 import math
 from dataclasses import dataclass
@@ -78,10 +78,12 @@ def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, 
     >>> marginal(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()}), "", 0).modes
     1
     """
-    found = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
-    if layer not in found:
-        raise FlowBNNError(f"no layer {layer!r} carries flow noise{nearest(layer, found)}")
-    noise = found[layer]
+    layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
+    if layer not in layers:
+        raise FlowBNNError(
+            f"no layer {layer!r} carries flow noise{nearest(layer, layers)}", kind="value", layer=layer
+        )
+    noise = layers[layer]
     if not 0 <= dimension < noise.layout.dim:
         raise FlowBNNError(
             f"the noise of layer {layer!r} has dimensions 0 to {noise.layout.dim - 1}, not {dimension}"

@@ -1,7 +1,7 @@
 r"""Bases: where the noise starts, before any transform.
 
 Two kinds of object stand side by side. A *distribution* (:class:`DiagonalNormal`, :class:`NormalMixture`) is a
-``torch.distributions`` citizen made of tensors. A *base* (:class:`NormalBase`, :class:`MixtureBase`) is the ``nn.Module``
+``torch.distributions`` distribution made of tensors. A *base* (:class:`NormalBase`, :class:`MixtureBase`) is the ``nn.Module``
 that owns those tensors, moves with the model and is saved with it; calling it gives the distribution.
 """
 
@@ -14,6 +14,7 @@ from torch.distributions import Distribution, Independent, Normal, constraints
 
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, NonNegative, Positive, checked
 
 __all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture", "as_diagonal_normal"]
 
@@ -25,16 +26,15 @@ def _together(loc: Any, scale: Any, axes: int, owner: object) -> tuple[Tensor, T
     if not isinstance(loc, Tensor) or loc.ndim < axes:
         shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
         wanted = "(..., dim)" if axes == 1 else "(..., components, dim)"
-        raise FlowBNNError(f"the loc of {type(owner).__name__} is a tensor of shape {wanted}, not {shape}")
+        raise FlowBNNError(
+            f"the loc of {type(owner).__name__} is a tensor of shape {wanted}, not {shape}",
+            kind="shape",
+            argument="loc",
+        )
     if not isinstance(scale, Tensor):
         scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
     if loc.shape != scale.shape:
-        try:
-            loc, scale = torch.broadcast_tensors(loc, scale)
-        except RuntimeError as error:
-            raise FlowBNNError(
-                f"loc {tuple(loc.shape)} and scale {tuple(scale.shape)} of {type(owner).__name__} do not broadcast"
-            ) from error
+        loc, scale = torch.broadcast_tensors(loc, scale)
     return loc, scale
 
 
@@ -193,15 +193,8 @@ class Base(nn.Module):
         return self.distribution()
 
 
-def _check(dim: int, scale: float) -> None:
-    if dim < 1:
-        raise FlowBNNError(f"a base needs at least one dimension, not {dim}")
-    if not scale > 0:
-        raise FlowBNNError(f"the scale of a normal must be above 0, not {scale}; document 000 uses 0.5")
-
-
 class NormalBase(Base):
-    r"""A fixed diagonal normal; document 000 starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
+    r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
 
     >>> NormalBase(2).distribution().mean
     tensor([1., 1.])
@@ -210,9 +203,9 @@ class NormalBase(Base):
     loc: Tensor
     scale: Tensor
 
-    def __init__(self, dim: int, loc: float = 1.0, scale: float = 0.5) -> None:
+    @checked
+    def __init__(self, dim: Count, loc: float = 1.0, scale: Positive = 0.5) -> None:
         super().__init__()
-        _check(dim, scale)
         self.dim = dim
         self.register_buffer("loc", torch.full((dim,), float(loc)))
         self.register_buffer("scale", torch.full((dim,), float(scale)))
@@ -230,19 +223,17 @@ class MixtureBase(Base):
     3
     """
 
+    @checked
     def __init__(
         self,
-        dim: int,
-        components: int = 4,
+        dim: Count,
+        components: Count = 4,
         loc: float = 1.0,
-        scale: float = 0.5,
-        spread: float = 0.1,
+        scale: Positive = 0.5,
+        spread: NonNegative = 0.1,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check(dim, scale)
-        if components < 1:
-            raise FlowBNNError(f"a mixture needs at least one component, not {components}")
         self.dim = dim
         self.loc = nn.Parameter(loc + spread * torch.randn(components, dim, generator=generator))
         self.log_scale = nn.Parameter(torch.full((components, dim), math.log(scale)))

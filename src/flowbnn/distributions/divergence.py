@@ -24,7 +24,7 @@ class Divergence(NamedTuple):
 def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator | None = None) -> Divergence:
     r""":math:`\mathrm{KL}(q \| p)` and the entropy :math:`H(q)` of a noise posterior.
 
-    Equation 15 of document 000: :math:`\mathrm{KL} = E_{q_0}[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)]`.
+    Equation 15 of Xiong's report: :math:`\mathrm{KL} = E_{q_0}[\log q_0(z_0) - \sum_i \log|\det J_{g_i}| - \log p(z_k)]`.
     For normals pushed through affine maps everything is exact, full matrices included. Otherwise the whole bracket is
     averaged over ``samples`` fresh draws: near the prior its terms cancel draw by draw, which an exact :math:`E[\log q_0]`
     beside a sampled :math:`E[\log p]` would forgo. The entropy has nothing to cancel with, so there the base's share is exact.

@@ -1,4 +1,4 @@
-"""Standard normal numbers, by the quicker road where there is one, and draws of any distribution."""
+"""Standard normal numbers, by the fastest generator of the machine, and draws of any distribution."""
 
 import platform
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError
 
 __all__ = ["chosen_normal", "components_of", "reparameterized", "standard_normal", "standard_normals"]
 
-# torch fills normals one by one on these processors; numpy's ziggurat takes less than half the time
+# torch fills normals one by one on these CPUs; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
 _WORTH_A_THREAD = 2**17  # numbers
 _WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
@@ -24,7 +24,7 @@ def standard_normal(
 ) -> Tensor:
     """Independent standard normals that depend on ``generator`` (or torch's global one) alone.
 
-    On ARM processors, large float32 draws come from numpy, seeded by one number of the torch generator, so that seeds,
+    On ARM CPUs, large float32 draws come from numpy, seeded by one number of the torch generator, so that seeds,
     checkpoints and resumed runs keep their meaning.
 
     >>> first, second = (standard_normal(torch.Size((3, 2000)), torch.float32, torch.device("cpu"),
@@ -57,7 +57,7 @@ def standard_normals(
     generators: Sequence[torch.Generator],
     out: Tensor | None = None,
 ) -> Tensor:
-    """A row of :func:`standard_normal` from each of several generators, ``[rows, size]``; on a processor the threads share the rows.
+    """A row of :func:`standard_normal` from each of several generators, ``[rows, size]``; on a CPU the threads share the rows.
 
     ``out`` has room for them, where it is given.
 
@@ -111,7 +111,7 @@ def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> 
     if not needed or torch.jit.is_tracing() or torch._C._functorch.maybe_current_level() is not None:
         return torch.addcmul(loc[which], scale[which], normal)
     if torch.compiler.is_compiling():
-        # by products, which select exactly, too; in half precision the way back rounds as the layers' does
+        # by products, which select exactly, too; in half precision the backward pass rounds as the layers' does
         with torch.autocast(loc.device.type, enabled=False):
             chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
             return torch.addcmul(chosen @ loc, chosen @ scale, normal)
@@ -131,10 +131,12 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, of_loc: Tensor | None, of_scale: Tensor | None, *none: None) -> Tensor:
         which, normal = ctx.saved_tensors
-        found = torch.zeros_like(normal)
+        tangent = torch.zeros_like(normal)
         if of_loc is not None:
-            found = found + of_loc.index_select(0, which)
-        return found if of_scale is None else torch.addcmul(found, of_scale.index_select(0, which), normal)
+            tangent = tangent + of_loc.index_select(0, which)
+        return (
+            tangent if of_scale is None else torch.addcmul(tangent, of_scale.index_select(0, which), normal)
+        )
 
     @staticmethod
     def backward(ctx: Any, of_draws: Tensor) -> Any:
@@ -145,7 +147,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _chosen(which: Tensor, components: int, dtype: torch.dtype) -> Tensor:
-    """One where a component is the chosen one, else nought."""
+    """One where a component is the chosen one, else zero."""
     return (which == torch.arange(components, device=which.device)).to(dtype)
 
 

@@ -1,4 +1,8 @@
-r"""A base pushed through a transform, as a ``torch.distributions`` citizen."""
+r"""A flow: the distribution of :math:`x = f(z)` for a base distribution of :math:`z`, as a ``torch.distributions`` distribution.
+
+The contract: ``rsample`` and ``log_prob`` as everywhere in torch, and ``rsample_and_log_prob``, which gives both in one forward pass
+without an inverse.
+"""
 
 from typing import Any
 
@@ -15,8 +19,6 @@ from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 
 __all__ = ["Flow", "affine_entropy", "affine_mean", "affine_variance", "spread"]
-
-# -------------------- moments.py
 
 
 def _unknown(what: str, transform: Transform, estimate: str) -> NotImplementedError:
@@ -129,7 +131,7 @@ class Flow(Distribution):
         cut = len(shape) - max(len(base.event_shape), transform.event_dim)
         batch_shape, event_shape = shape[:cut], shape[cut:]
         if context is not None:
-            wide = _joined(batch_shape, context.shape[:-1])
+            wide = torch.broadcast_shapes(batch_shape, context.shape[:-1])
             if wide != batch_shape:
                 base = base.expand(wide + event_shape[: len(event_shape) - len(base.event_shape)])
                 batch_shape = wide
@@ -202,7 +204,7 @@ class Flow(Distribution):
         if self.context is None:
             return value
         axes = len(self.event_shape)
-        batch = _joined(value.shape[: value.ndim - axes], self.batch_shape)
+        batch = torch.broadcast_shapes(value.shape[: value.ndim - axes], self.batch_shape)
         return value.expand(batch + value.shape[value.ndim - axes :])
 
     def _pull_back(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +233,7 @@ class Flow(Distribution):
 
 
 class _Image(constraints.Constraint):
-    """The image of a base's support under a transform, known by the way back only."""
+    """The image of a base's support under a transform, known by the inverse only."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -242,15 +244,6 @@ class _Image(constraints.Constraint):
         axes = self.event_dim
         unknown = z.isnan() if not axes else z.isnan().flatten(-axes).any(-1)
         return ~outside & ~unknown
-
-
-def _joined(first: torch.Size, second: torch.Size) -> torch.Size:
-    try:
-        return torch.broadcast_shapes(first, second)
-    except RuntimeError as error:
-        raise FlowBNNError(
-            f"batch shapes {tuple(first)} and {tuple(second)} do not broadcast; a context has shape (..., context_dim)"
-        ) from error
 
 
 def _title(transform: Transform) -> str:

@@ -1,4 +1,4 @@
-"""Where a pushed distribution lives: what each map does to the line, and the way back that notices what has no preimage."""
+"""The support of a flow: domain and range of each map, and an inverse that notices points without a preimage."""
 
 from typing import Any
 
@@ -121,7 +121,7 @@ def _any_rightmost(wrong: Tensor, axes: int) -> Tensor:
 def pull_back(
     base: Any, transform: Transform, value: Tensor, context: Tensor | None, event_axes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The preimage, the log-det of the way back, and whether there is no preimage; the latter two without event axes.
+    """The preimage, the log-det of the inverse, and whether there is no preimage; the latter two without event axes.
 
     The elementwise inverses move what lies outside their range onto its border, so each range is checked on the way.
     """

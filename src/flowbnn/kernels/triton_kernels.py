@@ -450,7 +450,7 @@ def triangle(
     COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCKS: tl.constexpr, UPPER: tl.constexpr, BACKWARD: tl.constexpr, LOG_DET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    r"""One triangular factor of every flow: :math:`x = z T^\top`, or :math:`x = z T` on the way back, blocks of zeros left out.
+    r"""One triangular factor of every flow: :math:`x = z T^\top`, or :math:`x = z T` in the backward pass, blocks of zeros left out.
 
     ``BLOCKS`` products of depth ``DEPTH`` are started together: three passes of TF32 in a row take their time. The triangle is cut out
     of what was loaded, because a mask that changes from number to number would have them loaded one by one.

@@ -23,7 +23,7 @@ class Coupling(Transform):
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
     :math:`r` carries a rounding error of size :math:`r\epsilon`, which a net that goes on growing hands to the next layer
-    multiplied; a deep trained stack then does not find its way back from far points in any precision.
+    multiplied; a deep trained stack then cannot be inverted at far points in any precision.
 
     A subclass says how many parameters an entry takes (``per_entry``) and writes :meth:`move` and :meth:`move_back`;
     each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
