@@ -36,20 +36,18 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
         raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
     found: dict[str, Noise] = {}
     seen: set[int] = set()
-
-    # as named_modules does, but not into the noise, which has the most parts
-    def visit(module: nn.Module, name: str) -> None:
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:  # as named_modules goes, but not into the noise, which has the most parts
+        name, module = waiting.pop()
         if id(module) in seen:
-            return
+            continue
         seen.add(id(module))
         if isinstance(module, Noise):
             found[name.rpartition(".")[0]] = module
-            return
-        for part, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{name}.{part}" if name else part)
-
-    visit(model, "")
+            continue
+        prefix = f"{name}." if name else ""
+        parts = [(prefix + part, child) for part, child in module._modules.items() if child is not None]
+        waiting.extend(parts[::-1])
     return found
 
 
