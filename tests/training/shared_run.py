@@ -194,7 +194,7 @@ def train_all(folder):
         name = getattr(case, "__name__", "interrupted")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FlowBNNWarning)
-            posterior = case(seed=3, epochs=3, progress=False, accelerator="cpu")
+            posterior = case(seed=3, epochs=2, progress=False, accelerator="cpu")
         if torch.distributed.is_initialized():
             rank = torch.distributed.get_rank()
         history = posterior.history.to_dict() | {"seconds": 0.0}

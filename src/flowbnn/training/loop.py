@@ -65,7 +65,7 @@ def train(
     Args:
         objective: a module whose ``forward(batch, clock)`` returns the scalar loss of a batch and a dictionary of scalars to record,
             such as ``elbo``, ``log_likelihood`` and ``kl``. All that is trained is part of it (the network, its likelihood, the
-            noise), so that torch's DDP and FSDP see every parameter. It is put into training mode for the run and stays on the device
+            noise), so that torch's DDP sees every parameter. It is put into training mode for the run and stays on the device
             it was trained on. With an attribute ``capturable`` that is True it promises to read nothing of its clock but
             ``progress`` and to decide nothing on the host, so that a step may be recorded as a CUDA graph; its ``check_batch(batch)``,
             where it has one, then looks at the batches of the first epoch.
