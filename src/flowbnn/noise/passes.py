@@ -127,7 +127,9 @@ class Unfolded(Exception):
 
 
 class _Thread(threading.local):
-    innermost: "NoisePass | None" = None
+    def __init__(self) -> None:
+        # an attribute of the instance from the start: torch's compiler guards on it being there
+        self.innermost: NoisePass | None = None
 
 
 _thread = _Thread()
