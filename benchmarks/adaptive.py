@@ -77,11 +77,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parsed(parser)
     try:
-        usual = fb.Adaptive(arguments.tolerance, arguments.certainty)
+        usual = fb.posterior.Adaptive(arguments.tolerance, arguments.certainty)
     except fb.FlowBNNError as error:
         parser.error(str(error))
     torch.manual_seed(0)
-    warnings.simplefilter("ignore", fb.FlowBNNWarning)
+    warnings.simplefilter("ignore", fb.errors.FlowBNNWarning)
     network, (x, y, images, labels) = load(arguments.data, arguments.root, arguments.device)
     if arguments.validation:
         images, labels = x[-arguments.images :], y[-arguments.images :]
@@ -90,7 +90,11 @@ def main() -> None:
     loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
     options = {"progress": True, "accelerator": arguments.device}
     network = fb.MLE(epochs=arguments.epochs).fit(network, loader, **options).model
-    rules = {"conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(length=2), "*": fb.NormalAffine()}
+    rules = {
+        "conv2": fb.noise.NormalInvConv(),
+        "fc1": fb.noise.NormalPlanar(length=2),
+        "*": fb.noise.NormalAffine(),
+    }
     posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=arguments.epochs, **options)
     images, labels = images[: arguments.images], labels[: arguments.images]
     posterior.predict(images[:256], 16)  # finds the plan

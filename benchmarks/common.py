@@ -61,14 +61,14 @@ def rules(model: str, kind: str, site: str) -> dict[str, Any] | None:
     if kind == "plain":
         return None
     if kind == "dropout":
-        return {"*": fb.Dropout(0.1, site=site)}
+        return {"*": fb.noise.Dropout(0.1, site=site)}
     if kind == "mixture":
-        return {"*": fb.NormalAffine(site=site, components=4)}
-    found: dict[str, Any] = {"*": fb.NormalAffine(site=site)}
+        return {"*": fb.noise.NormalAffine(site=site, components=4)}
+    found: dict[str, Any] = {"*": fb.noise.NormalAffine(site=site)}
     if kind == "flow":
         convolutions, linear = FLOWS[model]
-        found |= {name: fb.NormalInvConv(site=site) for name in convolutions}
-        found |= {name: fb.NormalPlanar(length=2, site=site) for name in linear}
+        found |= {name: fb.noise.NormalInvConv(site=site) for name in convolutions}
+        found |= {name: fb.noise.NormalPlanar(length=2, site=site) for name in linear}
     return found
 
 
@@ -97,7 +97,10 @@ class Stepping:
             torch.randint(10, (batch,), device=device),
         )
         chosen = rules(model, kind, site) if isinstance(kind, str) else kind
-        likelihood, objective = fb.Categorical(), ELBO(fb.Categorical(), num_data=50_000)
+        likelihood, objective = (
+            fb.likelihoods.Categorical(),
+            ELBO(fb.likelihoods.Categorical(), num_data=50_000),
+        )
         if chosen is None:
             self.model, groups = network, [{"params": list(network.parameters()), "lr": 2e-4}]
         else:

@@ -11,15 +11,15 @@ from common import Stepping, arguments, interleave, report, write
 import flowbnn as fb
 
 RECIPES = (
-    fb.NormalAffine(),
-    fb.NormalAffine(components=4),
-    fb.NormalPlanar(length=2),
-    fb.NormalRadial(length=2),
-    fb.NormalInvConv(),
-    fb.NormalSylvester(length=2),
-    fb.NormalCoupling(length=2),
-    fb.NormalGlow(length=2),
-    fb.Dropout(0.1),
+    fb.noise.NormalAffine(),
+    fb.noise.NormalAffine(components=4),
+    fb.noise.NormalPlanar(length=2),
+    fb.noise.NormalRadial(length=2),
+    fb.noise.NormalInvConv(),
+    fb.noise.NormalSylvester(length=2),
+    fb.noise.NormalCoupling(length=2),
+    fb.noise.NormalGlow(length=2),
+    fb.noise.Dropout(0.1),
 )
 
 

@@ -12,7 +12,7 @@ from flowbnn.noise import noise_layers
 def converted(frozen: bool = True) -> nn.Module:
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     network[0].requires_grad_(not frozen)
-    return fb.to_stochastic(network, {"*": fb.NormalAffine()})
+    return fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
 
 
 def trained(network: nn.Module) -> set[str]:
@@ -25,32 +25,32 @@ def test_what_the_user_froze_stays_frozen(part, copy):
     network = converted()
     noise_layers(network)["2"].requires_grad_(False)
     before = trained(network)
-    fb.freeze(network, part)
-    fb.freeze(network, part)  # twice is as once
+    fb.noise.freeze(network, part)
+    fb.noise.freeze(network, part)  # twice is as once
     assert trained(network) < before
     network = copy(network)
-    fb.unfreeze(network, part)
+    fb.noise.unfreeze(network, part)
     assert trained(network) == before
-    fb.unfreeze(network, part)
+    fb.noise.unfreeze(network, part)
     assert trained(network) == before
 
 
 def test_a_layer_that_is_frozen_after_it_was_thawed_stays_frozen():
     network = converted(frozen=False)
-    fb.freeze(network, "weights")
-    fb.unfreeze(network, "weights")
+    fb.noise.freeze(network, "weights")
+    fb.noise.unfreeze(network, "weights")
     network[0].weight.requires_grad_(False)
-    fb.unfreeze(network, "weights")
+    fb.noise.unfreeze(network, "weights")
     assert not network[0].weight.requires_grad
 
 
 def test_tied_weights_are_thawed_wherever_they_are():
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     network[1].weight = network[0].weight
-    network = fb.to_stochastic(network, {"*": fb.NormalAffine()})
+    network = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
     before = trained(network)
-    fb.freeze(network, "weights")
-    fb.unfreeze(network[1], "weights")
+    fb.noise.freeze(network, "weights")
+    fb.noise.unfreeze(network[1], "weights")
     assert network[0].weight.requires_grad
-    fb.unfreeze(network, "weights")
+    fb.noise.unfreeze(network, "weights")
     assert trained(network) == before

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from flowbnn import FlowNoise, NormalAffine, NormalPlanar, to_stochastic
+from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
-from flowbnn.noise import divergences, noise_layers
+from flowbnn.noise import FlowNoise, NormalAffine, NormalPlanar, divergences, noise_layers
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.transforms import Transform
 

@@ -2,15 +2,30 @@
 
 >>> import torch, flowbnn as fb
 >>> network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
->>> bayesian = fb.to_stochastic(network, {"0": fb.NormalPlanar(length=2), "*": fb.NormalAffine()})
+>>> bayesian = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(length=2), "*": fb.noise.NormalAffine()})
 >>> bayesian(torch.ones(5, 2)).shape
 torch.Size([5, 3])
+
+Recipes of noise are in :mod:`flowbnn.noise`, observation models in :mod:`flowbnn.likelihoods`, flows in :mod:`flowbnn.transforms` and
+:mod:`flowbnn.distributions`, what a fit returns in :mod:`flowbnn.posterior`, options of a run in :mod:`flowbnn.training`.
 """
 
+from flowbnn import (
+    data,
+    diagnostics,
+    distributions,
+    likelihoods,
+    metrics,
+    models,
+    noise,
+    posterior,
+    predictive,
+    training,
+    transforms,
+)
 from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian
 from flowbnn.methods import (
     HMC,
     MAP,
@@ -19,40 +34,22 @@ from flowbnn.methods import (
     NUTS,
     SGLD,
     SWAG,
-    Adaptive,
     BayesByBackprop,
     DeepEnsemble,
     Laplace,
     MCDropout,
     NodeNoise,
-    PointPosterior,
     Temperature,
-    evaluate,
     fit,
-    load_posterior,
 )
-from flowbnn.noise import (
-    Dropout,
-    FlowNoise,
-    NormalAffine,
-    NormalCoupling,
-    NormalGlow,
-    NormalInvConv,
-    NormalPlanar,
-    NormalRadial,
-    NormalSylvester,
-    freeze,
-    hold_noise,
-    noise_mode,
-    parameter_groups,
-    unfreeze,
-)
-from flowbnn.posterior import NoisePosterior
-from flowbnn.training import EarlyStop
+from flowbnn.noise import noise_mode, parameter_groups
+from flowbnn.objectives import ELBO
+from flowbnn.posterior import Posterior, evaluate, load_posterior
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ELBO",
     "HMC",
     "MAP",
     "MLE",
@@ -60,40 +57,33 @@ __all__ = [
     "NUTS",
     "SGLD",
     "SWAG",
-    "Adaptive",
     "BayesByBackprop",
-    "Bernoulli",
-    "Categorical",
     "DeepEnsemble",
-    "Dropout",
-    "EarlyStop",
     "FlowBNNError",
     "FlowBNNWarning",
-    "FlowNoise",
-    "Gaussian",
     "Laplace",
     "MCDropout",
     "NodeNoise",
-    "NoisePosterior",
-    "NormalAffine",
-    "NormalCoupling",
-    "NormalGlow",
-    "NormalInvConv",
-    "NormalPlanar",
-    "NormalRadial",
-    "NormalSylvester",
-    "PointPosterior",
+    "Posterior",
     "Temperature",
     "compare",
+    "data",
     "describe",
+    "diagnostics",
+    "distributions",
     "evaluate",
     "fit",
-    "freeze",
-    "hold_noise",
+    "likelihoods",
     "load_posterior",
+    "metrics",
+    "models",
+    "noise",
     "noise_mode",
     "parameter_groups",
+    "posterior",
+    "predictive",
     "to_deterministic",
     "to_stochastic",
-    "unfreeze",
+    "training",
+    "transforms",
 ]

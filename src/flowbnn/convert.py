@@ -93,7 +93,7 @@ def to_stochastic(
         FlowBNNError: a name that is no layer (with the nearest ones), a rule that matches nothing, a network without a
             layer that can carry noise, or one that has noise already.
 
-    >>> from flowbnn import NormalAffine, NormalPlanar
+    >>> from flowbnn.noise import NormalAffine, NormalPlanar
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> bayesian = to_stochastic(network, {"0": NormalPlanar(length=2), "*": NormalAffine()})
     >>> print(describe(bayesian))
@@ -284,7 +284,7 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
             means are no longer one, and without this the network is not the one that was trained: a warning says so.
         inplace: take the noise off the given network itself.
 
-    >>> from flowbnn import NormalAffine
+    >>> from flowbnn.noise import NormalAffine
     >>> network = nn.Linear(3, 2)
     >>> plain = to_deterministic(to_stochastic(network, {"*": NormalAffine()}))
     >>> torch.equal(plain.weight, network.weight), len(plain.state_dict())

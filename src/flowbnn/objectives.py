@@ -86,7 +86,9 @@ class ELBO:
         gamma: weight of the entropy (equation 18), above 0 to keep the posterior from contracting to a point.
 
     >>> import torch
-    >>> from flowbnn import Categorical, NormalAffine, to_stochastic
+    >>> from flowbnn.likelihoods import Categorical
+    >>> from flowbnn.noise import NormalAffine
+    >>> from flowbnn import to_stochastic
     >>> network = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
     >>> elbo = ELBO(Categorical(), num_data=100)
     >>> terms = elbo(network, torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))

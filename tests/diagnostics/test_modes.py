@@ -21,7 +21,7 @@ def test_modes_by_hand():
 
 def test_marginal_of_a_known_mixture():
     torch.manual_seed(0)
-    model = fb.to_stochastic(nn.Linear(2, 1), {"*": fb.NormalAffine(components=2)})
+    model = fb.to_stochastic(nn.Linear(2, 1), {"*": fb.noise.NormalAffine(components=2)})
     (noise,) = noise_layers(model).values()
     with torch.no_grad():
         noise.base.loc.copy_(torch.tensor([[-1.0, 1.0], [3.0, 1.0]]))
@@ -40,7 +40,7 @@ def test_marginal_of_a_known_mixture():
 
 def test_health():
     model = fb.to_stochastic(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), {"*": fb.NormalAffine()}
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), {"*": fb.noise.NormalAffine()}
     )
     layers = noise_layers(model)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_layers_of_one_ailment_share_a_warning():
 
 
 def test_refusals():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 3)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 3)), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError, match="no layer 'fc'"):
         marginal(model, "fc", 0)
     with pytest.raises(FlowBNNError, match="dimensions 0 to 2, not 3"):

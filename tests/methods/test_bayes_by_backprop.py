@@ -41,7 +41,7 @@ def test_optimum_of_a_conjugate_regression():
     problem, network, batches, _ = conjugate(bias=False)
     method = fb.BayesByBackprop(epochs=600, lr=0.05, noise_lr=0.05, schedule=cosine, prior_scale=PRIOR)
     posterior = method.fit(
-        network, many_rows(batches), num_data=24, likelihood=fb.Gaussian(NOISE), seed=0, **QUIET
+        network, many_rows(batches), num_data=24, likelihood=fb.likelihoods.Gaussian(NOISE), seed=0, **QUIET
     )
     mean, std = posterior.mean["weight"][0], posterior.std["weight"][0]
     known = problem.precision.diagonal()
@@ -97,7 +97,7 @@ def test_weights_without_data_go_back_to_the_prior():
 def test_density_is_the_gaussians():
     layer = nn.Linear(3, 2).double()
     std = {name: torch.rand_like(value) + 0.1 for name, value in layer.named_parameters()}
-    posterior = GaussianWeightPosterior(layer, fb.Gaussian(1.0), std)
+    posterior = GaussianWeightPosterior(layer, fb.likelihoods.Gaussian(1.0), std)
     draws = posterior.draws(6, seed=3)
     own = dict(layer.named_parameters())
     truth = sum(Normal(own[n].detach(), std[n]).log_prob(draws[n]).flatten(1).sum(1) for n in std)
@@ -272,4 +272,4 @@ def test_saved_posterior_of_another_network(tmp_path):
 )
 def test_bad_deviations(std, told):
     with pytest.raises(FlowBNNError, match=told):
-        GaussianWeightPosterior(nn.Linear(2, 1), fb.Gaussian(1.0), std)
+        GaussianWeightPosterior(nn.Linear(2, 1), fb.likelihoods.Gaussian(1.0), std)

@@ -202,8 +202,13 @@ def test_what_keeps_members_apart_is_told():
         def __init__(self, groups):
             super().__init__(groups, {})
 
-    assert "Whole" in why_apart(small(), fb.Categorical(), inputs, targets, [], Whole, FitOptions())
-    assert why_apart(small(), fb.Categorical(), inputs, targets, [], torch.optim.SGD, FitOptions()) is None
+    assert "Whole" in why_apart(
+        small(), fb.likelihoods.Categorical(), inputs, targets, [], Whole, FitOptions()
+    )
+    assert (
+        why_apart(small(), fb.likelihoods.Categorical(), inputs, targets, [], torch.optim.SGD, FitOptions())
+        is None
+    )
 
 
 def test_other_refusals(tmp_path):

@@ -22,8 +22,8 @@ def _short_runs_may_stay_at_the_prior():
         yield
 
 
-def fitted(**options) -> fb.NoisePosterior:
-    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+def fitted(**options) -> fb.posterior.NoisePosterior:
+    model = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     return fb.fit(
         model, loader(), **{"epochs": 8, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, **QUIET, **options}
     )
@@ -31,7 +31,9 @@ def fitted(**options) -> fb.NoisePosterior:
 
 def test_the_ten_lines():
     plain = fb.MLE(epochs=4, lr=0.01).fit(network(), loader(), **QUIET)
-    bayesian = fb.to_stochastic(plain.model, {"0": fb.NormalPlanar(length=2), "*": fb.NormalAffine()})
+    bayesian = fb.to_stochastic(
+        plain.model, {"0": fb.noise.NormalPlanar(length=2), "*": fb.noise.NormalAffine()}
+    )
     posterior = fb.fit(bayesian, loader(), epochs=4, **QUIET)
     images = blobs().tensors[0][:7]
     prediction = posterior.predict(images, samples=16)
@@ -52,16 +54,16 @@ def test_fitting_raises_the_elbo_and_learns():
 
 
 def test_the_weights_can_be_left_alone():
-    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     before = [p.clone() for p in fb.noise.weight_parameters(model)]
     noise_before = [p.clone() for p in fb.noise.noise_parameters(model)]
-    fb.freeze(model, "weights")
+    fb.noise.freeze(model, "weights")
     fb.fit(model, loader(), epochs=2, **QUIET)
     assert all(torch.equal(a, b) for a, b in zip(before, fb.noise.weight_parameters(model), strict=True))
     assert not any(
         torch.equal(a, b) for a, b in zip(noise_before, fb.noise.noise_parameters(model), strict=True)
     )
-    fb.freeze(model, "noise")
+    fb.noise.freeze(model, "noise")
     with pytest.raises(FlowBNNError, match="nothing is left to train"):
         fb.fit(model, loader(), epochs=1, **QUIET)
 
@@ -72,11 +74,11 @@ def test_regression_is_a_first_class_citizen():
     y = 2 * x + 0.5 * torch.randn(400, 1, generator=generator)
     torch.manual_seed(0)
     model = fb.to_stochastic(
-        nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.NormalAffine()}
+        nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.noise.NormalAffine()}
     )
     data = loader(TensorDataset(x, y))
     posterior = fb.fit(model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET)
-    assert isinstance(posterior.likelihood, fb.Gaussian)
+    assert isinstance(posterior.likelihood, fb.likelihoods.Gaussian)
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(0.5, rel=0.25)
     report = fb.evaluate(posterior, data, samples=64, progress=False)
     assert report["rmse"] < 0.65
@@ -85,10 +87,10 @@ def test_regression_is_a_first_class_citizen():
     torch.testing.assert_close(prediction.variance, prediction.aleatoric + prediction.epistemic)
     predicted = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 2))
     posterior = fb.fit(
-        fb.to_stochastic(predicted, {"*": fb.NormalAffine()}),
+        fb.to_stochastic(predicted, {"*": fb.noise.NormalAffine()}),
         data,
         epochs=1,
-        likelihood=fb.Gaussian("predicted"),
+        likelihood=fb.likelihoods.Gaussian("predicted"),
         **QUIET,
     )
     assert posterior.predict(x[:5]).mean.shape == (5, 1)
@@ -104,7 +106,7 @@ def test_regression_in_any_unit():
     nn.init.constant_(net[2].bias, 150.0)
     data = loader(TensorDataset(x, y))
     posterior = fb.fit(
-        fb.to_stochastic(net, {"0": fb.NormalAffine()}), data, epochs=10, weight_lr=0.05, **QUIET
+        fb.to_stochastic(net, {"0": fb.noise.NormalAffine()}), data, epochs=10, weight_lr=0.05, **QUIET
     )
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(50.0, rel=0.25)
     assert 0.8 < fb.evaluate(posterior, data, samples=32, progress=False)["coverage_90"] < 0.97
@@ -113,7 +115,7 @@ def test_regression_in_any_unit():
 
 def test_bernoulli_from_one_logit():
     data = blobs(classes=2)
-    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.noise.NormalAffine()})
     posterior = fb.fit(model, loader(data), epochs=20, weight_lr=0.05, **QUIET)
     assert fb.evaluate(posterior, loader(data), progress=False)["accuracy"] > 0.9
 
@@ -127,7 +129,9 @@ def test_the_same_seed_gives_the_same_posterior():
 
 def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
     whole = fitted(epochs=6)
-    fitted(epochs=6, checkpoint=tmp_path / "a.safetensors", early_stop=fb.EarlyStop("loss", patience=99))
+    fitted(
+        epochs=6, checkpoint=tmp_path / "a.safetensors", early_stop=fb.training.EarlyStop("loss", patience=99)
+    )
 
     class Killed(Exception):
         pass
@@ -145,11 +149,11 @@ def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
         return Loader(blobs(), batch_size=40, shuffle=True)
 
     path = tmp_path / "b.safetensors"
-    model = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    model = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     options = {"epochs": 6, "weight_lr": 0.01, "noise_lr": 0.01, "seed": 0, "checkpoint": path, **QUIET}
     with pytest.raises(Killed):
         fb.fit(model, breaking(4), **options)
-    again = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    again = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     resumed = fb.fit(again, loader(), resume=True, **options)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
@@ -161,18 +165,24 @@ def test_save_and_load(tmp_path):
     x = blobs().tensors[0][:6]
     expected = posterior.predict(x, samples=8, seed=5).probabilities
     path = posterior.save(tmp_path / "posterior.safetensors")
-    for start in (network(), fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})):
-        loaded = fb.NoisePosterior.load(path, start)
+    for start in (
+        network(),
+        fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()}),
+    ):
+        loaded = fb.posterior.NoisePosterior.load(path, start)
         assert torch.equal(loaded.predict(x, samples=8, seed=5).probabilities, expected)
         assert loaded.history["elbo"] == posterior.history["elbo"]
     plain = fb.MLE(epochs=1).fit(network(), loader(), **QUIET)
     path = plain.save(tmp_path / "plain.safetensors")
     assert torch.equal(
-        fb.PointPosterior.load(path, network()).predict(x).probabilities, plain.predict(x).probabilities
+        fb.posterior.PointPosterior.load(path, network()).predict(x).probabilities,
+        plain.predict(x).probabilities,
     )
-    bare = fb.fit(fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+    bare = fb.fit(
+        fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()}), loader(), epochs=1, **QUIET
+    )
     path = bare.save(tmp_path / "bare.safetensors")
-    loaded = fb.NoisePosterior.load(path, nn.Linear(4, 3))
+    loaded = fb.posterior.NoisePosterior.load(path, nn.Linear(4, 3))
     assert torch.equal(loaded.predict(x, seed=1).probabilities, bare.predict(x, seed=1).probabilities)
 
 
@@ -182,22 +192,24 @@ def test_bad_files_leave_the_network_alone(tmp_path):
     other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(FlowBNNError, match="of another architecture"):
-        fb.NoisePosterior.load(path, other)
+        fb.posterior.NoisePosterior.load(path, other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     with pytest.raises(FlowBNNError, match="no layer '2'"):
-        fb.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))
+        fb.posterior.NoisePosterior.load(path, nn.Sequential(nn.Linear(4, 16)))
     with pytest.raises(FlowBNNError, match="holds a node noise, not a point"):
-        fb.PointPosterior.load(path, other)
+        fb.posterior.PointPosterior.load(path, other)
     (tmp_path / "short.safetensors").write_bytes(path.read_bytes()[:100])
     (tmp_path / "pickle.safetensors").write_bytes(b"\x80\x04\x95cos\nsystem\n")
     for name in ("short", "pickle", "missing"):
         with pytest.raises(FlowBNNError) as error:
-            fb.NoisePosterior.load(tmp_path / f"{name}.safetensors", network())
+            fb.posterior.NoisePosterior.load(tmp_path / f"{name}.safetensors", network())
         assert "\n" not in str(error.value)
 
 
 def test_early_stopping_on_validation_keeps_the_best():
-    posterior = fitted(epochs=30, validation=loader(), early_stop=fb.EarlyStop("validation_nll", patience=2))
+    posterior = fitted(
+        epochs=30, validation=loader(), early_stop=fb.training.EarlyStop("validation_nll", patience=2)
+    )
     values = posterior.history["validation_nll"]
     assert posterior.history.best_epoch == values.index(min(values))
     assert "validation_accuracy" in posterior.history
@@ -240,7 +252,7 @@ def test_networks_with_several_inputs():
             return self.a(left) + self.b(right)
 
     x, y = blobs().tensors
-    model = fb.to_stochastic(Two(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Two(), {"*": fb.noise.NormalAffine()})
     batches = [((x[i : i + 40], x[i : i + 40]), y[i : i + 40]) for i in range(0, 240, 40)]
     posterior = fb.fit(model, batches, epochs=1, **QUIET)
     assert posterior.predict((x, x), samples=3).probabilities.shape == (240, 3)
@@ -255,7 +267,7 @@ def test_novelty_is_judged_by_entropy():
 
 
 def test_dropout_behind_the_same_interface():
-    model = fb.to_stochastic(network(), {"2": fb.Dropout(0.3)})
+    model = fb.to_stochastic(network(), {"2": fb.noise.Dropout(0.3)})
     posterior = fb.fit(model, loader(), epochs=3, weight_lr=0.02, **QUIET)
     assert posterior.history["kl"] == [0.0] * 3
     prediction = posterior.predict(blobs().tensors[0], samples=20)
@@ -291,7 +303,7 @@ def test_counting():
 def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, targets, outputs):
     x = blobs().tensors[0]
     data = loader(TensorDataset(x, targets))
-    model = fb.to_stochastic(nn.Linear(4, outputs), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, outputs), {"*": fb.noise.NormalAffine()})
     posterior = fb.fit(model, data, epochs=1, likelihood=likelihood, validation=data, **QUIET)
     report = fb.evaluate(posterior, data, samples=4, progress=False)
     assert report.keys() == fb.evaluate(posterior, (x, targets), samples=4, progress=False).keys()
@@ -300,8 +312,12 @@ def test_targets_that_fit_takes_are_targets_that_evaluation_takes(likelihood, ta
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_precisions_train_validate_and_predict(precision):
-    model = fb.to_stochastic(network(), {"*": fb.NormalPlanar(1)})
-    told = pytest.warns(fb.FlowBNNWarning, match="bf16-mixed") if precision == "bf16-true" else nullcontext()
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalPlanar(1)})
+    told = (
+        pytest.warns(fb.errors.FlowBNNWarning, match="bf16-mixed")
+        if precision == "bf16-true"
+        else nullcontext()
+    )
     with told:
         posterior = fb.fit(model, loader(), epochs=1, precision=precision, validation=loader(), **QUIET)
     assert posterior.predict(blobs().tensors[0], samples=3).probabilities.shape == (240, 3)
@@ -316,14 +332,14 @@ def test_labels_are_checked_in_every_epoch():
             x, y = blobs().tensors
             return iter([(x, torch.full_like(y, -100) if Turning.passes > 3 else y)])
 
-    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError, match="labels run from -100"):
         fb.fit(model, Turning([(torch.zeros(240, 4), torch.zeros(240))]), epochs=5, num_data=240, **QUIET)
 
 
 def test_noise_that_was_held_is_trained_and_held_again():
-    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
-    fb.hold_noise(model, "off")
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
+    fb.noise.hold_noise(model, "off")
     fb.fit(model, loader(), epochs=1, noise_lr=0.01, **QUIET)
     assert all((p != 0).any() for p in fb.noise.noise_parameters(model))
     assert {layer.mode for layer in fb.noise.noise_layers(model).values()} == {"off"}
@@ -352,5 +368,5 @@ def test_damaged_documents_are_refused_in_one_line(change, tmp_path):
     change(document)
     save_tensors(path, tensors, document)
     with pytest.raises(FlowBNNError) as error:
-        fb.NoisePosterior.load(path, network())
+        fb.posterior.NoisePosterior.load(path, network())
     assert "\n" not in str(error.value)

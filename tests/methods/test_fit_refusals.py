@@ -32,28 +32,38 @@ class Exploding(nn.Module):
         (lambda m: fb.fit(m, [], **QUIET), "the loader is empty"),
         (lambda m: fb.fit(m, 5, **QUIET), "loader"),
         (lambda m: fb.fit(m, iter(loader()), **QUIET), "only once"),
-        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(None), "a tensor of inputs or a loader"),
+        (
+            lambda m: fb.posterior.NoisePosterior(m, fb.likelihoods.Categorical()).predict(None),
+            "a tensor of inputs or a loader",
+        ),
         (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
         (lambda m: fb.evaluate(network(), loader()), "posterior=.* must be a Posterior"),
-        (lambda m: fb.freeze(network(), "noise"), "has no noise"),
+        (lambda m: fb.noise.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "did you mean 'epochs'"),
         (lambda m: fb.fit(m, loader(blobs(classes=4)), **QUIET), "labels run from 0 to 3"),
         (lambda m: fb.fit(m, nan_at(100), **QUIET), "NaN|nan"),
         (lambda m: fb.fit(m, loader(), checkpoint="/proc/nothing/here", **QUIET), "/proc/nothing/here"),
         (
-            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.ones(2, 4), samples=0),
+            lambda m: fb.posterior.NoisePosterior(m, fb.likelihoods.Categorical()).predict(
+                torch.ones(2, 4), samples=0
+            ),
             "samples.* at least 1",
         ),
-        (lambda m: fb.NoisePosterior(m, fb.Categorical()).predict([]), "the loader is empty"),
         (
-            lambda m: fb.NoisePosterior(m, fb.Categorical()).predict(torch.full((2, 4), torch.nan)),
+            lambda m: fb.posterior.NoisePosterior(m, fb.likelihoods.Categorical()).predict([]),
+            "the loader is empty",
+        ),
+        (
+            lambda m: fb.posterior.NoisePosterior(m, fb.likelihoods.Categorical()).predict(
+                torch.full((2, 4), torch.nan)
+            ),
             "2 of 2 rows",
         ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(act, line):
     with pytest.raises(FlowBNNError, match=line) as error:
-        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
+        act(fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}))
     assert "\n" not in str(error.value)
 
 
@@ -62,7 +72,7 @@ def test_a_loss_that_is_not_finite_names_what_made_it_first():
     with torch.no_grad():
         model.second.weight.fill_(float("inf"))
     with pytest.raises(FlowBNNError, match="parameter 'second.weight' is not finite"):
-        fb.fit(fb.to_stochastic(model, {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+        fb.fit(fb.to_stochastic(model, {"*": fb.noise.NormalAffine()}), loader(), epochs=1, **QUIET)
 
     class Logarithm(nn.Module):
         def forward(self, x):
@@ -70,14 +80,16 @@ def test_a_loss_that_is_not_finite_names_what_made_it_first():
 
     network = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 3))
     with pytest.raises(FlowBNNError, match="layer '1'"):
-        fb.fit(fb.to_stochastic(network, {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+        fb.fit(fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}), loader(), epochs=1, **QUIET)
 
 
 def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered():
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     with torch.no_grad():
         network[0].weight.fill_(1e5)
-    posterior = fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalAffine()}), fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(
+        fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}), fb.likelihoods.Categorical()
+    )
     x = torch.ones(5, 4)
     assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
     with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in fp16: predict in float32"):
@@ -87,7 +99,9 @@ def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_predictions_that_are_no_numbers_name_the_parameter_or_the_layer(precision):
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    posterior = fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalAffine()}), fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(
+        fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}), fb.likelihoods.Categorical()
+    )
     with torch.no_grad():
         posterior.model.get_parameter("1.weight").fill_(3e38)
     with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them: look"):

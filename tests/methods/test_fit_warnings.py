@@ -24,9 +24,13 @@ def test_warnings_name_the_layer():
     warnings.simplefilter("always", FlowBNNWarning)
     with pytest.warns(FlowBNNWarning, match="layer '0' has fallen back onto its prior"):
         fb.fit(
-            fb.to_stochastic(network(), {"0": fb.NormalAffine()}), loader(), epochs=1, noise_lr=1e-7, **QUIET
+            fb.to_stochastic(network(), {"0": fb.noise.NormalAffine()}),
+            loader(),
+            epochs=1,
+            noise_lr=1e-7,
+            **QUIET,
         )
-    model = fb.to_stochastic(network(), {"2": fb.NormalAffine()})
+    model = fb.to_stochastic(network(), {"2": fb.noise.NormalAffine()})
     with torch.no_grad():
         fb.noise.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
     with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point"):
@@ -41,7 +45,7 @@ def test_warnings_name_the_layer():
             return self.used(x) + nn.functional.linear(x, self.read.weight)
 
     with pytest.warns(FlowBNNWarning, match="layer 'read' carries noise but the network never calls it"):
-        fb.fit(fb.to_stochastic(Idle(), {"*": fb.NormalAffine()}), loader(), epochs=1, **QUIET)
+        fb.fit(fb.to_stochastic(Idle(), {"*": fb.noise.NormalAffine()}), loader(), epochs=1, **QUIET)
 
 
 def test_one_warning_for_each_ailment():
@@ -54,7 +58,7 @@ def test_one_warning_for_each_ailment():
         def forward(self, x):
             return self.deep(x) + nn.functional.linear(x, self.first.weight + self.second.weight)
 
-    model = fb.to_stochastic(Deep(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Deep(), {"*": fb.noise.NormalAffine()})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)

@@ -21,7 +21,11 @@ from flowbnn.posterior import PredictOptions
 def test_a_conjugate_regression_is_recovered():
     inputs, targets, mean, covariance = regression()
     posterior = fb.HMC(samples=150, warmup=60, chains=8, steps=5, epochs=0, prior_scale=2.0).fit(
-        nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
+        nn.Linear(2, 1).double(),
+        [(inputs, targets)],
+        likelihood=fb.likelihoods.Gaussian(noise=0.5),
+        seed=0,
+        **QUIET,
     )
     assert_recovered(posterior, mean, covariance)
     diagnostics = posterior.diagnostics()
@@ -74,7 +78,7 @@ def test_the_energy_is_that_of_the_data_and_the_prior():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("flowbnn.methods.mcmc.potential.ROWS", rows)
             potential = WeightPotential(
-                net, fb.Categorical(), Data(inputs.double(), labels), round(50 * scale), 0.7
+                net, fb.likelihoods.Categorical(), Data(inputs.double(), labels), round(50 * scale), 0.7
             )
             energy, gradient = potential(potential.start[None])
         loss = scale * nn.functional.cross_entropy(net(inputs.double()), labels, reduction="sum")
@@ -144,7 +148,7 @@ def test_noise_of_a_linear_layer_has_the_posterior_of_scaled_inputs():
     mean = covariance @ ((design.T @ targets)[:, 0] / 0.25 + 1.0 / 0.4**2)
     posterior = fb.HMC(
         samples=120, warmup=60, chains=8, steps=5, epochs=0, over="noise", noise_scale=0.4
-    ).fit(net, [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET)
+    ).fit(net, [(inputs, targets)], likelihood=fb.likelihoods.Gaussian(noise=0.5), seed=0, **QUIET)
     draws = posterior.chains[""]
     away = draws - mean
     products = away[..., :, None] * away[..., None, :]

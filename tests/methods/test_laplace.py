@@ -30,7 +30,7 @@ def test_a_linear_regression_is_exact(structure):
     network = nn.Linear(3, 1).double()
     before = network.weight.clone()
     posterior = fb.Laplace(structure, prior_scale=SCALE, epochs=0, newton=1).fit(
-        network, truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+        network, truth.batches(inputs, targets), likelihood=fb.likelihoods.Gaussian(noise=NOISE), **QUIET
     )
     mean, spread, evidence = conjugate(inputs, targets)
     found = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
@@ -46,7 +46,7 @@ def test_a_linear_regression_is_exact(structure):
 
 def test_several_outputs_with_noise_of_their_own_are_exact_under_kron():
     inputs, targets = regression(outputs=2)
-    likelihood = fb.Gaussian("learned", dim=2)
+    likelihood = fb.likelihoods.Gaussian("learned", dim=2)
     with torch.no_grad():
         likelihood.log_scale.copy_(torch.tensor([-1.0, 0.5]))
     network = nn.Linear(3, 2).double()
@@ -61,7 +61,10 @@ def test_several_outputs_with_noise_of_their_own_are_exact_under_kron():
 def test_diag_is_the_inverse_of_the_precisions_diagonal():
     inputs, targets = regression()
     posterior = fb.Laplace("diag", prior_scale=SCALE, epochs=0).fit(
-        nn.Linear(3, 1).double(), truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+        nn.Linear(3, 1).double(),
+        truth.batches(inputs, targets),
+        likelihood=fb.likelihoods.Gaussian(noise=NOISE),
+        **QUIET,
     )
     _, spread, _ = conjugate(inputs, targets)
     assert torch.allclose(
@@ -73,7 +76,10 @@ def test_marginal_likelihood_finds_the_conjugate_optimum():
     """With the mode moving along, the exact evidence of the regression is what is maximised."""
     inputs, targets = regression()
     posterior = fb.Laplace("full", epochs=0, newton=30).fit(
-        nn.Linear(3, 1).double(), truth.batches(inputs, targets), likelihood=fb.Gaussian(noise=NOISE), **QUIET
+        nn.Linear(3, 1).double(),
+        truth.batches(inputs, targets),
+        likelihood=fb.likelihoods.Gaussian(noise=NOISE),
+        **QUIET,
     )
     scale = posterior.prior_scale
     best = conjugate(inputs, targets, scale)[2]
@@ -141,7 +147,7 @@ def test_conv_and_batch_norm_against_the_explicit_curvature(structure):
         network, truth.batches(inputs, labels), **QUIET
     )
     assert posterior.names == [name for name, _ in network.named_parameters()]
-    precision = truth.explicit_ggn(network, posterior.names, fb.Categorical(), inputs, labels)
+    precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
     precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
     spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
     assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
@@ -206,7 +212,7 @@ def test_grouped_convolutions_under_diag_and_full():
         found = fb.Laplace(structure, layers="0", prior_scale=SCALE, epochs=0).fit(
             network, truth.batches(inputs, labels), **QUIET
         )
-        precision = truth.explicit_ggn(network, found.names, fb.Categorical(), inputs, labels)
+        precision = truth.explicit_ggn(network, found.names, fb.likelihoods.Categorical(), inputs, labels)
         precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
         spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
         assert torch.allclose(truth.covariance(found), spread, atol=1e-9)
@@ -220,7 +226,7 @@ def test_tied_weights_are_counted_once_with_all_their_uses(structure):
         network, truth.batches(inputs, labels), **QUIET
     )
     assert "second.weight" not in posterior.names
-    precision = truth.explicit_ggn(network, posterior.names, fb.Categorical(), inputs, labels)
+    precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
     precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
     spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
     assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
@@ -241,9 +247,11 @@ def test_each_curvature_is_its_definition(kind, likelihood):
         "bernoulli": torch.randint(2, (count,)),
         "gaussian": torch.randn(count, 1, dtype=torch.float64),
     }[likelihood]
-    speaks = {"categorical": fb.Categorical(), "bernoulli": fb.Bernoulli(), "gaussian": fb.Gaussian(NOISE)}[
-        likelihood
-    ]
+    speaks = {
+        "categorical": fb.likelihoods.Categorical(),
+        "bernoulli": fb.likelihoods.Bernoulli(),
+        "gaussian": fb.likelihoods.Gaussian(NOISE),
+    }[likelihood]
     network = nn.Linear(2, outputs).double()
 
     def matrix(kind: str, seed: int = 0) -> torch.Tensor:

@@ -154,7 +154,7 @@ def test_too_much_memory_is_warned_of_and_refused_before_it_is_taken(monkeypatch
     posterior = fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
     assert posterior.memory == fb.Laplace("kron").memory(network)
     monkeypatch.setattr("flowbnn.methods.laplace.memory.available_bytes", lambda device: 2_000_000)
-    with pytest.warns(fb.FlowBNNWarning, match="needs 478 kB of memory"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="needs 478 kB of memory"):
         fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_served_is_named():
         fb.Laplace(epochs=0).fit(
             nn.Linear(2, 2),
             [(inputs[..., 0], inputs[:, :1, 1])],
-            likelihood=fb.Gaussian("predicted"),
+            likelihood=fb.likelihoods.Gaussian("predicted"),
             **QUIET,
         )
     with pytest.raises(fb.FlowBNNError, match="'probit' is for classes"):

@@ -140,7 +140,9 @@ def test_elbo_lies_between_mean_field_and_evidence(flow):
         kl_samples=32,
         schedule=cosine,
         prior_scale=PRIOR,
-    ).fit(network, many_rows(batches), num_data=24, likelihood=fb.Gaussian(NOISE), seed=0, **QUIET)
+    ).fit(
+        network, many_rows(batches), num_data=24, likelihood=fb.likelihoods.Gaussian(NOISE), seed=0, **QUIET
+    )
     draws = posterior.draws(1_500, seed=1)["weight"][:, 0]
     with torch.no_grad():
         error = problem.targets - draws @ problem.design.T
@@ -158,7 +160,7 @@ def test_elbo_lies_between_mean_field_and_evidence(flow):
 
 def test_every_flow_fits_saves_and_loads(tmp_path):
     x = blobs()[:9][0]
-    for flow in [*FLOWS, fb.NormalPlanar(length=3)]:
+    for flow in [*FLOWS, fb.noise.NormalPlanar(length=3)]:
         posterior, again = (
             fb.MNF(flow, epochs=1).fit(small(), loader(blobs()), seed=0, **QUIET) for _ in range(2)
         )

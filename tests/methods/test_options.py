@@ -24,7 +24,7 @@ def network(outputs: int = 3) -> nn.Sequential:
 
 
 def noisy(outputs: int = 3) -> nn.Module:
-    return fb.to_stochastic(network(outputs), {"*": fb.NormalAffine()})
+    return fb.to_stochastic(network(outputs), {"*": fb.noise.NormalAffine()})
 
 
 def refused(call: Callable[[], Any]) -> FlowBNNError:
@@ -75,11 +75,11 @@ def test_a_method_of_the_users_own() -> None:
 
 
 WRONG: tuple[dict[str, Any], ...] = (
-    {"likelihood": fb.Gaussian},
+    {"likelihood": fb.likelihoods.Gaussian},
     {"likelihood": ["gaussian"]},
     {"early_stop": 3},
     {"early_stop": True},
-    {"early_stop": fb.EarlyStop},
+    {"early_stop": fb.training.EarlyStop},
     {"checkpoint": 5},
     {"tensorboard": True},
     {"num_data": 3.5},
@@ -130,24 +130,26 @@ def test_arguments_of_fit_that_cannot_be(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rule", [0, (0, 1), None])
 def test_rules_that_name_no_layer(rule: Any) -> None:
-    assert f"rule {rule}" in str(refused(lambda: fb.to_stochastic(network(), {rule: fb.NormalAffine()})))
+    assert f"rule {rule}" in str(
+        refused(lambda: fb.to_stochastic(network(), {rule: fb.noise.NormalAffine()}))
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fb.NormalAffine(prior_scale="a"), "prior_scale"),  # type: ignore[arg-type]
-        (lambda: fb.NormalPlanar(base_loc=None), "base_loc"),  # type: ignore[arg-type]
-        (lambda: fb.NormalAffine(components="a"), "components"),  # type: ignore[arg-type]
-        (lambda: fb.Dropout("a"), "rate"),  # type: ignore[arg-type]
-        (lambda: fb.FlowNoise(3), "FlowNoise"),  # type: ignore[arg-type]
+        (lambda: fb.noise.NormalAffine(prior_scale="a"), "prior_scale"),  # type: ignore[arg-type]
+        (lambda: fb.noise.NormalPlanar(base_loc=None), "base_loc"),  # type: ignore[arg-type]
+        (lambda: fb.noise.NormalAffine(components="a"), "components"),  # type: ignore[arg-type]
+        (lambda: fb.noise.Dropout("a"), "rate"),  # type: ignore[arg-type]
+        (lambda: fb.noise.FlowNoise(3), "FlowNoise"),  # type: ignore[arg-type]
     ],
 )
 def test_recipes_of_the_wrong_kind(make: Callable[[], Any], words: str) -> None:
     assert words in str(refused(lambda: fb.to_stochastic(network(), {"*": make()})))
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("seed", ["a", 1.5])
 def test_a_seed_of_a_prediction_that_is_none(seed: Any) -> None:
     posterior = fb.fit(noisy(), BATCHES, epochs=1, **QUIET)
@@ -155,10 +157,12 @@ def test_a_seed_of_a_prediction_that_is_none(seed: Any) -> None:
 
 
 def test_an_early_stop_of_the_wrong_kind() -> None:
-    assert "patience" in str(refused(lambda: fb.EarlyStop(patience="a")))  # type: ignore[arg-type]
-    assert "monitor" in str(refused(lambda: fb.EarlyStop(3)))  # type: ignore[arg-type]
+    assert "patience" in str(refused(lambda: fb.training.EarlyStop(patience="a")))  # type: ignore[arg-type]
+    assert "monitor" in str(refused(lambda: fb.training.EarlyStop(3)))  # type: ignore[arg-type]
 
 
 def test_a_likelihood_as_an_instance_is_taken() -> None:
-    posterior = fb.MAP(epochs=1).fit(network(1), NUMBERS, likelihood=fb.Gaussian(), num_data=16, **QUIET)
+    posterior = fb.MAP(epochs=1).fit(
+        network(1), NUMBERS, likelihood=fb.likelihoods.Gaussian(), num_data=16, **QUIET
+    )
     assert isinstance(posterior.predict(NUMBERS[0][0]).mean, Tensor)

@@ -39,7 +39,7 @@ def test_weight_decay_is_the_l2_term_of_the_gaussian_prior():
 def test_the_optimum_is_ridge_regression(bias):
     problem, network, batches, _ = conjugate(bias)
     method = fb.MAP(epochs=400, lr=0.04, optimizer=torch.optim.SGD, prior_scale=PRIOR)
-    posterior = method.fit(network, batches, likelihood=fb.Gaussian(NOISE), **QUIET)
+    posterior = method.fit(network, batches, likelihood=fb.likelihoods.Gaussian(NOISE), **QUIET)
     found = torch.cat([parameter.detach().flatten() for parameter in posterior.model.parameters()])
     ridge = torch.linalg.solve(
         problem.design.T @ problem.design + (NOISE / PRIOR) ** 2 * torch.eye(len(found)).double(),
@@ -58,7 +58,9 @@ def test_dropout_has_the_optimum_of_its_penalties():
     optimum = torch.linalg.solve(gram + penalty, problem.design.T @ problem.targets / NOISE**2)
     many = [(batches[0][0].repeat(64, 1), batches[0][1].repeat(64, 1))]  # as many masks in every step
     method = fb.MCDropout(rate, epochs=400, lr=0.1, schedule=cosine, prior_scale=PRIOR)
-    posterior = method.fit(network, many, likelihood=fb.Gaussian(NOISE), num_data=24, seed=0, **QUIET)
+    posterior = method.fit(
+        network, many, likelihood=fb.likelihoods.Gaussian(NOISE), num_data=24, seed=0, **QUIET
+    )
     drawn = weights_from(posterior.predict(probes, samples=4000, seed=0).samples.double(), bias=False)
     spread = optimum.abs() * math.sqrt(rate / (1 - rate))
     assert ((drawn.mean(0) - optimum).abs() < 0.02 * problem.mean.abs().max() + 5 * spread / 4000**0.5).all()
@@ -66,7 +68,7 @@ def test_dropout_has_the_optimum_of_its_penalties():
 
 
 def test_a_given_likelihood_is_not_changed_and_serves_every_fit():
-    given = fb.Gaussian(dim=2)
+    given = fb.likelihoods.Gaussian(dim=2)
     first = fb.MAP(epochs=3, lr=0.1).fit(small(2), loader(lines()), likelihood=given, seed=0, **QUIET)
     assert not given.log_scale.any()
     again = fb.MAP(epochs=3, lr=0.1).fit(small(2), loader(lines()), likelihood=given, seed=0, **QUIET)
@@ -79,7 +81,7 @@ def test_the_noise_of_a_trained_network_is_that_of_all_the_data():
     taken = fb.MAP(epochs=0).fit(network, loader(data), **QUIET)
     residual = data.tensors[1] - network(data.tensors[0])
     assert torch.allclose(taken.likelihood.log_scale.exp(), residual.square().mean(0).sqrt(), rtol=1e-5)
-    known = fb.Gaussian(dim=2)
+    known = fb.likelihoods.Gaussian(dim=2)
     nn.init.constant_(known.log_scale, 0.3)
     kept = fb.MAP(epochs=0).fit(network, loader(data), likelihood=known, **QUIET)
     assert torch.equal(kept.likelihood.log_scale, known.log_scale)

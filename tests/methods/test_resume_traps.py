@@ -29,7 +29,7 @@ def compared(folder, train, test, resume=True, **options):
     before, had = time.time_ns(), {path.stem for path in (folder / "parts").glob("*.json")}
     options = {"methods": ["map"], "epochs": 1, "samples": 2, "progress": False, **options}
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", fb.FlowBNNWarning)
+        warnings.simplefilter("always", fb.errors.FlowBNNWarning)
         rows = fb.compare(network(), train, test, folder=folder, resume=resume, **options).rows
     parts = (folder / "parts").glob("*.json")
     anew = sorted(path.stem for path in parts if path.stat().st_mtime_ns > before)
@@ -99,12 +99,12 @@ def test_a_loader_that_drops_its_last_batch_has_one_fingerprint():
 
 def noisy(recipe=None):
     """Noise that is not its prior, of which a fit would warn."""
-    return fb.to_stochastic(network(), {"*": recipe or fb.NormalAffine(base_scale=0.3)})
+    return fb.to_stochastic(network(), {"*": recipe or fb.noise.NormalAffine(base_scale=0.3)})
 
 
 def test_another_recipe_is_refused_when_a_fit_goes_on(tmp_path):
     fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
-    other = noisy(fb.NormalAffine(prior_scale=0.1, base_scale=0.3))
+    other = noisy(fb.noise.NormalAffine(prior_scale=0.1, base_scale=0.3))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(FlowBNNError) as caught:
         fb.fit(other, loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET)
@@ -194,7 +194,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_all_as_it_was(tmp_p
 
 
 def test_a_finished_or_useless_checkpoint_is_replaced_without_a_word(tmp_path):
-    rule = fb.EarlyStop("loss", patience=1, min_delta=1e9)
+    rule = fb.training.EarlyStop("loss", patience=1, min_delta=1e9)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FlowBNNWarning)
         fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)

@@ -13,7 +13,7 @@ import flowbnn as fb
 from flowbnn.methods import Method, temper
 
 QUIET: dict[str, Any] = {"progress": False, "seed": 1}
-pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 
 
 def network(outputs: int = 3) -> nn.Sequential:
@@ -171,7 +171,7 @@ def test_a_resumed_bound_tells_that_its_weight_has_changed(method, tmp_path):
     network, loader = nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
     options = {"checkpoint": tmp_path, "progress": False, "seed": 0}
     method(epochs=1).fit(network, loader, **options)
-    with pytest.warns(fb.FlowBNNWarning, match=r"beta.*1\.0.*3\.0"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match=r"beta.*1\.0.*3\.0"):
         method(epochs=2, beta=3.0).fit(network, loader, resume=True, **options)
 
 

@@ -24,7 +24,11 @@ def test_a_conjugate_regression_with_the_bias_of_its_step_size():
         lr=0.05, epochs=1500, samples=1400, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
     )
     posterior = method.fit(
-        nn.Linear(2, 1).double(), [(inputs, targets)], likelihood=fb.Gaussian(noise=0.5), seed=0, **QUIET
+        nn.Linear(2, 1).double(),
+        [(inputs, targets)],
+        likelihood=fb.likelihoods.Gaussian(noise=0.5),
+        seed=0,
+        **QUIET,
     )
     draws = posterior.draws(1400)
     draws = torch.cat([draws["weight"].flatten(1), draws["bias"]], 1)[None]
@@ -168,7 +172,7 @@ def test_bad_runs_are_refused():
     with pytest.raises(FlowBNNError, match="100 snapshots do not fit into the 12 steps"):
         fb.SGLD(epochs=2, samples=100).fit(network(), loader(), **QUIET)
     with pytest.raises(FlowBNNError, match="leave early_stop out"):
-        fb.SGLD(epochs=2).fit(network(), loader(), early_stop=fb.EarlyStop("loss"), **QUIET)
+        fb.SGLD(epochs=2).fit(network(), loader(), early_stop=fb.training.EarlyStop("loss"), **QUIET)
 
     class Endless:
         num_data = 30

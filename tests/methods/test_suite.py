@@ -58,7 +58,9 @@ def test_a_conjugate_regression_is_recovered(name, bias):
         pytest.skip("it takes its time; with a bias is enough")
     problem, network, batches, probes = conjugate(bias)
     options = {"validation": batches} if case.options.get("validation") else {}
-    posterior = case.linear().fit(network, batches, likelihood=fb.Gaussian(NOISE), seed=0, **QUIET, **options)
+    posterior = case.linear().fit(
+        network, batches, likelihood=fb.likelihoods.Gaussian(NOISE), seed=0, **QUIET, **options
+    )
     drawn = weights_from(posterior.predict(probes, samples=case.samples, seed=1).samples.double(), bias)
     std = problem.covariance.diagonal().sqrt()
     worth = effective(drawn, case.chains) if case.chains else case.samples
@@ -219,7 +221,7 @@ def test_labels_that_do_not_fit_are_refused_in_one_line(name):
 
 @every_method
 def test_a_network_with_noise_is_refused_in_one_line(name):
-    noisy = fb.to_stochastic(small(), {"*": fb.NormalAffine()})
+    noisy = fb.to_stochastic(small(), {"*": fb.noise.NormalAffine()})
     assert noise_layers(noisy)
     with pytest.raises(FlowBNNError, match="to_deterministic") as refused:
         case_of(name).make().fit(noisy, loader(blobs()), **QUIET)

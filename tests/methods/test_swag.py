@@ -19,7 +19,7 @@ def gaussian() -> tuple[SWAGPosterior, MultivariateNormal]:
     variance = torch.rand(4, generator=generator).double() + 0.1
     deviations = torch.randn(3, 4, generator=generator).double()
     posterior = SWAGPosterior(
-        nn.Linear(3, 1).double(), fb.Gaussian(1.0), mean, variance, deviations, scale=0.5
+        nn.Linear(3, 1).double(), fb.likelihoods.Gaussian(1.0), mean, variance, deviations, scale=0.5
     )
     covariance = 0.5 * (torch.diag(variance) + deviations.T @ deviations / 2)
     return posterior, MultivariateNormal(mean, covariance)
@@ -27,7 +27,7 @@ def gaussian() -> tuple[SWAGPosterior, MultivariateNormal]:
 
 def test_the_moments_are_those_of_what_was_collected():
     network = nn.Linear(3, 1, bias=False).double()
-    walk = Walk(PointPosterior(network, fb.Gaussian(1.0)), rank=3)
+    walk = Walk(PointPosterior(network, fb.likelihoods.Gaussian(1.0)), rank=3)
     steps = 1000.0 + 1e-3 * torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
     for weights in steps:
         network.weight.data.copy_(weights)

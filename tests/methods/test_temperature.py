@@ -37,7 +37,7 @@ def noisy_labels(count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
 def test_it_is_the_optimum_and_scales_with_the_logits():
     pair = noisy_labels()
     found = [
-        temper(PointPosterior(linear(factor), fb.Categorical()), pair, progress=False).temperature
+        temper(PointPosterior(linear(factor), fb.likelihoods.Categorical()), pair, progress=False).temperature
         for factor in (1.0, 5.0)
     ]
     assert found[1] == pytest.approx(5.0 * found[0], rel=1e-8)
@@ -58,7 +58,7 @@ def test_of_many_samples_the_mixture_is_what_is_judged():
         name: torch.stack([dict(one.named_parameters())[name].detach() for one in networks])
         for name in ("weight", "bias")
     }
-    posterior = MemberPosterior(linear(), fb.Categorical(), members)
+    posterior = MemberPosterior(linear(), fb.likelihoods.Categorical(), members)
     tempered = temper(posterior, [(inputs, labels)], progress=False)
 
     def loss(temperature: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_of_many_samples_the_mixture_is_what_is_judged():
 
 def test_one_network_keeps_its_decisions():
     inputs, labels = noisy_labels()
-    plain = PointPosterior(linear(4.0), fb.Categorical())
+    plain = PointPosterior(linear(4.0), fb.likelihoods.Categorical())
     tempered = temper(plain, (inputs, labels), progress=False)
     assert torch.equal(tempered.predict(inputs).labels, plain.predict(inputs).labels)
     before, after = (fb.evaluate(each, [(inputs, labels)], progress=False) for each in (plain, tempered))
@@ -89,7 +89,9 @@ def test_regression_scales_the_standard_deviation():
     inputs = torch.randn(200, 4, generator=generator).double()
     layer = nn.Linear(4, 2).double()
     targets = layer(inputs).detach() + 0.7 * torch.randn(200, 2, generator=generator).double()
-    tempered = temper(PointPosterior(layer, fb.Gaussian(0.2)), [(inputs, targets)], progress=False)
+    tempered = temper(
+        PointPosterior(layer, fb.likelihoods.Gaussian(0.2)), [(inputs, targets)], progress=False
+    )
     error = (targets - layer(inputs).detach()) / 0.2
     assert tempered.temperature == pytest.approx(
         error.square().mean().sqrt().item(), rel=1e-8
@@ -126,11 +128,11 @@ def test_validation_data_that_are_all_right_tell_nothing():
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
     with pytest.warns(FlowBNNWarning, match="stays at 1"):
-        tempered = temper(PointPosterior(layer, fb.Categorical()), (inputs, torch.arange(12) % 3))
+        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), (inputs, torch.arange(12) % 3))
     assert tempered.temperature == 1.0
     wrong = (inputs, (torch.arange(12) + 1) % 3)
     with pytest.warns(FlowBNNWarning, match="100 or beyond"):
-        tempered = temper(PointPosterior(layer, fb.Categorical()), wrong)
+        tempered = temper(PointPosterior(layer, fb.likelihoods.Categorical()), wrong)
     assert tempered.temperature == 100.0
 
 
@@ -163,7 +165,7 @@ def test_refusals(tmp_path):
     with pytest.raises(FlowBNNError, match="posterior"):
         temper(small(), loader(blobs()))
     with pytest.raises(FlowBNNError, match="inputs alone"):
-        temper(PointPosterior(small(), fb.Categorical()), [torch.zeros(2, 4)], progress=False)
+        temper(PointPosterior(small(), fb.likelihoods.Categorical()), [torch.zeros(2, 4)], progress=False)
     within = fb.Temperature(fb.MAP(**TRAINED)).fit(
         small(), loader(blobs()), validation=loader(blobs(60)), seed=0, **QUIET
     )

@@ -31,7 +31,7 @@ def test_shapes_and_conversion(name):
     inputs = torch.randn(shape)
     outputs = network(inputs)
     assert outputs.shape == (shape[0], classes)
-    bayesian = fb.to_stochastic(network, {"*": fb.NormalAffine()})
+    bayesian = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
     assert [line.layer for line in fb.describe(bayesian)] == layers
     with fb.noise_mode(bayesian, "off"):
         assert torch.allclose(bayesian(inputs), outputs, atol=1e-6)

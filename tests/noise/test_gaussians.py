@@ -24,9 +24,9 @@ def stochastic(rules=None):
         network,
         rules
         or {
-            "0": fb.NormalAffine(base_loc=0.7, prior_scale=0.3),
-            "1": fb.NormalPlanar(2),
-            "*": fb.NormalAffine(),
+            "0": fb.noise.NormalAffine(base_loc=0.7, prior_scale=0.3),
+            "1": fb.noise.NormalPlanar(2),
+            "*": fb.noise.NormalAffine(),
         },
     ).double()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_kl_and_entropy_and_their_gradients():
 
 def test_packed_kl_of_a_flow_is_what_its_density_says():
     """Against -log p(x) + log q(x) at many draws, where q's density comes from the inverse."""
-    model = stochastic({"1": fb.NormalInvConv(kl_samples=20_000), "*": fb.NormalAffine()})
+    model = stochastic({"1": fb.noise.NormalInvConv(kl_samples=20_000), "*": fb.noise.NormalAffine()})
     layers = noise_layers(model)
     found = divergences(layers)
     flow, noise = layers["1"].posterior(), layers["1"]
@@ -111,7 +111,7 @@ def test_packed_kl_of_a_flow_is_what_its_density_says():
 
 
 def test_packed_draws_of_a_flow_follow_its_distribution():
-    model = stochastic({"1": fb.NormalInvConv(), "*": fb.NormalAffine()})
+    model = stochastic({"1": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
     layers = list(noise_layers(model).values())
     with torch.no_grad():
         packed = Gaussians(layers).draws(40_000, None, None)[1]
@@ -130,7 +130,7 @@ def test_a_frame_follows_the_priors_it_was_made_of():
 
 def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
     """Same distribution of draws, same exact KL for the Gaussians, an unbiased one for the flow, and the pass uses the draws once."""
-    model = stochastic({"1": fb.NormalInvConv(kl_samples=4000), "*": fb.NormalAffine()})
+    model = stochastic({"1": fb.noise.NormalInvConv(kl_samples=4000), "*": fb.noise.NormalAffine()})
     layers = noise_layers(model)
     state = state_of(layers)
     known, truth = ahead(layers, 3000, state), divergences(layers)
@@ -161,13 +161,15 @@ def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():
 
 
 def test_looking_ahead_gives_way_where_layers_cannot_be_laid_end_to_end():
-    model = stochastic({"1": fb.NormalAffine(components=2), "0": fb.Dropout(0.1), "2": fb.NormalPlanar(1)})
+    model = stochastic(
+        {"1": fb.noise.NormalAffine(components=2), "0": fb.noise.Dropout(0.1), "2": fb.noise.NormalPlanar(1)}
+    )
     assert ahead(noise_layers(model), 5, state_of(noise_layers(model))) is None
 
 
 def test_the_gradient_of_a_step_looked_ahead_is_that_of_its_parts():
-    model = stochastic({"1": fb.NormalInvConv(), "*": fb.NormalAffine()})
-    objective = fb.objectives.ELBO(fb.Categorical(), 10)
+    model = stochastic({"1": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
+    objective = fb.objectives.ELBO(fb.likelihoods.Categorical(), 10)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
     parameters = list(model.parameters())
     torch.manual_seed(4)

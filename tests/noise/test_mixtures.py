@@ -20,9 +20,13 @@ from flowbnn.noise.batched_mixture import Mixtures
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 
-PLAIN = {"*": fb.NormalAffine(components=3)}
-FLOWS = {"*": fb.NormalAffine(components=3), "2": fb.NormalPlanar(2, components=3)}
-BOTH = {"0": fb.NormalAffine(components=3), "2": fb.NormalAffine(components=3), "*": fb.NormalAffine()}
+PLAIN = {"*": fb.noise.NormalAffine(components=3)}
+FLOWS = {"*": fb.noise.NormalAffine(components=3), "2": fb.noise.NormalPlanar(2, components=3)}
+BOTH = {
+    "0": fb.noise.NormalAffine(components=3),
+    "2": fb.noise.NormalAffine(components=3),
+    "*": fb.noise.NormalAffine(),
+}
 
 
 def network(rules=PLAIN, dtype=torch.float32):
@@ -88,7 +92,7 @@ def test_draws_kl_and_gradients_are_those_of_the_layers(rules):
 
 
 def test_centers_may_differ():
-    rules = {"0": fb.NormalAffine(components=3, base_loc=0.5), "*": fb.NormalAffine(components=3)}
+    rules = {"0": fb.noise.NormalAffine(components=3, base_loc=0.5), "*": fb.noise.NormalAffine(components=3)}
     layers = mixed(network(rules, torch.float64))
     block = Mixtures(layers)
     which, normal = block.start(5, 0, None, None)
@@ -169,7 +173,7 @@ def test_processes_draw_what_one_would_draw():
 
 
 @pytest.mark.parametrize("site", ["channel", "position"])
-@pytest.mark.parametrize("recipe", [fb.NormalAffine, fb.NormalPlanar])
+@pytest.mark.parametrize("recipe", [fb.noise.NormalAffine, fb.noise.NormalPlanar])
 def test_shared_draws_are_those_of_one_seed_at_a_time(site, recipe):
     model = network({"*": recipe(components=3, site=site)})
     layer = noise_layers(model)["2"]
@@ -197,9 +201,9 @@ def test_gradients_of_chosen_components_once_and_twice():
 
 @pytest.mark.parametrize("site", ["channel", "position"])
 def test_a_step_compiles_in_one_graph_and_is_the_same(site):
-    model = network({"*": fb.NormalAffine(components=3, site=site)})
+    model = network({"*": fb.noise.NormalAffine(components=3, site=site)})
     objective, images, labels = (
-        ELBO(fb.Categorical(), 10),
+        ELBO(fb.likelihoods.Categorical(), 10),
         torch.randn(6, 3, 6, 6),
         torch.tensor([0, 1, 0, 1, 1, 0]),
     )
@@ -221,8 +225,8 @@ def test_a_step_compiles_in_one_graph_and_is_the_same(site):
 
 
 def test_positions_count_in_the_kl():
-    counted = network({"*": fb.NormalAffine(components=3, site="position", positions=9)})
-    once = network({"*": fb.NormalAffine(components=3, site="position")})
+    counted = network({"*": fb.noise.NormalAffine(components=3, site="position", positions=9)})
+    once = network({"*": fb.noise.NormalAffine(components=3, site="position")})
     torch.manual_seed(0)
     nine = divergences(noise_layers(counted))
     torch.manual_seed(0)
@@ -233,7 +237,7 @@ def test_positions_count_in_the_kl():
 
 
 def test_layers_that_differ_go_one_by_one():
-    model = network({"*": fb.NormalAffine(components=3), "2": fb.NormalAffine(components=2)})
+    model = network({"*": fb.noise.NormalAffine(components=3), "2": fb.noise.NormalAffine(components=2)})
     layers = noise_layers(model)
     assert set(divergences(layers)) == set(layers)
     model(torch.randn(4, 3, 6, 6))
@@ -349,7 +353,7 @@ def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_wor
         )
         tangent = forward_ad.unpack_dual(chosen_normal(*duals, which, normal)).tangent
     torch.testing.assert_close(tangent, 1.0 + 2.0 * normal)
-    model = network({"*": fb.NormalAffine(components=3, site="position")})
+    model = network({"*": fb.noise.NormalAffine(components=3, site="position")})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is leaving its traces behind
         traced = torch.jit.trace(model, torch.randn(2, 3, 6, 6), check_trace=False)
@@ -358,9 +362,9 @@ def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_wor
 
 def test_mixtures_that_are_not_drawn_ahead_have_their_kl_taken_together(monkeypatch):
     rules = {
-        "*": fb.NormalAffine(components=3),
-        "0": fb.NormalAffine(components=3, site="position"),
-        "2": fb.NormalAffine(components=3, site="position"),
+        "*": fb.noise.NormalAffine(components=3),
+        "0": fb.noise.NormalAffine(components=3, site="position"),
+        "2": fb.noise.NormalAffine(components=3, site="position"),
     }
     model, sizes, make = network(rules), [], Mixtures.__init__
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def test_packed_draws_have_each_layers_own_distribution():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model = fb.to_stochastic(
-        network, {"0": fb.NormalAffine(), "1": fb.NormalAffine(base_loc=0.5, base_scale=0.8)}
+        network, {"0": fb.noise.NormalAffine(), "1": fb.noise.NormalAffine(base_loc=0.5, base_scale=0.8)}
     )
     with torch.no_grad():
         for parameter in fb.noise.noise_parameters(model):
@@ -73,7 +73,7 @@ def test_packed_draws_have_each_layers_own_distribution():
 
 
 def test_a_layer_called_twice_keeps_its_draw_within_a_pass():
-    model = fb.to_stochastic(Repeated(), {"*": fb.NormalPlanar(1)})
+    model = fb.to_stochastic(Repeated(), {"*": fb.noise.NormalPlanar(1)})
     first, second = model(torch.ones(3, 4))
     assert torch.equal(first, second)
     again, _ = model(torch.ones(3, 4))
@@ -81,14 +81,14 @@ def test_a_layer_called_twice_keeps_its_draw_within_a_pass():
 
 
 def test_a_layer_called_by_itself_draws_for_itself():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     x = torch.ones(3, 4)
     model(x)
     assert not torch.equal(model[0](x), model[0](x))
 
 
 def test_a_pass_that_fails_leaves_nothing_open():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     model(torch.ones(3, 4))
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 5))
@@ -99,7 +99,9 @@ def test_a_pass_that_fails_leaves_nothing_open():
 def test_checkpointed_parts_draw_the_same_noise_again(reentrant):
     """Each part runs in the forward and again in the backward pass, also when two forwards share one backward."""
     torch.manual_seed(0)
-    model = fb.to_stochastic(Checkpointed(), {"first": fb.NormalPlanar(1), "*": fb.NormalAffine()})
+    model = fb.to_stochastic(
+        Checkpointed(), {"first": fb.noise.NormalPlanar(1), "*": fb.noise.NormalAffine()}
+    )
     model.save_memory, model.reentrant = True, reentrant
     x = torch.ones(5, 4, requires_grad=True)
     (model(x).square().sum() + model(2 * x).square().sum()).backward()
@@ -114,7 +116,7 @@ def test_checkpointed_parts_draw_the_same_noise_again(reentrant):
 
 
 def test_a_checkpoint_around_a_layer_outside_a_pass():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     model(torch.ones(3, 4))
     h = torch.ones(3, 4, requires_grad=True)
     checkpoint(lambda x: torch.tanh(model[0](x)), h, use_reentrant=False).sum().backward()
@@ -122,29 +124,29 @@ def test_a_checkpoint_around_a_layer_outside_a_pass():
 
 
 def test_inference_mode_spoils_nothing():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"*": fb.noise.NormalAffine()})
     with torch.inference_mode():
         model(torch.ones(2, 4))
-    objective = ELBO(fb.Categorical(), 10)
+    objective = ELBO(fb.likelihoods.Categorical(), 10)
     objective(model, torch.ones(2, 4), torch.tensor([0, 1])).loss.backward()
     assert model[0].weight.grad is not None
 
 
 def test_a_converted_network_goes_to_another_process():
-    rules = {"0": fb.FlowNoise(lambda dim: fb.transforms.Radial(dim)), "*": fb.NormalAffine()}
+    rules = {"0": fb.noise.FlowNoise(lambda dim: fb.transforms.Radial(dim)), "*": fb.noise.NormalAffine()}
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules)
     model(torch.ones(3, 4))
     twin = pickle.loads(pickle.dumps(model))
     for network in (model, twin):
-        fb.hold_noise(network, "shared", samples=1, seed=2)
+        fb.noise.hold_noise(network, "shared", samples=1, seed=2)
     assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
 
 
 def test_held_noise_follows_its_parameters_and_moves_with_the_network():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     x = torch.ones(1, 4)
     for mode in ("mean", "shared"):
-        fb.hold_noise(model, mode, seed=0)
+        fb.noise.hold_noise(model, mode, seed=0)
         before = model(x)
         with torch.no_grad():
             noise_layers(model)["0"].transform[0].shift.add_(0.5)
@@ -163,14 +165,14 @@ def test_inputs_whose_rows_the_root_does_not_know():
         def forward(self, batch):
             return self.layer(batch["x"]), self.layer(batch["x"])
 
-    model = fb.to_stochastic(Named(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Named(), {"*": fb.noise.NormalAffine()})
     rows, again = model({"x": torch.ones(5, 4)})
     assert (rows[0] - rows[1]).abs().max() > 1e-4
     assert torch.equal(rows, again), "called twice in a pass, it keeps its draw"
 
 
 def test_copies_do_not_share_draws():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     model(torch.ones(3, 4))
     twin = copy.deepcopy(model)
     assert twin(torch.ones(3, 4)).shape == (3, 2)
@@ -189,9 +191,9 @@ def test_a_training_step_compiles_without_a_graph_break(site):
     """Forward, noise, KL and all, in one graph that gives what eager gives and draws anew at every call."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
-    rules = {"2": fb.NormalPlanar(1, site=site), "*": fb.NormalAffine(site=site)}
+    rules = {"2": fb.noise.NormalPlanar(1, site=site), "*": fb.noise.NormalAffine(site=site)}
     model = fb.to_stochastic(network, rules)
-    objective = ELBO(fb.Categorical(), 100)
+    objective = ELBO(fb.likelihoods.Categorical(), 100)
     images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 5
     torch._dynamo.reset()
     loss = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend="aot_eager")
@@ -209,10 +211,10 @@ def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpoi
     torch.manual_seed(0)
     outputs = []
     inner = fb.to_stochastic(
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), {"*": fb.NormalAffine()}
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), {"*": fb.noise.NormalAffine()}
     )
     inner.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
-    objective = ELBO(fb.Categorical(), 10)
+    objective = ELBO(fb.likelihoods.Categorical(), 10)
     x = torch.randn(6, 4, requires_grad=True)
     terms = objective(
         inner,
@@ -229,7 +231,7 @@ def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpoi
 def test_another_prior_on_a_layer_that_is_there_counts(components):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    model = fb.to_stochastic(network, {"*": fb.NormalAffine(components=components, kl_samples=20_000)})
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine(components=components, kl_samples=20_000)})
     layers = noise_layers(model)
     before = {name: part.kl.item() for name, part in divergences(layers).items()}
     layers["1"].prior = NormalBase(4, loc=3.0, scale=0.5)
@@ -258,7 +260,7 @@ class Steps(nn.Module):
 @pytest.mark.parametrize("site", ["channel", "position"])
 def test_rows_that_the_network_folds_share_the_draw_of_their_example(components, site):
     """Five time steps of seven examples: seven draws, each for the five rows of its example, as a prediction has it."""
-    model = fb.to_stochastic(Steps(), {"*": fb.NormalAffine(components=components, site=site)})
+    model = fb.to_stochastic(Steps(), {"*": fb.noise.NormalAffine(components=components, site=site)})
     seen = []
     model.step.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
     model.step.register_forward_hook(lambda module, args, output: seen.append(args[0]))
@@ -269,8 +271,8 @@ def test_rows_that_the_network_folds_share_the_draw_of_their_example(components,
 
 
 def test_draws_made_ahead_go_to_the_networks_of_their_layers():
-    one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
-    other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.NormalAffine()})
+    one = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.noise.NormalAffine()})
+    other = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"*": fb.noise.NormalAffine()})
     both = nn.Sequential(one, other)
     layers = noise_layers(both)
     state = NoisePass({layer.key: layer.setting for layer in layers.values()})

@@ -23,9 +23,9 @@ from flowbnn.noise import (
 from flowbnn.objectives import ELBO
 
 RULES = {
-    "*": fb.NormalAffine(site="position"),
-    "0": fb.NormalInvConv(site="position"),
-    "2": fb.NormalInvConv(site="position"),
+    "*": fb.noise.NormalAffine(site="position"),
+    "0": fb.noise.NormalInvConv(site="position"),
+    "2": fb.noise.NormalInvConv(site="position"),
 }
 
 
@@ -82,7 +82,9 @@ def test_the_pass_is_given_the_draws_that_were_made_ahead():
     torch.testing.assert_close(given["0"], images * drawn["0"].movedim(-1, 1))
     inner = torch.relu(nn.functional.conv2d(given["0"], model[0].weight, model[0].bias))
     torch.testing.assert_close(given["2"], inner * drawn["2"].movedim(-1, 1))
-    ELBO(fb.Categorical(), 10).terms(outputs, torch.zeros(6, dtype=torch.long), known).loss.backward()
+    ELBO(fb.likelihoods.Categorical(), 10).terms(
+        outputs, torch.zeros(6, dtype=torch.long), known
+    ).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
     first = given["0"]
     with state:
@@ -117,7 +119,7 @@ def test_draws_made_ahead_have_the_distribution_of_the_noise():
 
 
 def test_the_objective_remembers_the_positions_of_each_size_of_batch(monkeypatch):
-    model, objective, drew = network(), ELBO(fb.Categorical(), 10), []
+    model, objective, drew = network(), ELBO(fb.likelihoods.Categorical(), 10), []
     push = batched.kernels.evaluate_many
     monkeypatch.setattr(
         batched.kernels,
@@ -141,7 +143,7 @@ def test_a_layer_called_twice_draws_anew():
             return torch.stack([self.first(x), self.first(x)]) + self.second(x)
 
     torch.manual_seed(0)
-    model = fb.to_stochastic(Twice(), {"*": fb.NormalInvConv(site="position")})
+    model = fb.to_stochastic(Twice(), {"*": fb.noise.NormalInvConv(site="position")})
     state, known = prepare(model, 5, run(model, torch.randn(5, 3, 2, 2)).asked)
     assert known is not None
     with state:
@@ -151,7 +153,7 @@ def test_a_layer_called_twice_draws_anew():
 
 def test_a_compiled_step_draws_ahead_and_agrees_with_the_uncompiled_one():
     model, images = network(), torch.randn(6, 3, 6, 6)
-    objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
+    objective, labels = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long)
     objective(model, images, labels)
 
     def loss():
@@ -168,7 +170,7 @@ def test_a_compiled_step_draws_ahead_and_agrees_with_the_uncompiled_one():
 
 def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
     model, images = network(), torch.randn(6, 3, 6, 6)
-    objective, labels, compiles = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long), []
+    objective, labels, compiles = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long), []
 
     def count(module, inputs):
         compiles.append(module)
@@ -187,7 +189,7 @@ def test_a_batch_of_another_size_between_leaves_the_compiled_step_as_it_is():
 def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coarse(monkeypatch):
     """A trial pass without autocast comes first, as in fit."""
     model, images, coarse = network(), torch.randn(6, 3, 6, 6), []
-    objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
+    objective, labels = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long)
     push = batched.kernels.evaluate_many
     monkeypatch.setattr(
         batched.kernels,
@@ -203,7 +205,10 @@ def test_a_pass_that_rounds_is_not_served_by_exact_draws_and_the_next_one_is_coa
 
 def test_all_processes_draw_ahead_or_none():
     """Five rows on two processes, then four, then five again: three and two, two and two, three and two."""
-    models, objectives = [network(), network()], [ELBO(fb.Categorical(), 10), ELBO(fb.Categorical(), 10)]
+    models, objectives = (
+        [network(), network()],
+        [ELBO(fb.likelihoods.Categorical(), 10), ELBO(fb.likelihoods.Categorical(), 10)],
+    )
     for total in (5, 4, 5):
         cut, kls, states = (total + 1) // 2, [], []
         for model, objective, (start, stop) in zip(models, objectives, ((0, cut), (cut, total)), strict=True):
@@ -232,9 +237,9 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
     model = fb.to_stochastic(
         plain,
         {
-            "*": fb.NormalAffine(site="position"),
-            "0.inner": fb.NormalInvConv(site="position"),
-            "1": fb.NormalInvConv(site="position"),
+            "*": fb.noise.NormalAffine(site="position"),
+            "0.inner": fb.noise.NormalInvConv(site="position"),
+            "1": fb.noise.NormalInvConv(site="position"),
         },
     )
     images, layers = torch.randn(6, 3, 6, 6), noise_layers(model)
@@ -242,7 +247,7 @@ def test_a_part_that_runs_twice_draws_for_itself_and_compiles():
     assert set(asked) == {layers["1"].key}
     state, _ = prepare(model, 6, asked)
     assert set(state.prepared) == {layers["1"].key}
-    objective, labels = ELBO(fb.Categorical(), 10), torch.zeros(6, dtype=torch.long)
+    objective, labels = ELBO(fb.likelihoods.Categorical(), 10), torch.zeros(6, dtype=torch.long)
     objective(model, images, labels).loss.backward()
     torch._dynamo.reset()
     step = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend="aot_eager")
@@ -259,7 +264,7 @@ def test_a_layer_called_at_two_sizes_is_served_right():
             return self.first(x[..., :2]).sum() + self.first(x).sum() + self.second(x).sum()
 
     torch.manual_seed(0)
-    model = fb.to_stochastic(TwoSizes(), {"*": fb.NormalInvConv(site="position")})
+    model = fb.to_stochastic(TwoSizes(), {"*": fb.noise.NormalInvConv(site="position")})
     state, _ = prepare(model, 5, run(model, torch.randn(5, 3, 4, 4)).asked)
     given = []
     model.first.register_forward_hook(lambda module, args, output: given.append(args[0]))

@@ -14,18 +14,18 @@ from flowbnn.posterior.forward import Kept
 from flowbnn.posterior.noise import Sampler
 
 MIXED = {
-    "conv1": fb.Dropout(0.3, site="channel"),
-    "conv2": fb.NormalInvConv(),
-    "fc1": fb.NormalPlanar(2),
-    "fc2": fb.NormalAffine(components=2),
-    "*": fb.NormalAffine(),
+    "conv1": fb.noise.Dropout(0.3, site="channel"),
+    "conv2": fb.noise.NormalInvConv(),
+    "fc1": fb.noise.NormalPlanar(2),
+    "fc2": fb.noise.NormalAffine(components=2),
+    "*": fb.noise.NormalAffine(),
 }
 MAPPED = {
-    "conv1": fb.NormalAffine(site="position"),
-    "conv2": fb.NormalInvConv(site="position"),
-    "fc1": fb.Dropout(0.2, site="position"),
-    "fc2": fb.NormalAffine(site="position", components=2),
-    "fc3": fb.NormalPlanar(1, site="position"),
+    "conv1": fb.noise.NormalAffine(site="position"),
+    "conv2": fb.noise.NormalInvConv(site="position"),
+    "fc1": fb.noise.Dropout(0.2, site="position"),
+    "fc2": fb.noise.NormalAffine(site="position", components=2),
+    "fc3": fb.noise.NormalPlanar(1, site="position"),
 }
 
 

@@ -36,7 +36,7 @@ def test_easy_inputs_cost_few_samples_and_hard_ones_all():
         + torch.tensor([0.01, 0.3, 0.3]) * torch.tensor([1.0, -1.0]).repeat(32)[:, None]
     )
     asked: list = []
-    rule = fb.Adaptive(tolerance=0.01, certainty=0.99, start=4, growth=2)
+    rule = fb.posterior.Adaptive(tolerance=0.01, certainty=0.99, start=4, growth=2)
     outputs, spent = adaptive_outputs(
         drawing(logits_of(lead), asked), torch.arange(3), 64, rule, CategoricalPredictive
     )
@@ -48,11 +48,11 @@ def test_easy_inputs_cost_few_samples_and_hard_ones_all():
 
 
 def test_looks():
-    assert fb.Adaptive(start=8, growth=2).looks(128) == [8, 16, 32, 64, 128]
-    assert fb.Adaptive(start=8, growth=2).looks(100) == [8, 16, 32, 64, 100]
-    assert fb.Adaptive(start=8, growth=2).looks(8) == [8]
-    assert fb.Adaptive(start=8, growth=2).looks(1) == [1]
-    assert fb.Adaptive(start=2, growth=1.1).looks(6) == [2, 3, 4, 5, 6]
+    assert fb.posterior.Adaptive(start=8, growth=2).looks(128) == [8, 16, 32, 64, 128]
+    assert fb.posterior.Adaptive(start=8, growth=2).looks(100) == [8, 16, 32, 64, 100]
+    assert fb.posterior.Adaptive(start=8, growth=2).looks(8) == [8]
+    assert fb.posterior.Adaptive(start=8, growth=2).looks(1) == [1]
+    assert fb.posterior.Adaptive(start=2, growth=1.1).looks(6) == [2, 3, 4, 5, 6]
 
 
 def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
@@ -61,7 +61,7 @@ def test_the_decision_is_rarely_turned_by_the_samples_that_were_spared():
     inputs, samples, certainty = 20_000, 64, 0.8
     means = 0.02 * torch.randn(inputs, generator=generator)
     lead = (means + 0.1 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
-    rule = fb.Adaptive(certainty=certainty, until="decision", start=4)
+    rule = fb.posterior.Adaptive(certainty=certainty, until="decision", start=4)
     outputs, spent = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
@@ -84,7 +84,7 @@ def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
     full = CategoricalPredictive(logits_of(lead)).labels
     turned, cost = {}, {}
     for number in (0.0, 1.0, 2.0):
-        rule = fb.Adaptive(tolerance=0.01, certainty=0.999, start=8, lead=number)
+        rule = fb.posterior.Adaptive(tolerance=0.01, certainty=0.999, start=8, lead=number)
         outputs, spent = adaptive_outputs(
             drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
         )
@@ -96,7 +96,7 @@ def test_a_near_tie_goes_on_although_its_probabilities_have_settled():
 
 
 def test_a_tie_that_no_sample_breaks_costs_no_more():
-    rule = fb.Adaptive(start=4)
+    rule = fb.posterior.Adaptive(start=4)
     _, spent = adaptive_outputs(
         drawing(torch.zeros(64, 3, 2)), torch.arange(3), 64, rule, CategoricalPredictive
     )
@@ -108,7 +108,7 @@ def test_probabilities_are_within_the_tolerance_the_standard_error_promises():
     generator = torch.Generator().manual_seed(1)
     inputs, samples, tolerance = 5000, 256, 0.01
     lead = (0.3 + 0.12 * torch.randn(samples, inputs, generator=generator)).clamp(-0.99, 0.99)
-    rule = fb.Adaptive(tolerance, until="probabilities", start=16)
+    rule = fb.posterior.Adaptive(tolerance, until="probabilities", start=16)
     outputs, spent = adaptive_outputs(
         drawing(logits_of(lead)), torch.arange(inputs), samples, rule, CategoricalPredictive
     )
@@ -123,7 +123,11 @@ def test_numbers_settle_by_their_own_spread():
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([0.01, 1.0])[:, None] * torch.randn(64, 2, 1, generator=generator)
     _, spent = adaptive_outputs(
-        drawing(means), torch.arange(2), 64, fb.Adaptive(0.05), lambda part: GaussianPredictive(part, 1.0)
+        drawing(means),
+        torch.arange(2),
+        64,
+        fb.posterior.Adaptive(0.05),
+        lambda part: GaussianPredictive(part, 1.0),
     )
     assert spent.tolist() == [18, 64]  # the first look with 16 samples or more, and all
     with pytest.raises(fb.FlowBNNError, match="regression has no decision"):
@@ -131,17 +135,17 @@ def test_numbers_settle_by_their_own_spread():
             drawing(means),
             torch.arange(2),
             64,
-            fb.Adaptive(until="decision"),
+            fb.posterior.Adaptive(until="decision"),
             lambda part: GaussianPredictive(part, 1.0),
         )
 
 
 @pytest.fixture(scope="module")
-def posterior() -> fb.NoisePosterior:
+def posterior() -> fb.posterior.NoisePosterior:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
     data = DataLoader(blobs(), batch_size=40, shuffle=True)
-    model = fb.to_stochastic(network, {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
+    model = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
     return fb.fit(model, data, epochs=15, weight_lr=0.01, progress=False, accelerator="cpu")
 
 
@@ -151,7 +155,7 @@ def test_a_posterior_samples_adaptively(posterior, as_loader):
     x = blobs().tensors[0].repeat(3, 1) + 0.7 * torch.randn(720, 4, generator=generator)
     full = posterior.predict(x, 128, seed=1)
     inputs = list(x.split(50)) if as_loader else x
-    found = posterior.predict(inputs, 128, seed=1, adaptive=fb.Adaptive(0.01, 0.99, growth=2.0))
+    found = posterior.predict(inputs, 128, seed=1, adaptive=fb.posterior.Adaptive(0.01, 0.99, growth=2.0))
     spent = found.samples_spent
     assert spent.shape == (720,)
     assert set(spent.tolist()) <= {8, 16, 32, 64, 128}
@@ -183,19 +187,19 @@ def test_a_tighter_rule_spends_more(posterior):
     counts = [
         float(posterior.predict(x, 128, seed=0, adaptive=rule).samples_spent.double().mean())
         for rule in (
-            fb.Adaptive(0.05),
-            fb.Adaptive(0.005, until="probabilities"),
-            fb.Adaptive(1e-9, until="probabilities"),
+            fb.posterior.Adaptive(0.05),
+            fb.posterior.Adaptive(0.005, until="probabilities"),
+            fb.posterior.Adaptive(1e-9, until="probabilities"),
         )
     ]
     assert counts[0] < counts[1] <= counts[2] == 128
 
 
 def test_a_point_and_a_regression():
-    point = fb.PointPosterior(nn.Linear(4, 3), fb.Categorical())
+    point = fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical())
     assert point.predict(torch.randn(5, 4), adaptive=0.01).samples_spent.tolist() == [1] * 5
-    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.NormalAffine()})
-    regression = fb.NoisePosterior(model, fb.Gaussian(noise=0.1))
+    model = fb.to_stochastic(nn.Linear(4, 1), {"*": fb.noise.NormalAffine()})
+    regression = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(noise=0.1))
     found = regression.predict([torch.randn(30, 4), torch.zeros(1, 4)], 64, seed=0, adaptive=0.2)
     assert found.samples_spent[-1] == 8, "at nought the noise has no say"
     assert (found.standard_error[:, 0] / found.std[:, 0])[found.samples_spent < 64].max() <= 0.2
@@ -204,20 +208,20 @@ def test_a_point_and_a_regression():
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: fb.Adaptive(tolerance=0.0), "tolerance=...\\) must be a number above 0, got 0.0"),
+        (lambda: fb.posterior.Adaptive(tolerance=0.0), "tolerance=...\\) must be a number above 0, got 0.0"),
         (
-            lambda: fb.Adaptive(certainty=1.0),
+            lambda: fb.posterior.Adaptive(certainty=1.0),
             "certainty=...\\) must be a number above 0 and below 1, got 1.0",
         ),
-        (lambda: fb.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', got 'sure'"),
-        (lambda: fb.Adaptive(start=1), "start=...\\) must be an integer of at least 2, got 1"),
-        (lambda: fb.Adaptive(growth=1.0), "above 1, got 1.0"),
-        (lambda: fb.Adaptive(lead=-1.0), "at least 0, got -1.0"),
-        (lambda: fb.Adaptive(tolerance="a"), "tolerance=...\\) must be a number above 0, got"),
+        (lambda: fb.posterior.Adaptive(until="sure"), "'probabilities', 'decision' or 'either', got 'sure'"),
+        (lambda: fb.posterior.Adaptive(start=1), "start=...\\) must be an integer of at least 2, got 1"),
+        (lambda: fb.posterior.Adaptive(growth=1.0), "above 1, got 1.0"),
+        (lambda: fb.posterior.Adaptive(lead=-1.0), "at least 0, got -1.0"),
+        (lambda: fb.posterior.Adaptive(tolerance="a"), "tolerance=...\\) must be a number above 0, got"),
         (lambda: PredictOptions(adaptive=True), "adaptive=.* must be an Adaptive, a number above 0 or None"),
         (lambda: PredictOptions(adaptive="fast"), "adaptive"),
         (
-            lambda: fb.PointPosterior(nn.Linear(4, 3), fb.Categorical()).predict(
+            lambda: fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical()).predict(
                 torch.ones(2, 4), adaptive=0.01, shared=False
             ),
             "adaptive needs the same draws for all inputs",
@@ -236,7 +240,7 @@ def test_a_strangers_posterior_takes_part():
             every = torch.randn(prediction.samples, len(inputs), 2, generator=generator) + inputs
             return every[samples.start : samples.stop]
 
-    coins = Coins(nn.Linear(1, 1), fb.Categorical())
+    coins = Coins(nn.Linear(1, 1), fb.likelihoods.Categorical())
     x = torch.tensor([[4.0, 0.0], [0.0, 0.0]])
     found = coins.predict(x, 64, seed=0, adaptive=0.02)
     assert found.samples_spent[0] < found.samples_spent[1]
@@ -256,7 +260,7 @@ def test_samples_that_agree_by_chance_do_not_end_the_sampling_of_probabilities()
         * torch.randn(128, 4000, 1, generator=generator)
         * torch.tensor([1.0, -1.0])
     )
-    rule = fb.Adaptive(0.03, until="probabilities")
+    rule = fb.posterior.Adaptive(0.03, until="probabilities")
     outputs, spent = adaptive_outputs(drawing(logits), torch.arange(4000), 128, rule, CategoricalPredictive)
     full = CategoricalPredictive(logits).probabilities
     found = CategoricalPredictive(outputs[: int(spent.max())], spent).probabilities

@@ -15,7 +15,7 @@ INPUTS, LABELS = blobs(40).tensors
 
 
 def stochastic():
-    return fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    return fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
 
 
 class Counted(nn.Module):
@@ -54,7 +54,7 @@ def one_line(call, *words):
 def test_validation_data_are_tried_before_the_first_step(fit, validation, words):
     counted = Counted()
     model = nn.Sequential(counted, *network())
-    model = fb.to_stochastic(model, {"*": fb.NormalAffine()}) if fit is fb.fit else model
+    model = fb.to_stochastic(model, {"*": fb.noise.NormalAffine()}) if fit is fb.fit else model
     one_line(lambda: fit(model, loader(), validation=validation, **QUIET), words)
     assert counted.passes == 0
 
@@ -94,11 +94,11 @@ def test_unknown_options_point_to_the_right_ones():
 
 
 def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
-    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     for use in (
         fb.describe,
         fb.to_deterministic,
-        lambda p: fb.freeze(p, "weights"),
+        lambda p: fb.noise.freeze(p, "weights"),
         lambda p: fb.noise_mode(p, "off").__enter__(),
     ):
         one_line(lambda use=use: use(posterior), "not a NoisePosterior; its network is its .model")
@@ -106,7 +106,7 @@ def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
 
 
 def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
-    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     one_line(lambda: posterior.predict(INPUTS[0], 2), "a single one is given as inputs[None]")
     one_line(lambda: posterior.predict(INPUTS.long(), 2), "inputs.float()")
     one_line(lambda: posterior.predict(np.zeros((2, 4)), 2), "torch.from_numpy(inputs)")
@@ -130,7 +130,7 @@ def test_targets_far_from_the_network_are_told_to_be_standardised():
 
 
 def test_weights_in_a_network_of_other_layers_are_warned_of(tmp_path):
-    posterior = fb.NoisePosterior(stochastic(), fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(stochastic(), fb.likelihoods.Categorical())
     path = posterior.save(tmp_path / "a.safetensors")
     other = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
     with pytest.warns(FlowBNNWarning, match="of other layers: '1' .*Tanh"):

@@ -26,7 +26,9 @@ from flowbnn.posterior.compiled import (
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("rules", [MIXED, MAPPED, {**MIXED, "conv2": fb.NormalInvConv(site="position")}])
+@pytest.mark.parametrize(
+    "rules", [MIXED, MAPPED, {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}]
+)
 def test_compiled_samples_are_the_uncompiled_ones(rules, graphs, traced, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(compiled, "graphed", lambda device, work: graphs)
@@ -51,7 +53,7 @@ def test_compiled_samples_are_the_uncompiled_ones(rules, graphs, traced, monkeyp
 def test_every_kind_of_layer(name, site, traced):
     torch.manual_seed(0)
     case = next(case for case in NETWORKS if case.name == name)
-    model = fb.to_stochastic(case.network(), {"*": fb.NormalAffine(site=site)}).eval()
+    model = fb.to_stochastic(case.network(), {"*": fb.noise.NormalAffine(site=site)}).eval()
     inputs = case.inputs()
     found = compiled_outputs(model, inputs, 5)
     torch.testing.assert_close(found, sample_outputs(model, inputs, 5, seed=1), rtol=1e-4, atol=1e-5)
@@ -60,7 +62,9 @@ def test_every_kind_of_layer(name, site, traced):
 
 def test_parts_of_the_samples_and_cut_inputs(traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(Residual(), {"stem": fb.NormalAffine(site="position"), "*": fb.NormalPlanar(1)})
+    model = fb.to_stochastic(
+        Residual(), {"stem": fb.noise.NormalAffine(site="position"), "*": fb.noise.NormalPlanar(1)}
+    )
     x = torch.randn(22, 3, 8, 8)
     expected = sample_outputs(model, x, 40, seed=5)
     with drawing(model, 40, seed=5, compile=True, max_batch=8) as draw:
@@ -93,7 +97,7 @@ def test_what_is_compiled_follows_the_parameters_and_does_not_hold_the_network(t
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
 def test_half_precision_casts_the_weights_once(traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(LeNet(3), {**MIXED, "conv2": fb.NormalInvConv(site="position")})
+    model = fb.to_stochastic(LeNet(3), {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")})
     images = torch.randn(4, 3, 32, 32)
     weights = [model.conv1.weight, model.fc3.weight]
     with drawing(model, 3, seed=1, precision="bf16") as draw:
@@ -125,7 +129,7 @@ class Careful(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_a_layer_that_needs_its_own_precision_keeps_it(traced):
-    model = fb.to_stochastic(Careful(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     found = compiled_outputs(model, x, 4, precision="bf16")
     torch.testing.assert_close(found, sample_outputs(model, x, 4, seed=1), rtol=0.05, atol=0.05)
@@ -148,12 +152,14 @@ class Undecided(nn.Module):
 @pytest.mark.parametrize("site", ["position", "channel"])
 def test_what_does_not_compile_in_one_graph_is_predicted_and_said_once(site, traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(Undecided(), {"*": fb.NormalAffine(site=site)})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    model = fb.to_stochastic(Undecided(), {"*": fb.noise.NormalAffine(site=site)})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     images = torch.randn(15, 2, 6, 6)
     expected = posterior.predict(images, 4, seed=1).samples
     for _ in range(2):
-        with pytest.warns(fb.FlowBNNWarning, match="does not compile in one graph .*run as they are") as told:
+        with pytest.warns(
+            fb.errors.FlowBNNWarning, match="does not compile in one graph .*run as they are"
+        ) as told:
             found = posterior.predict(list(images.split(5)), 4, seed=1, compile=True, max_batch=5).samples
         assert len(told) == 1
         assert "\n" not in str(told[0].message)
@@ -167,7 +173,7 @@ def test_a_compiler_that_fails_leaves_the_passes_as_they_are(monkeypatch):
     compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
-    with pytest.warns(fb.FlowBNNWarning, match="no compiler here.*run as they are"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="no compiler here.*run as they are"):
         found = compiled_outputs(model, images, 3)
     torch.testing.assert_close(found, sample_outputs(model, images, 3, seed=1), rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
@@ -188,7 +194,7 @@ def test_what_was_compiled_and_fails_later_leaves_the_passes_as_they_are(monkeyp
     compile_by(backend, monkeypatch)
     model = fb.to_stochastic(LeNet(3), MIXED)
     images = torch.randn(4, 3, 32, 32)
-    with pytest.warns(fb.FlowBNNWarning, match="expected stride.*run as they are"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="expected stride.*run as they are"):
         found = compiled_outputs(model, images, 4)
     assert len(calls) == 3
     torch.testing.assert_close(found, sample_outputs(model, images, 4, seed=1), rtol=1e-5, atol=1e-6)
@@ -208,23 +214,25 @@ class TimeFirst(nn.Module):
 
 def test_maps_that_grow_with_the_rows_are_predicted_uncompiled(traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(TimeFirst(), {"*": fb.NormalAffine(site="position")})
+    model = fb.to_stochastic(TimeFirst(), {"*": fb.noise.NormalAffine(site="position")})
     x = torch.randn(6, 5, 4)
-    with pytest.warns(fb.FlowBNNWarning, match="does not compile in one graph"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="does not compile in one graph"):
         found = compiled_outputs(model, x, 3)
     torch.testing.assert_close(found, sample_outputs(model, x, 3, seed=1), rtol=1e-5, atol=1e-6)
 
 
 def test_draws_that_are_not_shared_are_not_compiled():
-    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
-    with pytest.warns(fb.FlowBNNWarning, match="draws are not shared"):
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
+    with pytest.warns(fb.errors.FlowBNNWarning, match="draws are not shared"):
         found = compiled_outputs(model, torch.ones(5, 4), 3, shared=False)
     assert (found[:, 0] - found[:, 1]).abs().max() > 1e-3
 
 
 def test_much_work_before_the_noise_is_not_compiled_unasked(monkeypatch):
     torch.manual_seed(0)
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3)), {"1": fb.NormalAffine()})
+    model = fb.to_stochastic(
+        nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3)), {"1": fb.noise.NormalAffine()}
+    )
     monkeypatch.setattr(compiled, "worth_compiling", lambda device, work: True)
     calls = []
     monkeypatch.setattr(compiled, "compiled", lambda *args, **options: calls.append(args) or pass_given)
@@ -285,7 +293,9 @@ def test_noise_melts_into_the_kernels_that_are_there_anyway():
     with torch.no_grad():
         passes.compiled(passes.Kept(), graphs=False)(plain, x)
     alone = metrics.generated_kernel_count
-    model = fb.to_stochastic(plain, {"*": fb.NormalAffine(), "0.3": fb.NormalAffine(site="position")})
+    model = fb.to_stochastic(
+        plain, {"*": fb.noise.NormalAffine(), "0.3": fb.noise.NormalAffine(site="position")}
+    )
     metrics.reset()
     found = compiled_outputs(model, x, 3)
     noisy = metrics.generated_kernel_count
@@ -296,7 +306,7 @@ def test_noise_melts_into_the_kernels_that_are_there_anyway():
 
 def test_vgg16_is_traced_in_one_graph(traced):
     torch.manual_seed(0)
-    model = fb.to_stochastic(VGG16(width=0.125), {"*": fb.NormalAffine(site="position")})
+    model = fb.to_stochastic(VGG16(width=0.125), {"*": fb.noise.NormalAffine(site="position")})
     x = torch.randn(2, 3, 32, 32)
     found = compiled_outputs(model, x, 2)
     torch.testing.assert_close(found, sample_outputs(model, x, 2, seed=1), rtol=1e-4, atol=1e-5)

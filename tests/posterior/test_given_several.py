@@ -12,7 +12,9 @@ from flowbnn.posterior import compiled as given
 from flowbnn.posterior.compiled import MAPS, GivenDraws, pass_given
 
 
-@pytest.mark.parametrize("rules", [MIXED, MAPPED, {"fc1": fb.NormalPlanar(2), "fc3": fb.NormalAffine()}])
+@pytest.mark.parametrize(
+    "rules", [MIXED, MAPPED, {"fc1": fb.noise.NormalPlanar(2), "fc3": fb.noise.NormalAffine()}]
+)
 def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, traced, monkeypatch):
     torch.manual_seed(0)
     model = fb.to_stochastic(LeNet(3), rules).eval()
@@ -34,7 +36,9 @@ def test_several_samples_in_a_pass_are_the_samples_one_by_one(rules, traced, mon
 def test_several_samples_around_a_skip_connection(traced, monkeypatch):
     """The samples enter at the input, and memory that runs out takes fewer of them first."""
     torch.manual_seed(0)
-    model = fb.to_stochastic(Residual(), {"stem": fb.NormalAffine(site="position"), "*": fb.NormalPlanar(1)})
+    model = fb.to_stochastic(
+        Residual(), {"stem": fb.noise.NormalAffine(site="position"), "*": fb.noise.NormalPlanar(1)}
+    )
     x = torch.randn(8, 3, 8, 8)
     expected = sample_outputs(model, x, 10, seed=5)
     monkeypatch.setitem(given.FILLED, "cpu", 1e18)
@@ -47,7 +51,9 @@ def test_several_samples_around_a_skip_connection(traced, monkeypatch):
         return pass_given(model, table, draws, inputs)
 
     monkeypatch.setattr(given, "compiled", lambda *args, **options: tight)
-    with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 32 rows in one pass; going on with 16"):
+    with pytest.warns(
+        fb.errors.FlowBNNWarning, match="memory ran out with 32 rows in one pass; going on with 16"
+    ):
         found = compiled_outputs(model, x, 10, seed=5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert passed == [4, 2, 2, 2, 2, 2]
@@ -69,14 +75,14 @@ def test_draws_that_do_not_fit_memory_are_made_for_fewer_samples(rules, traced, 
         return whole(self, start, stop)
 
     monkeypatch.setattr(GivenDraws, "_filled", filled)
-    with pytest.warns(fb.FlowBNNWarning, match="memory ran out with 128 rows"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="memory ran out with 128 rows"):
         found = compiled_outputs(model, images, 32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch):
     """torch stops compiling a function for good after eight shapes, unless it is told that there will be more."""
-    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     x = torch.randn(4, 4)
     for samples in range(2, 40):

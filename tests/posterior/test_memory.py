@@ -42,12 +42,12 @@ class Small(nn.Module):
 @pytest.mark.parametrize("plan", ["absorb", "fold"])
 def test_passes_are_halved_until_they_fit(plan, kind):
     torch.manual_seed(0)
-    model = fb.to_stochastic(Small(10**6, KINDS[kind]), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Small(10**6, KINDS[kind]), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     expected = sample_outputs(model, x, 6, seed=0, plan=plan)
     model.room = 11
     with pytest.warns(
-        fb.FlowBNNWarning, match="memory ran out with .* rows in one pass; going on with"
+        fb.errors.FlowBNNWarning, match="memory ran out with .* rows in one pass; going on with"
     ) as told:
         found = sample_outputs(model, x, 6, seed=0, plan=plan, max_batch=100)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -57,9 +57,9 @@ def test_passes_are_halved_until_they_fit(plan, kind):
 
 
 def test_the_smaller_pass_is_kept_for_what_follows():
-    model = fb.to_stochastic(Small(10, KINDS["cuda"]), {"*": fb.NormalAffine()})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
-    with pytest.warns(fb.FlowBNNWarning):
+    model = fb.to_stochastic(Small(10, KINDS["cuda"]), {"*": fb.noise.NormalAffine()})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
+    with pytest.warns(fb.errors.FlowBNNWarning):
         prediction = posterior.predict(list(torch.randn(90, 4).split(30)), 4, seed=0)
     assert len(prediction) == 90
     assert sum(size > 10 for size in model.sizes) <= 6
@@ -67,15 +67,17 @@ def test_the_smaller_pass_is_kept_for_what_follows():
 
 def test_a_point_posterior_halves_too():
     network = Small(10, KINDS["cpu"])
-    with pytest.warns(fb.FlowBNNWarning, match="memory ran out"):
-        prediction = fb.PointPosterior(network, fb.Categorical()).predict(torch.randn(30, 4))
+    with pytest.warns(fb.errors.FlowBNNWarning, match="memory ran out"):
+        prediction = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical()).predict(
+            torch.randn(30, 4)
+        )
     assert len(prediction) == 30
 
 
 @pytest.mark.parametrize("plan", ["absorb", "fold"])
 @pytest.mark.filterwarnings("ignore:memory ran out")
 def test_one_row_that_does_not_fit_is_told_in_one_line(plan):
-    model = fb.to_stochastic(Small(10**6, KINDS["cuda"]), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Small(10**6, KINDS["cuda"]), {"*": fb.noise.NormalAffine()})
     sample_outputs(model, torch.randn(4, 4), 2)  # finds the plan while there is memory
     model.room = 0
     with pytest.raises(fb.FlowBNNError, match="memory ran out with a single row") as caught:
@@ -87,7 +89,7 @@ def test_one_row_that_does_not_fit_is_told_in_one_line(plan):
 def test_other_errors_are_not_taken_for_it():
     assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x3)"))
     assert not out_of_memory(ValueError("out of memory"))
-    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     with pytest.raises(RuntimeError, match="must match the size|cannot be multiplied"):
         sample_outputs(model, torch.randn(2, 5), 3)
 
@@ -102,8 +104,8 @@ def test_small_batches_go_through_together_in_order():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), Sizes(64, 3))
     network[2].sizes = []
-    model = fb.to_stochastic(network, {"0": fb.NormalAffine()})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    model = fb.to_stochastic(network, {"0": fb.noise.NormalAffine()})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     x, y = torch.randn(300, 4), torch.arange(300) % 3
     together = posterior.predict(x, 4, seed=0).samples
     network = model[2]
@@ -157,7 +159,7 @@ def test_the_store_takes_more_or_less_than_was_expected():
 
 
 def test_many_equal_samples_of_a_point():
-    posterior = fb.PointPosterior(nn.Linear(4, 3), fb.Categorical())
+    posterior = fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical())
     x = torch.randn(9, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,11 +172,11 @@ def test_many_equal_samples_of_a_point():
 @pytest.mark.parametrize("noisy", [True, False])
 def test_where_two_rows_do_not_fit_one_goes_through_at_a_time(max_batch, noisy):
     model = Small(1, KINDS["cpu"])
-    stochastic = fb.to_stochastic(model, {"*": fb.NormalAffine()})
+    stochastic = fb.to_stochastic(model, {"*": fb.noise.NormalAffine()})
     posterior = (
-        fb.NoisePosterior(stochastic, fb.Categorical())
+        fb.posterior.NoisePosterior(stochastic, fb.likelihoods.Categorical())
         if noisy
-        else fb.PointPosterior(model, fb.Categorical())
+        else fb.posterior.PointPosterior(model, fb.likelihoods.Categorical())
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -13,8 +13,8 @@ from flowbnn.posterior import PredictOptions
 
 @pytest.fixture
 def posterior():
-    converted = fb.to_stochastic(network(), {"0": fb.NormalPlanar(2), "*": fb.NormalAffine()})
-    return fb.NoisePosterior(converted, fb.Categorical())
+    converted = fb.to_stochastic(network(), {"0": fb.noise.NormalPlanar(2), "*": fb.noise.NormalAffine()})
+    return fb.posterior.NoisePosterior(converted, fb.likelihoods.Categorical())
 
 
 def test_draws_are_those_of_a_prediction(posterior):

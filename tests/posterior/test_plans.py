@@ -56,7 +56,7 @@ ABSORBED = {  # how many layers' noise the weights take, at site channel and pos
 @pytest.mark.parametrize("case", NETWORKS, ids=lambda case: case.name)
 def test_absorbed_samples_equal_folded_ones(case, site):
     torch.manual_seed(0)
-    model = fb.to_stochastic(ExamplesFirst(case), {"*": fb.NormalAffine(site=site)}).eval()
+    model = fb.to_stochastic(ExamplesFirst(case), {"*": fb.noise.NormalAffine(site=site)}).eval()
     inputs = tuple(x.movedim(case.batch_axis, 0) for x in case.inputs())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_for(model, inputs)
@@ -71,8 +71,12 @@ def test_absorbed_samples_equal_folded_ones(case, site):
 
 def test_flows_and_dropout_are_absorbed_like_gaussians():
     torch.manual_seed(0)
-    rules = {"conv1": fb.Dropout(0.3, site="channel"), "conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(2)}
-    model = fb.to_stochastic(LeNet(3), {**rules, "fc2": fb.NormalAffine(components=2)}).eval()
+    rules = {
+        "conv1": fb.noise.Dropout(0.3, site="channel"),
+        "conv2": fb.noise.NormalInvConv(),
+        "fc1": fb.noise.NormalPlanar(2),
+    }
+    model = fb.to_stochastic(LeNet(3), {**rules, "fc2": fb.noise.NormalAffine(components=2)}).eval()
     images = torch.randn(6, 3, 32, 32)
     folded, absorbed = (sample_outputs(model, images, 4, seed=2, plan=plan) for plan in ("fold", "absorb"))
     torch.testing.assert_close(absorbed, folded, rtol=1e-5, atol=1e-6)
@@ -82,7 +86,7 @@ def test_double_and_bfloat16_networks():
     torch.manual_seed(0)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
         plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-        model = fb.to_stochastic(plain, {"*": fb.NormalAffine()})
+        model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
         x = torch.randn(5, 4)
         folded, absorbed = (sample_outputs(model, x, 4, seed=2, plan=plan) for plan in ("fold", "absorb"))
         assert absorbed.dtype == torch.promote_types(dtype, torch.float32)
@@ -101,7 +105,7 @@ def test_the_weights_come_back_whatever_happens():
                 raise ValueError("no more")
             return self.layer(x)
 
-    model = fb.to_stochastic(Stubborn(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Stubborn(), {"*": fb.noise.NormalAffine()})
     weight, values = model.layer.weight, model.layer.weight.clone()
     sample_outputs(model, torch.randn(5, 4), 2, seed=0)
     with pytest.raises(ValueError, match="no more"):
@@ -123,7 +127,7 @@ def test_a_weight_that_something_else_reads_is_left_alone():
         def forward(self, x):
             return self.layer(x) + nn.functional.linear(x, self.layer.weight)
 
-    model = fb.to_stochastic(Reads(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Reads(), {"*": fb.noise.NormalAffine()})
     with torch.no_grad():
         noise_layers(model)["layer"].transform[0].raw_log_scale.fill_(-20.0)
     assert plan_for(model, torch.randn(3, 4)).absorbed == ()
@@ -132,7 +136,7 @@ def test_a_weight_that_something_else_reads_is_left_alone():
 def test_which_plan_is_taken():
     torch.manual_seed(0)
     cpu = torch.device("cpu")
-    grey, colour = (fb.to_stochastic(LeNet(c), {"*": fb.NormalAffine()}) for c in (1, 3))
+    grey, colour = (fb.to_stochastic(LeNet(c), {"*": fb.noise.NormalAffine()}) for c in (1, 3))
     first, second = plan_for(grey, torch.randn(2, 1, 28, 28)), plan_for(colour, torch.randn(2, 3, 32, 32))
     # 24 x 24 places x 6 x 25 and 8 x 8 x 16 x 150 multiplications, each with an addition, and three linear layers
     assert first.work == 2 * (24 * 24 * 150 + 8 * 8 * 16 * 150 + 256 * 120 + 120 * 84 + 84 * 10)
@@ -147,21 +151,21 @@ def test_which_plan_is_taken():
 
 def test_one_row_folds_too():
     torch.manual_seed(0)
-    model = fb.to_stochastic(Residual(), {"*": fb.NormalAffine()}).eval()
+    model = fb.to_stochastic(Residual(), {"*": fb.noise.NormalAffine()}).eval()
     assert plan_for(model, torch.randn(1, 3, 8, 8)).fold == "input"
 
     class One(nn.Linear):
         def forward(self, x):
             return super().forward(x.view(1, 4))
 
-    alone = fb.to_stochastic(One(4, 3), {"*": fb.NormalAffine()})
+    alone = fb.to_stochastic(One(4, 3), {"*": fb.noise.NormalAffine()})
     assert plan_for(alone, torch.randn(1, 4)).fold == ""
     assert sample_outputs(alone, torch.randn(1, 4), 5).shape == (5, 1, 3)
 
 
 def test_mixed_networks_multiply_what_no_weight_takes():
     torch.manual_seed(0)
-    rules = {"stem": fb.NormalAffine(site="position"), "*": fb.NormalAffine()}
+    rules = {"stem": fb.noise.NormalAffine(site="position"), "*": fb.noise.NormalAffine()}
     model = fb.to_stochastic(Residual(), rules).eval()
     x = torch.randn(4, 3, 8, 8)
     plan = plan_for(model, x)
@@ -176,7 +180,7 @@ def test_mixed_networks_multiply_what_no_weight_takes():
 
 def test_parts_of_the_samples_are_those_of_the_whole():
     torch.manual_seed(0)
-    model = fb.to_stochastic(Residual(), {"*": fb.NormalPlanar(1)}).eval()
+    model = fb.to_stochastic(Residual(), {"*": fb.noise.NormalPlanar(1)}).eval()
     x = torch.randn(4, 3, 8, 8)
     for plan in ("absorb", "fold"):
         with drawing(model, 9, seed=5, plan=plan) as draw:
@@ -185,13 +189,15 @@ def test_parts_of_the_samples_are_those_of_the_whole():
 
 
 def test_stand_ins_lie_in_memory_as_the_weights_do():
-    model = fb.to_stochastic(LeNet(3), {"conv2": fb.NormalAffine()}).to(memory_format=torch.channels_last)
+    model = fb.to_stochastic(LeNet(3), {"conv2": fb.noise.NormalAffine()}).to(
+        memory_format=torch.channels_last
+    )
     weights = ScaledWeights(model, ("conv2",), NoisePass(settings_of(model, "shared", samples=2, seed=0)))
     assert weights.buffers[0].stride() == model.conv2.weight.stride()
 
 
 def test_a_copy_after_prediction_is_a_plain_copy():
-    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     sample_outputs(model, torch.randn(5, 4), 4, plan="absorb")
     twin = copy.deepcopy(model)
     assert twin.state_dict().keys() == model.state_dict().keys()
@@ -212,8 +218,8 @@ def test_half_precision_is_for_the_layers_not_for_the_noise():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Recording(8, 3))
     plain[2].seen = []
-    model = fb.to_stochastic(plain, {"0": fb.NormalPlanar(1)})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    model = fb.to_stochastic(plain, {"0": fb.noise.NormalPlanar(1)})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     x = torch.randn(50, 4)
     drawn = []
     layer = noise_layers(model)["0"]
@@ -240,7 +246,7 @@ def test_a_layer_that_turns_autocast_off_still_predicts():
             with torch.autocast("cpu", enabled=False):
                 return self.head(x.float())
 
-    model = fb.to_stochastic(Careful(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
     with drawing(model, 4, seed=0, precision="bf16", plan="absorb") as draw:
         rough = draw(x)
@@ -249,8 +255,8 @@ def test_a_layer_that_turns_autocast_off_still_predicts():
 
 def test_compiled_passes_have_one_shape():
     torch.manual_seed(0)
-    model = fb.to_stochastic(LeNet(), {"conv2": fb.NormalInvConv(), "*": fb.NormalAffine()})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    model = fb.to_stochastic(LeNet(), {"conv2": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     images = torch.randn(22, 1, 28, 28)
     plain = posterior.predict(images, 4, seed=0).samples
     torch._dynamo.reset()
@@ -273,10 +279,10 @@ def test_compiled_passes_have_one_shape():
     ],
 )
 def test_bad_options(options, line):
-    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     for posterior in (
-        fb.NoisePosterior(model, fb.Categorical()),
-        fb.PointPosterior(nn.Linear(4, 3), fb.Categorical()),
+        fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()),
+        fb.posterior.PointPosterior(nn.Linear(4, 3), fb.likelihoods.Categorical()),
     ):
         with pytest.raises(fb.FlowBNNError, match=line):
             posterior.predict(torch.ones(2, 4), **options)
@@ -296,15 +302,21 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_a_plan_is_not_accepted_because_the_first_rows_tell_nothing_or_outputs_are_small(scale):
     torch.manual_seed(0)
-    model = fb.to_stochastic(Tied(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Tied(), {"*": fb.noise.NormalAffine()})
     with torch.no_grad():
         model.m.weight.mul_(scale)
     x = torch.randn(600, 784)
     blank = x.clone()
     blank[:2] = 0
-    truth = fb.NoisePosterior(model, fb.Gaussian()).predict(x, samples=4, seed=0).mean[5:]
+    truth = (
+        fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian()).predict(x, samples=4, seed=0).mean[5:]
+    )
     other = copy.deepcopy(model)
-    found = fb.NoisePosterior(other, fb.Gaussian()).predict(blank, samples=4, seed=0).mean[5:]
+    found = (
+        fb.posterior.NoisePosterior(other, fb.likelihoods.Gaussian())
+        .predict(blank, samples=4, seed=0)
+        .mean[5:]
+    )
     assert (found - truth).abs().max() < 1e-5 * truth.abs().max()
     assert "e" not in plan_for(other, blank).absorbed
 
@@ -325,8 +337,8 @@ class Fastidious(nn.Module):
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_network_that_takes_certain_inputs_only_is_tried_on_those_it_was_given(refuses):
     torch.manual_seed(0)
-    model = fb.to_stochastic(Fastidious(refuses), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Fastidious(refuses), {"*": fb.noise.NormalAffine()})
     x = 0.5 + torch.rand(20, 3) * torch.tensor([1.0, 10.0, 100.0])
     assert plan_for(model, x).fold == ("" if refuses else "input")  # what decides by values is not folded
-    outputs = fb.NoisePosterior(model, fb.Categorical()).predict(x, samples=3, seed=1)
+    outputs = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(x, samples=3, seed=1)
     assert torch.isfinite(outputs.probabilities).all()

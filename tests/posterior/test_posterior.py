@@ -19,13 +19,15 @@ def members() -> MemberPosterior:
     weights = {
         name: value.detach() + torch.randn(5, *value.shape) for name, value in network.named_parameters()
     }
-    return MemberPosterior(network, fb.Categorical(), weights)
+    return MemberPosterior(network, fb.likelihoods.Categorical(), weights)
 
 
-def noise() -> fb.NoisePosterior:
+def noise() -> fb.posterior.NoisePosterior:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return fb.NoisePosterior(fb.to_stochastic(network, {"*": fb.NormalPlanar(1)}), fb.Categorical())
+    return fb.posterior.NoisePosterior(
+        fb.to_stochastic(network, {"*": fb.noise.NormalPlanar(1)}), fb.likelihoods.Categorical()
+    )
 
 
 @pytest.mark.parametrize("make", [members, noise])
@@ -95,7 +97,7 @@ class Bags(nn.Module):
 )
 def test_inputs_that_cannot_be_cut_go_through_whole(network, inputs, count):
     truth = network(**inputs) if isinstance(inputs, dict) else network(*inputs)
-    posterior = fb.PointPosterior(network, fb.Categorical())
+    posterior = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
     for options in ({}, {"max_batch": 1}, {"adaptive": 0.01, "samples": 20}):
         found = posterior.predict(inputs, **options)
         torch.testing.assert_close(found.probabilities, truth.softmax(-1).detach())
@@ -113,7 +115,7 @@ def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
             passes.append(len(x))
             return super().forward(x)
 
-    posterior = fb.PointPosterior(Counted(4, 3), fb.Categorical())
+    posterior = fb.posterior.PointPosterior(Counted(4, 3), fb.likelihoods.Categorical())
     posterior.predict(torch.zeros(50, 4))
     assert passes == [2, 50]
     posterior.predict(torch.zeros(50, 4))

@@ -30,7 +30,9 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("site", ["channel", "position"])
-@pytest.mark.parametrize("rules", [{"*": fb.NormalPlanar(1)}, {"3": fb.NormalAffine()}], ids=["all", "last"])
+@pytest.mark.parametrize(
+    "rules", [{"*": fb.noise.NormalPlanar(1)}, {"3": fb.noise.NormalAffine()}], ids=["all", "last"]
+)
 def test_samples_are_networks(rules, site):
     """Each sample is one network, the same for every input, however the work is cut."""
     model = fb.to_stochastic(network(), rules).eval()
@@ -45,7 +47,7 @@ def test_samples_are_networks(rules, site):
         sample_outputs(model, x[2:3], 6, seed=3), outputs[:, 2:3], rtol=1e-5, atol=1e-6
     )
     assert not torch.allclose(sample_outputs(model, x, 6, seed=4), outputs)
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     single = posterior.sample(seed=9)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -54,8 +56,8 @@ def test_samples_are_networks(rules, site):
 
 
 def test_what_comes_before_the_noise_is_computed_once():
-    model = fb.to_stochastic(network(), {"3": fb.NormalAffine()})
-    posterior = fb.NoisePosterior(model, fb.Categorical())
+    model = fb.to_stochastic(network(), {"3": fb.noise.NormalAffine()})
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     posterior.predict(torch.randn(5, 4), 16)  # finds the plan, which is remembered
     model[1].rows = 0
     posterior.predict(torch.randn(5, 4), 16)
@@ -64,11 +66,13 @@ def test_what_comes_before_the_noise_is_computed_once():
 
 def test_a_skip_around_the_first_noise_folds_at_the_input():
     torch.manual_seed(0)
-    model = fb.to_stochastic(Residual(), {"conv1": fb.NormalAffine(), "head": fb.NormalPlanar(2)}).eval()
+    model = fb.to_stochastic(
+        Residual(), {"conv1": fb.noise.NormalAffine(), "head": fb.noise.NormalPlanar(2)}
+    ).eval()
     x = torch.randn(4, 3, 8, 8)
     assert plan_for(model, x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.NormalAffine()}).eval(), x).fold == "input"
-    assert plan_for(fb.to_stochastic(Residual(), {"head": fb.NormalAffine()}).eval(), x).fold == "late"
+    assert plan_for(fb.to_stochastic(Residual(), {"stem": fb.noise.NormalAffine()}).eval(), x).fold == "input"
+    assert plan_for(fb.to_stochastic(Residual(), {"head": fb.noise.NormalAffine()}).eval(), x).fold == "late"
     outputs = sample_outputs(model, x, 5, seed=1)
     with torch.no_grad(), fb.noise_mode(model, "shared", samples=5, seed=1):
         torch.testing.assert_close(model(x.repeat(5, 1, 1, 1)).view(5, 4, 5), outputs, rtol=1e-5, atol=1e-5)
@@ -100,7 +104,7 @@ class TimeFirst(nn.Module):
 def test_noise_where_the_first_axis_is_not_the_batch(network, length):
     """Samples equal those taken one at a time, before and after the axes are found."""
     torch.manual_seed(0)
-    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()}).eval()
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}).eval()
     tokens = torch.randint(10, (6, length))
     for aligned in (False, True):
         if aligned:
@@ -122,7 +126,7 @@ def test_noise_where_the_first_axis_is_not_the_batch(network, length):
 
 
 def test_position_draws_keep_only_what_the_chunk_needs():
-    model = fb.to_stochastic(nn.Conv2d(3, 2, 1), {"*": fb.NormalAffine(site="position")})
+    model = fb.to_stochastic(nn.Conv2d(3, 2, 1), {"*": fb.noise.NormalAffine(site="position")})
     x = torch.randn(2, 3, 16, 16)
     whole = sample_outputs(model, x, 8, seed=0)
     sizes = []
@@ -135,7 +139,7 @@ def test_position_draws_keep_only_what_the_chunk_needs():
 
 
 def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
-    model = fb.to_stochastic(network(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(1, 4).expand(3, 4)
     shared = sample_outputs(model, x, 4, seed=0)
     torch.testing.assert_close(shared[:, 0], shared[:, 1])
@@ -146,7 +150,7 @@ def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
 
 def test_both_kinds_of_draws_have_the_same_distribution():
     torch.manual_seed(0)
-    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.noise.NormalAffine()})
     x = torch.randn(1, 3)
     weight = model.weight.detach()[0]
     mean = float(model(x.new_zeros(1, 3)).detach()) + float((weight * x).sum())
@@ -159,7 +163,7 @@ def test_both_kinds_of_draws_have_the_same_distribution():
 
 def test_state_is_left_as_it_was():
     model = fb.to_stochastic(
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), {"*": fb.NormalAffine()}
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()}
     )
     model.train()
     model[1].eval()
@@ -179,16 +183,16 @@ def test_call_order_is_the_order_of_the_forward_pass():
         def forward(self, x):
             return self.late(self.early(x))
 
-    model = fb.to_stochastic(Crossed(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Crossed(), {"*": fb.noise.NormalAffine()})
     seen = record(model, torch.ones(3, 2), noise_layers(model)).calls
     assert [(name, call.inputs) for name, call in seen.items()] == [("early", (3, 2)), ("late", (3, 2))]
     assert align_batch_axes(model, torch.ones(6, 2)) == ["never"]
 
 
 def test_the_chunk_follows_the_width_of_the_network():
-    narrow = fb.to_stochastic(nn.Linear(8, 8), {"*": fb.NormalAffine()})
+    narrow = fb.to_stochastic(nn.Linear(8, 8), {"*": fb.noise.NormalAffine()})
     wide = fb.to_stochastic(
-        nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.NormalAffine()}
+        nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.noise.NormalAffine()}
     )
     few, many = (Forward(model, Kept()).full_pass(torch.ones(3, 8)) for model in (wide, narrow))
     assert 16 <= few < many
@@ -205,15 +209,15 @@ def test_the_chunk_follows_the_width_of_the_network():
         ),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
         (lambda m: sample_outputs(m, "images", 1), "tensors"),
-        (lambda m: fb.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
-        (lambda m: fb.hold_noise(m, "shared", samples=0), "an integer of at least 1, got 0"),
-        (lambda m: fb.freeze(m, "bias"), "'weights' or 'noise'"),
-        (lambda m: fb.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
+        (lambda m: fb.noise.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
+        (lambda m: fb.noise.hold_noise(m, "shared", samples=0), "an integer of at least 1, got 0"),
+        (lambda m: fb.noise.freeze(m, "bias"), "'weights' or 'noise'"),
+        (lambda m: fb.noise.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
     ],
 )
 def test_bad_input(act, line):
     with pytest.raises(FlowBNNError, match=line):
-        act(fb.to_stochastic(network(), {"*": fb.NormalAffine()}))
+        act(fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}))
 
 
 class Repeating(nn.Module):
@@ -231,14 +235,14 @@ class Repeating(nn.Module):
 
 @pytest.mark.parametrize(
     "recipe",
-    [fb.Dropout(0.3), fb.NormalAffine(site="position"), fb.NormalAffine()],
+    [fb.noise.Dropout(0.3), fb.noise.NormalAffine(site="position"), fb.noise.NormalAffine()],
     ids=["dropout", "position", "channel"],
 )
 @pytest.mark.filterwarnings("ignore:the network does not compile in one graph:flowbnn.errors.FlowBNNWarning")
 def test_a_layer_called_several_times_has_the_same_noise_in_training_and_prediction(recipe):
     torch.manual_seed(0)
     model, x = fb.to_stochastic(Repeating(), {"cell": recipe}), torch.randn(1, 8)
-    posterior = fb.NoisePosterior(model, fb.Gaussian())
+    posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian())
     with torch.no_grad():
         spread = model.train()(x.repeat(4000, 1)).std().item()
     for options in ({}, {"shared": False}, {"max_batch": 100}, {"compile": True}):
@@ -260,8 +264,10 @@ def test_two_calls_at_positions_do_not_cancel():
         def forward(self, x):
             return (self.conv(x) - self.conv(x)).mean((2, 3))
 
-    model = fb.to_stochastic(Difference(), {"*": fb.NormalAffine(site="position")})
-    found = fb.NoisePosterior(model, fb.Gaussian(dim=3)).predict(torch.ones(2, 2, 5, 5), 64, seed=0)
+    model = fb.to_stochastic(Difference(), {"*": fb.noise.NormalAffine(site="position")})
+    found = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(dim=3)).predict(
+        torch.ones(2, 2, 5, 5), 64, seed=0
+    )
     assert found.samples.std(0).min() > 0.01
-    one = fb.NoisePosterior(model, fb.Gaussian(dim=3)).sample(0)
+    one = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(dim=3)).sample(0)
     assert torch.equal(one(torch.ones(1, 2, 5, 5)), one(torch.ones(1, 2, 5, 5)))

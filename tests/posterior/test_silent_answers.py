@@ -6,7 +6,7 @@ from torch import nn
 
 import flowbnn as fb
 
-NOISE = {"*": fb.NormalAffine()}
+NOISE = {"*": fb.noise.NormalAffine()}
 
 
 def mlp(inputs: int = 6, outputs: int = 2) -> nn.Sequential:
@@ -51,13 +51,13 @@ def mlp_noise(outputs: int = 2) -> nn.Module:
     return fb.to_stochastic(mlp(outputs=outputs), NOISE)
 
 
-@pytest.mark.filterwarnings("ignore:.*prior.*:flowbnn.FlowBNNWarning")
+@pytest.mark.filterwarnings("ignore:.*prior.*:flowbnn.errors.FlowBNNWarning")
 def test_trained_means_are_not_left_out_without_a_word():
     x, y = data()
     model = mlp_noise()
     fb.to_deterministic(model)  # nothing was trained: nothing to say
     posterior = fb.fit(model, [(x, y)], epochs=30, noise_lr=0.05, progress=False)
-    with pytest.warns(fb.FlowBNNWarning, match="absorb=True"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="absorb=True"):
         fb.to_deterministic(posterior.model)
     plain = fb.to_deterministic(posterior.model, absorb=True)
     with fb.noise_mode(posterior.model, "mean"):
@@ -69,13 +69,13 @@ def test_trained_means_are_not_left_out_without_a_word():
 )
 def test_probabilities_where_logits_belong_are_noticed(last, outputs, likelihood):
     (x, y), network = data(), nn.Sequential(*mlp(outputs=outputs), last)
-    with pytest.warns(fb.FlowBNNWarning, match="where logits are expected"):
+    with pytest.warns(fb.errors.FlowBNNWarning, match="where logits are expected"):
         fb.MLE(epochs=1).fit(network, [(x, y)], likelihood=likelihood, progress=False)
 
 
 def test_labels_with_fractions_are_refused_by_the_judge():
     x, y = data()
-    posterior = fb.PointPosterior(mlp(), fb.Categorical())
+    posterior = fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical())
     with pytest.raises(fb.FlowBNNError, match="class labels must be integers"):
         fb.evaluate(posterior, (x, y * 0.9), progress=False)
     assert fb.evaluate(posterior, (x, y.double()), progress=False) == fb.evaluate(
@@ -98,7 +98,7 @@ def test_transposed_targets_are_refused():
     ],
 )
 def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
-    prediction = fb.PointPosterior(mlp(), fb.Categorical()).predict(data()[0])
+    prediction = fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical()).predict(data()[0])
     with pytest.raises(fb.FlowBNNError, match=line):
         prediction.decide(threshold, by=by)
     assert (prediction.decide(float("inf")) >= 0).all()
@@ -117,9 +117,9 @@ def test_a_threshold_that_cannot_be_meant_is_refused(threshold, by, line):
 @pytest.mark.parametrize("noisy", [False, True])
 def test_inputs_the_network_cannot_take_are_told_in_one_line(inputs, line, noisy):
     posterior = (
-        fb.NoisePosterior(mlp_noise(), fb.Categorical())
+        fb.posterior.NoisePosterior(mlp_noise(), fb.likelihoods.Categorical())
         if noisy
-        else fb.PointPosterior(mlp(), fb.Categorical())
+        else fb.posterior.PointPosterior(mlp(), fb.likelihoods.Categorical())
     )
     with pytest.raises(fb.FlowBNNError, match=line) as caught:
         posterior.predict(inputs, 4)

@@ -132,8 +132,8 @@ def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
     make, inputs = CASES[name]
     for seed in range(4):
         torch.manual_seed(seed)
-        model = fb.to_stochastic(make(), {"*": fb.NormalAffine(site=site, base_scale=0.8)}).eval()
-        posterior, given = fb.NoisePosterior(model, fb.Categorical()), inputs()
+        model = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine(site=site, base_scale=0.8)}).eval()
+        posterior, given = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()), inputs()
         truth = one_at_a_time(model, given, 10, seed).softmax(-1)
         for _ in range(2):
             with warnings.catch_warnings():
@@ -148,15 +148,15 @@ def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
 def test_networks_that_route_rows_are_not_folded_and_others_are():
     torch.manual_seed(0)
     for name, (make, inputs) in CASES.items():
-        model, given = fb.to_stochastic(make(), {"*": fb.NormalAffine()}), inputs()
+        model, given = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine()}), inputs()
         plan = plan_for(model, given if len(given) > 1 else given[0])
         assert plan.fold == ("input" if name == "frames" else ""), name
 
 
 def test_sampled_networks_are_those_of_the_draws():
     torch.manual_seed(0)
-    model = fb.to_stochastic(Frames(), {"*": fb.NormalAffine()}).eval()
-    posterior, x = fb.NoisePosterior(model, fb.Gaussian(dim=2)), torch.randn(4, 5, 4)
+    model = fb.to_stochastic(Frames(), {"*": fb.noise.NormalAffine()}).eval()
+    posterior, x = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(dim=2)), torch.randn(4, 5, 4)
     draws, found = posterior.draws(3, seed=2), posterior.predict(x, 3, seed=2).samples
     for index in range(3):
         hidden = F.linear(x * draws["frame"][index], model.frame.weight, model.frame.bias).tanh().mean(1)
@@ -169,7 +169,7 @@ def test_sampled_networks_are_those_of_the_draws():
 def test_noise_of_experts_stays_per_row_in_training():
     torch.manual_seed(0)
     for _ in range(10):
-        model = fb.to_stochastic(Experts(), {"*": fb.NormalAffine()})
+        model = fb.to_stochastic(Experts(), {"*": fb.noise.NormalAffine()})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert align_batch_axes(model, torch.randn(32, 4)) == []
@@ -179,7 +179,7 @@ def test_noise_of_experts_stays_per_row_in_training():
 @pytest.mark.parametrize("make", [Frames, StepsFirst])
 def test_training_draws_once_for_all_frames_of_an_example(make):
     torch.manual_seed(0)
-    model = fb.to_stochastic(make(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine()})
     align_batch_axes(model, torch.randn(8, 5, 4))
     seen = []
     model.frame.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]),), prepend=True)
@@ -194,8 +194,8 @@ def test_training_draws_once_for_all_frames_of_an_example(make):
 def test_eight_threads_predict_as_one_does():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-    model = fb.to_stochastic(plain, {"*": fb.NormalAffine()})
-    posterior, x = fb.NoisePosterior(model, fb.Categorical()), torch.randn(9, 4)
+    model = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
+    posterior, x = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()), torch.randn(9, 4)
     truth = [posterior.predict(x, 5, seed=seed).samples for seed in range(8)]
     with fb.noise_mode(model, "off"):
         off = model(x)

@@ -10,10 +10,12 @@ from flowbnn.posterior import PredictOptions
 from flowbnn_studies.data import mirrored
 
 
-def noisy(outputs: int = 3, likelihood: fb.likelihoods.Likelihood | None = None) -> fb.NoisePosterior:
+def noisy(
+    outputs: int = 3, likelihood: fb.likelihoods.Likelihood | None = None
+) -> fb.posterior.NoisePosterior:
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, outputs))
-    return fb.NoisePosterior(
-        fb.to_stochastic(network, {"*": fb.NormalAffine()}), likelihood or fb.Categorical()
+    return fb.posterior.NoisePosterior(
+        fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}), likelihood or fb.likelihoods.Categorical()
     )
 
 
@@ -40,7 +42,7 @@ def test_two_classes_from_one_logit():
 
 @pytest.mark.parametrize("noise", [0.3, "predicted"])
 def test_numbers_have_the_moments_of_the_mixture(noise):
-    posterior, x = noisy(2, fb.Gaussian(noise)), images()
+    posterior, x = noisy(2, fb.likelihoods.Gaussian(noise)), images()
     found = posterior.predict(x, 8, seed=0, views=[mirrored])
     one, two = (posterior.collect(v, PredictOptions(8, seed=0))[0] for v in (x, x.flip(-1)))
     (mean, variance), (other, variance_there) = (
@@ -56,7 +58,7 @@ def test_numbers_have_the_moments_of_the_mixture(noise):
 def test_a_single_network_an_ensemble_and_the_judge():
     x, labels = images(30), torch.arange(30) % 3
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
-    point = fb.PointPosterior(network, fb.Categorical())
+    point = fb.posterior.PointPosterior(network, fb.likelihoods.Categorical())
     expected = (network(x).softmax(-1) + network(x.flip(-1)).softmax(-1)).detach() / 2
     torch.testing.assert_close(point.predict(x, views=(mirrored,)).probabilities, expected)
     ensemble = fb.DeepEnsemble(2, epochs=1).fit(network, [(x, labels)], progress=False, seed=0)

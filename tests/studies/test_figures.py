@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn import NormalAffine, NormalPlanar, to_stochastic
-from flowbnn.noise import noise_layers
+from flowbnn import to_stochastic
+from flowbnn.noise import NormalAffine, NormalPlanar, noise_layers
 from flowbnn.results import pooled_bins
 from flowbnn_studies.runner.figures import (
     curve,

@@ -106,9 +106,10 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, clusters_run):
 def test_the_final_bound_is_likelihood_minus_kl():
     import torch
 
-    from flowbnn import NormalAffine, fit, to_stochastic
+    from flowbnn import fit, to_stochastic
     from flowbnn.data import clusters
     from flowbnn.models import MLP
+    from flowbnn.noise import NormalAffine
 
     data = clusters(200, 1.95, torch.Generator().manual_seed(0))
     model = to_stochastic(MLP(2, (4,), 2), {"*": NormalAffine()})

@@ -39,7 +39,7 @@ def fit(folder, fate="lives", **options):
     network[0].fate = fate
     inputs = torch.randn(19, 3)
     loader = DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=4, shuffle=True)
-    model = fb.to_stochastic(network, {"0": fb.NormalPlanar(1), "*": fb.NormalAffine()})
+    model = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(1), "*": fb.noise.NormalAffine()})
     usual = {"accelerator": "cpu", "seed": 1, "epochs": 3, "noise_lr": 0.02, "progress": False}
     return fb.fit(model, loader, checkpoint=folder, checkpoint_every=3, **usual, **options)
 

@@ -25,10 +25,10 @@ from dying_run import fit as mortal_fit
 from objectives import train
 
 FLOWS = {
-    "0": fb.NormalPlanar(2, site="position"),
-    "3": fb.Dropout(0.3),
-    "6": fb.NormalInvConv(),
-    "*": fb.NormalAffine(),
+    "0": fb.noise.NormalPlanar(2, site="position"),
+    "3": fb.noise.Dropout(0.3),
+    "6": fb.noise.NormalInvConv(),
+    "*": fb.noise.NormalAffine(),
 }
 
 
@@ -59,7 +59,7 @@ def two_samples_of_a_mixture(**options):
     """Several draws per example, a mixture base, a learned noise of the likelihood; a last batch of one example."""
     torch.manual_seed(1)
     network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    rules = {"0": fb.NormalAffine(components=3), "*": fb.NormalGlow(1)}
+    rules = {"0": fb.noise.NormalAffine(components=3), "*": fb.noise.NormalGlow(1)}
     inputs = torch.randn(17, 3, generator=torch.Generator().manual_seed(2))
     loader = TensorLoader(inputs, inputs.sum(1, keepdim=True), batch_size=8, shuffle=True)
     return fb.fit(fb.to_stochastic(network, rules), loader, samples=2, clip_gradient=0.5, **options)
@@ -84,7 +84,7 @@ def statistics(**options):
 
 def data_workers(**options):
     """A worker process that fetches the data, batches given as a list for validation."""
-    model = fb.to_stochastic(convolutions(), {"*": fb.NormalAffine(site="position")})
+    model = fb.to_stochastic(convolutions(), {"*": fb.noise.NormalAffine(site="position")})
     return fb.fit(model, shuffled(16, workers=1), validation=[images(5, 7), images(3, 8)], **options)
 
 
@@ -105,7 +105,7 @@ def own_step(epochs, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     history = train(network, step, optimizer, shuffled(13, 5), TrainingOptions(epochs, **options))
     assert network["idle"].weight.grad is None
-    return PointPosterior(network, fb.Categorical(), history)
+    return PointPosterior(network, fb.likelihoods.Categorical(), history)
 
 
 def interrupted(folder, **options):

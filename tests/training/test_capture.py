@@ -17,8 +17,8 @@ from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
 KINDS = {
-    "gaussian": {"*": fb.NormalAffine()},
-    "flow": {"conv2": fb.NormalInvConv(), "fc1": fb.NormalPlanar(), "*": fb.NormalAffine()},
+    "gaussian": {"*": fb.noise.NormalAffine()},
+    "flow": {"conv2": fb.noise.NormalInvConv(), "fc1": fb.noise.NormalPlanar(), "*": fb.noise.NormalAffine()},
 }
 
 
@@ -29,15 +29,15 @@ def data(rows=40):
 
 MIXED = {  # every kind of noise, in as few graphs as hold them all
     "channel": {
-        "conv2": fb.NormalInvConv(),
-        "fc1": fb.NormalPlanar(),
-        "fc2": fb.Dropout(0.1),
-        "*": fb.NormalAffine(),
+        "conv2": fb.noise.NormalInvConv(),
+        "fc1": fb.noise.NormalPlanar(),
+        "fc2": fb.noise.Dropout(0.1),
+        "*": fb.noise.NormalAffine(),
     },
     "position": {
-        "conv2": fb.NormalInvConv(site="position"),
-        "fc1": fb.NormalAffine(components=3),
-        "*": fb.NormalAffine(site="position"),
+        "conv2": fb.noise.NormalInvConv(site="position"),
+        "fc1": fb.noise.NormalAffine(components=3),
+        "*": fb.noise.NormalAffine(site="position"),
     },
 }
 
@@ -47,14 +47,14 @@ MIXED = {  # every kind of noise, in as few graphs as hold them all
 def test_a_training_step_with_noise_is_one_graph_without_a_break(kind, half):
     torch._dynamo.reset()
     model = fb.to_stochastic(LeNet(), MIXED[kind])
-    objective = ELBO(fb.Categorical(), 100)
+    objective = ELBO(fb.likelihoods.Categorical(), 100)
 
     def loss(outputs_of, batch, clock):
         scale = fb.objectives.warm_up(clock.progress, 0.5)
         terms = objective(model, batch[0], batch[1], scale, forward=outputs_of)
         return terms.loss, {}
 
-    whole = Objective(model, fb.Categorical(), loss)
+    whole = Objective(model, fb.likelihoods.Categorical(), loss)
 
     def step(images, labels, shown):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -134,19 +134,21 @@ def test_flows_at_positions_are_drawn_ahead_and_a_look_leaves_no_trace(accelerat
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 40, 3), nn.Flatten(), nn.Linear(160, 2)
     )
     rules = {
-        "*": fb.NormalAffine(site="position"),
-        "0": fb.NormalInvConv(site="position"),
-        "3": fb.NormalInvConv(site="position"),
+        "*": fb.noise.NormalAffine(site="position"),
+        "0": fb.noise.NormalInvConv(site="position"),
+        "3": fb.noise.NormalInvConv(site="position"),
     }
     model = fb.to_stochastic(plain, rules).cuda().train()
-    objective = ELBO(fb.Categorical(), 100)
+    objective = ELBO(fb.likelihoods.Categorical(), 100)
 
     def loss(outputs_of, batch, clock):
         return objective(model, batch[0], batch[1], forward=outputs_of).loss, {}
 
     optimizer = torch.optim.Adam(fb.parameter_groups(model), fused=True)
     options = TrainingOptions(precision="bf16-mixed", acceleration=acceleration)
-    recorder = Recorder(Objective(model, fb.Categorical(), loss), optimizer, options, torch.device("cuda", 0))
+    recorder = Recorder(
+        Objective(model, fb.likelihoods.Categorical(), loss), optimizer, options, torch.device("cuda", 0)
+    )
     batch = torch.randn(8, 3, 6, 6, device="cuda"), torch.arange(8, device="cuda") % 2
     for number in range(6):
         assert recorder.take(batch, Clock(0, number, 6, 1))

@@ -10,7 +10,7 @@ from flowbnn.objectives import ELBO
 
 ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 3
 A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 4, ROWS * 3 * SIDE * SIDE * 4  # bytes
-RULES = {"*": fb.NormalAffine(), "3": fb.NormalInvConv()}  # of site channel
+RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalInvConv()}  # of site channel
 
 
 def _network(noisy: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -25,7 +25,7 @@ def _network(noisy: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def _loss(network: nn.Module, noisy: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    likelihood, objective = fb.Categorical(), ELBO(fb.Categorical(), num_data=1000)
+    likelihood, objective = fb.likelihoods.Categorical(), ELBO(fb.likelihoods.Categorical(), num_data=1000)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         if not noisy:
@@ -98,7 +98,9 @@ def test_gradients_of_the_compiled_step_are_the_uncompiled_ones() -> None:
 def test_normals_that_half_precision_rounds_anyway_are_kept_in_half() -> None:
     """Site position under autocast: a normal number for every number of the feature map, two bytes each and not four."""
     torch.manual_seed(0)
-    layer = fb.to_stochastic(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), {"*": fb.NormalAffine(site="position")})
+    layer = fb.to_stochastic(
+        nn.Conv2d(WIDTH, WIDTH, 3, padding=1), {"*": fb.noise.NormalAffine(site="position")}
+    )
     images = torch.randn(ROWS, WIDTH, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
     held: list[Tensor] = []
 

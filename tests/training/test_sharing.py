@@ -23,16 +23,16 @@ from flowbnn.training.distributed import (
 from flowbnn.training.launch import device_kind, settled_devices
 
 RECIPES = {
-    "affine": fb.NormalAffine(),
-    "mixture": fb.NormalAffine(components=3),
-    "planar": fb.NormalPlanar(2),
-    "planar, position": fb.NormalPlanar(2, site="position"),
-    "affine, position": fb.NormalAffine(site="position"),
-    "mixture, position": fb.NormalInvConv(components=2, site="position"),
-    "dropout": fb.Dropout(0.4),
-    "glow": fb.NormalGlow(1),
-    "actnorm": fb.FlowNoise(lambda dim: fb.transforms.ActNorm(dim)),
-    "batch norm": fb.FlowNoise(lambda dim: fb.transforms.BatchNorm(dim)),
+    "affine": fb.noise.NormalAffine(),
+    "mixture": fb.noise.NormalAffine(components=3),
+    "planar": fb.noise.NormalPlanar(2),
+    "planar, position": fb.noise.NormalPlanar(2, site="position"),
+    "affine, position": fb.noise.NormalAffine(site="position"),
+    "mixture, position": fb.noise.NormalInvConv(components=2, site="position"),
+    "dropout": fb.noise.Dropout(0.4),
+    "glow": fb.noise.NormalGlow(1),
+    "actnorm": fb.noise.FlowNoise(lambda dim: fb.transforms.ActNorm(dim)),
+    "batch norm": fb.noise.FlowNoise(lambda dim: fb.transforms.BatchNorm(dim)),
 }
 
 
@@ -77,20 +77,24 @@ def test_rows_that_are_no_multiple_of_the_examples_are_refused():
         def forward(self, x):
             return self.layer(torch.cat([x, x[:1]]))
 
-    model = fb.to_stochastic(Odd(), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(Odd(), {"*": fb.noise.NormalAffine()})
     with pytest.raises(FlowBNNError, match="sees 5 rows where this process has 4 examples"):
         outputs(model, torch.ones(4, 3), Share(0, 4, 8))
 
 
 def test_a_prediction_forgets_the_share_and_training_finds_it_again():
-    model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.NormalAffine()})
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(3, 2)), {"*": fb.noise.NormalAffine()})
     share_batch(Share(0, 2, 4))
     try:
-        found = fb.NoisePosterior(model, fb.Categorical()).predict(torch.ones(5, 3), 2, shared=False, seed=0)
+        found = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(
+            torch.ones(5, 3), 2, shared=False, seed=0
+        )
         assert current_share() == Share(0, 2, 4)
     finally:
         share_batch(None)
-    expected = fb.NoisePosterior(model, fb.Categorical()).predict(torch.ones(5, 3), 2, shared=False, seed=0)
+    expected = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()).predict(
+        torch.ones(5, 3), 2, shared=False, seed=0
+    )
     assert torch.equal(found.samples, expected.samples)
 
 

@@ -41,7 +41,7 @@ METHODS: list[Method] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_every_method_says_what_to_do(method: Method) -> None:
     with pytest.raises(

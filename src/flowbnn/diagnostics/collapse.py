@@ -76,7 +76,8 @@ def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
 def posterior_health(model: nn.Module, samples: int = 512, seed: int = 0) -> list[LayerHealth]:
     """The state of every layer's noise posterior.
 
-    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> from flowbnn.noise import NormalAffine
+    >>> from flowbnn import to_stochastic
     >>> [health.state for health in posterior_health(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()}))]
     ['prior']
     """

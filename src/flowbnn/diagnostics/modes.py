@@ -74,7 +74,8 @@ def count_modes(density: Tensor, prominence: float = 0.1) -> int:
 def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, seed: int = 0) -> Marginal:
     """The marginal density of one dimension of a layer's noise, from draws.
 
-    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> from flowbnn.noise import NormalAffine
+    >>> from flowbnn import to_stochastic
     >>> marginal(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()}), "", 0).modes
     1
     """

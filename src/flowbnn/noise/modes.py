@@ -113,7 +113,8 @@ def noise_mode(
 ) -> Iterator[nn.Module]:
     """As :func:`hold_noise` for the length of a ``with`` block, in this thread only.
 
-    >>> from flowbnn import NormalAffine, to_stochastic
+    >>> from flowbnn.noise import NormalAffine
+    >>> from flowbnn import to_stochastic
     >>> plain = nn.Linear(3, 2)
     >>> bayesian = to_stochastic(plain, {"*": NormalAffine()})
     >>> x = torch.ones(4, 3)

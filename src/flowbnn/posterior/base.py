@@ -76,8 +76,8 @@ class PredictOptions:
         seed: of the draws; the same seed gives the same numbers.
         max_batch: rows in one pass; None estimates what the device holds.
         adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
-            certain; an :class:`~flowbnn.Adaptive` says more. ``samples`` is then the most that an input gets, and ``samples_spent`` of
-            the result says what each had.
+            certain; an :class:`~flowbnn.posterior.Adaptive` says more. ``samples`` is then the most that an
+            input gets, and ``samples_spent`` of the result says what each had.
         views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
             sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
             price of as many more passes.

@@ -34,7 +34,7 @@ class HMC(ChainMethod):
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
     >>> method = fb.HMC(samples=50, warmup=50, chains=2, steps=8, epochs=0)
-    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.Gaussian(noise=0.1), seed=0, progress=False)
+    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
     >>> len(posterior), bool((posterior.draws(100)["weight"].mean() - 2).abs() < 0.1)
     (100, True)
     """

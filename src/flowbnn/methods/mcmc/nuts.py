@@ -39,7 +39,7 @@ class NUTS(ChainMethod):
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
     >>> method = fb.NUTS(samples=50, warmup=50, chains=2, epochs=0)
-    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.Gaussian(noise=0.1), seed=0, progress=False)
+    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
     >>> posterior.diagnostics().divergences
     0
     """

@@ -130,7 +130,7 @@ class GaussianWeightPosterior(WeightPosterior):
 
     >>> import flowbnn as fb
     >>> layer = nn.Linear(2, 1)
-    >>> posterior = GaussianWeightPosterior(layer, fb.Gaussian(noise=0.1), {"weight": torch.full((1, 2), 0.5)})
+    >>> posterior = GaussianWeightPosterior(layer, fb.likelihoods.Gaussian(noise=0.1), {"weight": torch.full((1, 2), 0.5)})
     >>> posterior.draws(3, seed=0)["weight"].shape, posterior.names
     (torch.Size([3, 1, 2]), ['weight'])
     """

@@ -52,8 +52,8 @@ class MNF(Variational):
 
     Args:
         flow: of ``z`` and of the auxiliary: ``"coupling"`` (the paper's masked RealNVP), ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow); a recipe such as ``fb.NormalPlanar(length=4)``, of
-            which the transforms are taken; or a function from a length to a transform.
+            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow); a recipe such as
+            ``fb.noise.NormalPlanar(length=4)``, of which the transforms are taken; or a function from a length to a transform.
         layers: which layers: a name or glob, a class, or a predicate ``(name, module) -> bool``. A layer that is neither linear
             nor a convolution is then refused. Unless given, all linear and convolution layers; others keep plain weights, with
             a warning that names one, and normalisation layers do without.
@@ -264,7 +264,7 @@ class MNFPosterior(WeightPosterior):
     def settings(self) -> dict[str, Any]:
         if isinstance(self.recipe, FlowNoise):
             raise FlowBNNError(
-                "a flow that was given as a function is code and cannot be stored; give MNF a recipe, such as fb.NormalPlanar()"
+                "a flow that was given as a function is code and cannot be stored; give MNF a recipe, such as fb.noise.NormalPlanar()"
             )
         return {"flow": self.recipe.to_dict(), "layers": [list(one) for one in self.distribution.served]}
 
