@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import io
-import pickle
 import struct
 import tarfile
 from pathlib import Path
@@ -21,8 +20,9 @@ def batch(count: int, shape: tuple[int, ...], seed: int) -> Batch:
     return random.integers(0, 256, (count, *shape), np.uint8), random.integers(0, 3, count, np.uint8)
 
 
-def piece(files: tuple[str, ...], content: Batch) -> Piece:
-    return Piece(files, len(content[1]), *(hashlib.sha256(array.tobytes()).hexdigest() for array in content))
+def piece(files: tuple[str, ...], content: Batch, pickle_md5: str = "") -> Piece:
+    digests = [hashlib.sha256(array.tobytes()).hexdigest() for array in content]
+    return Piece(files, len(content[1]), *digests, pickle_md5)
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -32,12 +32,6 @@ def idx(array: np.ndarray) -> bytes:
 def binary(content: Batch) -> bytes:
     pixels, labels = content
     return np.concatenate([labels[:, None], pixels.reshape(len(pixels), -1)], 1).tobytes()
-
-
-def pickled(content: Batch, protocol: int) -> bytes:
-    pixels, labels = content
-    rows = np.ascontiguousarray(pixels.reshape(len(pixels), -1))
-    return pickle.dumps({"batch_label": "a", "labels": labels.tolist(), "data": rows}, protocol=protocol)
 
 
 def pickled_by_python2(content: Batch) -> bytes:
@@ -95,7 +89,10 @@ def write_grey(source: Source, content: dict[str, Batch], root: Path, packed: bo
 def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batch], bytes]:
     content = {name: batch(6, COLOUR, seed) for seed, name in enumerate(("one", "two", "three"))}
     archive = tar({f"colour-bin/{name}.bin": binary(part) for name, part in content.items()})
-    pieces = {name: piece((name,), part) for name, part in content.items()}
+    pieces = {
+        name: piece((name,), part, hashlib.md5(pickled_by_python2(part)).hexdigest())
+        for name, part in content.items()
+    }
     source = Source(
         name="colour",
         title="Colour",
@@ -111,16 +108,13 @@ def colour_source(mirrors: tuple[str, ...] = ()) -> tuple[Source, dict[str, Batc
     return source, content, archive
 
 
-def write_colour(content: dict[str, Batch], root: Path, protocol: int | None = None) -> None:
-    """The binary files; pickled ones where a protocol is named (-1: as Python 2 wrote them)."""
-    folder = root / ("colour-bin" if protocol is None else "colour-py")
+def write_colour(content: dict[str, Batch], root: Path, packed: bool = False) -> None:
+    """The binary files, or the pickled ones."""
+    folder = root / ("colour-py" if packed else "colour-bin")
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in content.items():
-        if protocol is None:
-            (folder / f"{name}.bin").write_bytes(binary(part))
-        else:
-            raw = pickled_by_python2(part) if protocol == -1 else pickled(part, protocol)
-            (folder / name).write_bytes(raw)
+        path = folder / (name if packed else f"{name}.bin")
+        path.write_bytes(pickled_by_python2(part) if packed else binary(part))
 
 
 def download(name: str, raw: bytes, mirrors: tuple[str, ...]) -> Download:

@@ -39,16 +39,13 @@ Quick = Annotated[
     typer.Option("--quick", help="A trial with tiny settings, of minutes at most; its numbers mean nothing."),
 ]
 Seeds = Annotated[
-    int | None,
-    typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own"),
+    int | None, typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own")
 ]
 Epochs = Annotated[
-    int | None,
-    typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own"),
+    int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A setting, as in: --set noise_lr=0.05; may be repeated."),
+    list[str] | None, typer.Option("--set", help="A setting, as in: --set noise_lr=0.05; may be repeated.")
 ]
 
 
@@ -128,8 +125,7 @@ def run(
         str, typer.Option("--precision", help="32-true, bf16-mixed, ...; auto is what suits the study.")
     ] = "auto",
     devices: Annotated[
-        int,
-        typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together."),
+        int, typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together.")
     ] = 1,
     nodes: Annotated[int, typer.Option("--nodes", help="Machines; see docs/devices.md.")] = 1,
     strategy: Annotated[str, typer.Option("--strategy", help="auto or ddp, which are the same.")] = "auto",

@@ -15,13 +15,7 @@ from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
-from flowbnn_studies.runner.figures import (
-    count_modes_of,
-    curve,
-    density_panels,
-    panel,
-    short,
-)
+from flowbnn_studies.runner.figures import count_modes_of, curve, density_panels, panel, short
 from flowbnn_studies.runner.job import Job, cosine, fit_plain
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired

@@ -8,8 +8,7 @@ from flowbnn_studies.images.evaluation import image_metrics
 from flowbnn_studies.images.figures import training_figure
 from flowbnn_studies.images.findings import answer, comparisons, notes, present, rows
 from flowbnn_studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
-from flowbnn_studies.images.settings import ImageSettings
-from flowbnn_studies.images.variants import image_variants
+from flowbnn_studies.images.settings import ImageSettings, image_variants
 from flowbnn_studies.report.tables import compare_table, make_tables
 
 VARIANTS = image_variants("LeNet", (3, 5))

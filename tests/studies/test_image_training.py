@@ -7,9 +7,8 @@ from torch import nn
 from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
-from flowbnn_studies.images.settings import Training
+from flowbnn_studies.images.settings import Training, image_variants, make_network, rules_for
 from flowbnn_studies.images.training import Average, make_optimizer, make_schedule
-from flowbnn_studies.images.variants import image_variants, make_network, rules_for
 
 
 @pytest.mark.parametrize(

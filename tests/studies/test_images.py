@@ -18,6 +18,7 @@ from flowbnn_studies.images.data import KINDS, load_pictures
 from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
 from flowbnn_studies.report import load_results
+from flowbnn_studies.runner.run import run_study
 
 NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
 
@@ -30,7 +31,7 @@ def small(name, **changes):
 
 def run(study, settings, folder, **options):
     options = {"seeds": 1, "progress": False, "accelerator": "cpu", **options}
-    return study.run(settings, out=folder, **options)
+    return run_study(study, settings=settings, out=folder, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,7 +85,9 @@ def test_parts_are_taken_over_and_collected_wherever_they_were_made(tmp_path):
         if "flow" in path.name:
             part["content"]["machine"]["acceleration"] = "graph"
         (target / path.name).write_text(json.dumps(part))
-    collected = study.run(settings, seeds=1, out=tmp_path / "there", progress=False, collect=True)
+    collected = run_study(
+        study, settings=settings, seeds=1, out=tmp_path / "there", progress=False, collect=True
+    )
     assert collected["rows"] == first["rows"]
     assert collected["settings"]["accelerator"] == "cuda"
     assert set(collected["settings"]["acceleration"].split(" and ")) == {"graph", "not stored"}

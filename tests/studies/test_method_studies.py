@@ -7,6 +7,7 @@ import pytest
 from flowbnn.candidates import find_candidates
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results, write_report
+from flowbnn_studies.runner.run import run_study
 
 FEW = ("mle", "mc-dropout", "node-noise-gaussian")
 SETTINGS = {
@@ -35,7 +36,7 @@ FIGURES = {
 def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp_path):
     study = get_study(name)
     settings = study.make_settings(quick=True, methods=FEW, **SETTINGS[name])
-    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
+    results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     folder = tmp_path / study.folder(settings)
     assert load_results(folder) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
@@ -51,12 +52,12 @@ def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp
 def test_only_unfinished_methods_are_trained_again(tmp_path):
     study = get_study("regression-1d")
     settings = study.make_settings(quick=True, methods=FEW[:2], **SETTINGS["regression-1d"])
-    first = study.run(settings, seeds=1, out=tmp_path, progress=False)
+    first = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     parts = tmp_path / "regression-1d" / "parts"
     stamps = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     assert set(stamps) == {"mle-seed0.json", "mc-dropout-seed0.json"}
     more = study.make_settings(quick=True, methods=FEW, **SETTINGS["regression-1d"])
-    again = study.run(more, seeds=1, out=tmp_path, progress=False, resume=True)
+    again = run_study(study, settings=more, seeds=1, out=tmp_path, progress=False, resume=True)
     assert {name: (parts / name).stat().st_mtime_ns for name in stamps} == stamps
     assert again["rows"][:2] == first["rows"]
     assert [row["key"] for row in again["rows"]] == list(FEW)
@@ -73,6 +74,6 @@ def test_a_method_that_refuses_is_told_of_and_does_not_spoil_the_others(tmp_path
     monkeypatch.setattr(MCDropout, "fit", refuse)
     study = get_study("clusters-2d")
     settings = study.make_settings(quick=True, methods=FEW[:2], **SETTINGS["clusters-2d"])
-    results = study.run(settings, seeds=1, out=tmp_path, progress=False)
+    results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert [row["key"] for row in results["rows"]] == ["mle"]
     assert "MC dropout is not in the table: layer 'fc1' cannot be served; MAP can." in results["notes"]

@@ -8,6 +8,7 @@ from tiny_study import Settings, Tiny, registered
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies.report import load_results
+from flowbnn_studies.runner.run import run_study
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def study():
 
 
 def run(study, folder, **options):
-    return study.run(out=folder, progress=False, **options)
+    return run_study(study, out=folder, progress=False, **options)
 
 
 def test_results_are_written_and_follow_the_schema(study, tmp_path):

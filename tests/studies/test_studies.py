@@ -8,6 +8,7 @@ from flowbnn.data import TensorLoader
 from flowbnn_studies import get_study
 from flowbnn_studies.flow_length import final_bound
 from flowbnn_studies.report import load_results
+from flowbnn_studies.runner.run import run_study
 
 SETTINGS = {
     "two-clusters": {
@@ -39,7 +40,7 @@ def clusters_run(tmp_path_factory):
     """One run of two-clusters, which several tests compare with."""
     study, settings = small("two-clusters")
     folder = tmp_path_factory.mktemp("clusters")
-    return study, settings, folder, study.run(settings, seeds=1, out=folder, progress=False)
+    return study, settings, folder, run_study(study, settings=settings, seeds=1, out=folder, progress=False)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -48,7 +49,7 @@ def test_a_study_runs_and_its_results_follow_the_schema(name, tmp_path, request)
     if name == "two-clusters":
         _, _, folder, results = request.getfixturevalue("clusters_run")
     else:
-        folder, results = tmp_path, study.run(settings, seeds=1, out=tmp_path, progress=False)
+        folder, results = tmp_path, run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     assert load_results(folder / name) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
     shown = list(study.shown(settings))
@@ -86,12 +87,12 @@ def test_a_training_that_is_interrupted_goes_on_and_ends_in_the_same_numbers(
     with monkeypatch.context() as patched:
         patched.setattr(TensorLoader, "__iter__", cut)
         with pytest.raises(KeyboardInterrupt):
-            study.run(settings, seeds=1, out=tmp_path, progress=False)
+            run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)
     parts = tmp_path / "two-clusters" / "parts"
     assert [path.name for path in parts.iterdir()] == ["plain-seed0.json"]
     assert (tmp_path / "two-clusters" / "checkpoints" / "flow-seed0" / "last.safetensors").exists()
     stamp = (parts / "plain-seed0.json").stat().st_mtime_ns
-    again = study.run(settings, seeds=1, out=tmp_path, resume=True, progress=False)
+    again = run_study(study, settings=settings, seeds=1, out=tmp_path, resume=True, progress=False)
     assert (parts / "plain-seed0.json").stat().st_mtime_ns == stamp
     assert again["rows"] == whole["rows"]
     assert again["figures"] == whole["figures"]
@@ -99,7 +100,7 @@ def test_a_training_that_is_interrupted_goes_on_and_ends_in_the_same_numbers(
 
 def test_two_processes_give_the_numbers_of_one(tmp_path, clusters_run):
     study, settings, _, alone = clusters_run
-    together = study.run(settings, seeds=1, out=tmp_path, progress=False, jobs=2)
+    together = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False, jobs=2)
     assert together["rows"] == alone["rows"]
 
 

@@ -3,6 +3,7 @@
 from flowbnn_studies import get_study
 from flowbnn_studies.report import console_lines, write_report
 from flowbnn_studies.report.tables import make_tables
+from flowbnn_studies.runner.run import run_study
 
 WORDS = "(generated images, a trial run: the numbers mean nothing)"
 
@@ -13,9 +14,9 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     settings = study.make_settings(quick=True, **changes)
     only = ["xiong-longer", "xiong-flow-position", "xiong-gaussian-position"]
     options = {"out": tmp_path, "seeds": 1, "progress": False, "accelerator": "cpu", "only": only}
-    real = study.run(settings, **options)
+    real = run_study(study, settings=settings, **options)
     assert any(row.get("cited") for row in real["rows"])
-    marked = study.run(settings, **options, collect=True, trial=True)
+    marked = run_study(study, settings=settings, **options, collect=True, trial=True)
     assert marked["title"] == f"LeNet on Fashion-MNIST {WORDS}"
     assert "mean nothing" in marked["answer"]
     assert "mean nothing" in marked["notes"][0]

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flowbnn.options import options
-from flowbnn_studies import _STUDIES, Findings, Metric, Study, Variant, register_study
+from flowbnn_studies import Findings, Metric, Study, Variant, register_study
+from flowbnn_studies.runner.study import STUDIES
 
 METRIC = Metric("score", "Score", "higher", ".3f", "A number.")
 
@@ -48,4 +49,4 @@ def registered(study: Study) -> Iterator[Study]:
     try:
         yield study
     finally:
-        _STUDIES.pop(study.name, None)
+        STUDIES.pop(study.name, None)

@@ -29,7 +29,7 @@ def load_images(name: str, split: str = "train", root: File | None = None, downl
     ======================  ==========================================================================
 
     Every file is checked at every load: length, header, counts, labels, and a digest of what it holds. Pickled files
-    are read without running what is in them.
+    are unpickled only if they are the published ones, byte by byte.
 
     Args:
         name: of the set.
@@ -86,9 +86,10 @@ def _verified(source: Source, piece: Piece, paths: tuple[Path, ...]) -> tuple[np
     if source.layout == "idx":
         shape = (piece.count, *source.shape[1:])
         pixels, labels = read_idx(paths[0], shape), read_idx(paths[1], shape[:1])
+    elif paths[0].suffix == ".bin":
+        pixels, labels = read_cifar_binary(paths[0], piece.count, source.shape)
     else:
-        read = read_cifar_binary if paths[0].suffix == ".bin" else read_cifar_pickle
-        pixels, labels = read(paths[0], piece.count, source.shape)
+        pixels, labels = read_cifar_pickle(paths[0], piece.pickle_md5, piece.count, source.shape)
     if labels.max() >= len(source.classes):
         raise damaged(
             paths[-1], f"has a label {labels.max()}, expected 0 to {len(source.classes) - 1}: it is corrupted"

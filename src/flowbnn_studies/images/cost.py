@@ -20,9 +20,8 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import Posterior
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.evaluation import predict
-from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training
+from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.images.variants import make_network
 
 __all__ = ["measure_cost"]
 

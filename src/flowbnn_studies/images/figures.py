@@ -7,7 +7,7 @@ from flowbnn.results import Parts, figure, reliability_figure, summary
 from flowbnn_studies.images.data import KINDS, STRENGTHS
 from flowbnn_studies.images.findings import PLAIN, RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
-from flowbnn_studies.images.variants import split_key
+from flowbnn_studies.images.settings import split_key
 from flowbnn_studies.runner.figures import curve, histogram_panels, panel
 from flowbnn_studies.runner.study import Variant
 

@@ -9,8 +9,7 @@ from flowbnn.metrics import calibration_floor
 from flowbnn.results import Metric, Parts, summary
 from flowbnn_studies.images.evaluation import RULE
 from flowbnn_studies.images.published import Published
-from flowbnn_studies.images.settings import SITES, ImageSettings
-from flowbnn_studies.images.variants import METHODS, split_key
+from flowbnn_studies.images.settings import METHODS, SITES, ImageSettings, split_key
 from flowbnn_studies.runner.statistics import Paired, paired
 from flowbnn_studies.runner.study import Variant
 

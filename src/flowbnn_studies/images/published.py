@@ -96,10 +96,7 @@ VGG16_CIFAR10 = Published(
         "xiong-gaussian-position": {"accuracy": 0.9, "ece": 0.034},
         "xiong-flow-position": {"accuracy": 0.905, "ece": 0.028},
     },
-    levels={
-        "accuracy": {"Xiong: baseline": 0.87},
-        "ece": {"Xiong: baseline": 0.07},
-    },
+    levels={"accuracy": {"Xiong: baseline": 0.87}, "ece": {"Xiong: baseline": 0.07}},
     gaussian=_curves(
         negative_elbo="1.270 0.682 0.528 0.431 0.358 0.305 0.261 0.218 0.190 0.161 0.152",
         log_likelihood="-1.270 -0.668 -0.515 -0.415 -0.340 -0.287 -0.243 -0.201 -0.175 -0.149 -0.136",

@@ -15,9 +15,15 @@ from flowbnn_studies.images.evaluation import by_views, evaluate, image_metrics,
 from flowbnn_studies.images.figures import figures
 from flowbnn_studies.images.findings import answer, comparisons, notes, rows
 from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
-from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, quick_settings
+from flowbnn_studies.images.settings import (
+    GROUPS,
+    ImageSettings,
+    Training,
+    image_variants,
+    make_network,
+    quick_settings,
+)
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.images.variants import image_variants, make_network
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
 

@@ -16,8 +16,7 @@ from flowbnn.methods import FitOptions, Posterior, fit
 from flowbnn.methods.fitting import fit_point
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn_studies.images.data import Pictures
-from flowbnn_studies.images.settings import Training
-from flowbnn_studies.images.variants import rules_for
+from flowbnn_studies.images.settings import Training, rules_for
 
 __all__ = ["Average", "fit_variant", "make_optimizer", "make_schedule", "rate_at"]
 

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.report.canvas import to_png, to_svg
-from flowbnn_studies.report.figures import make_plot
+from flowbnn_studies.report.calibration import field, reliability
+from flowbnn_studies.report.canvas import Plot, to_png, to_svg
+from flowbnn_studies.report.charts import bars, curves, histogram, pareto
+from flowbnn_studies.report.galleries import bands, density, draws, images, maps
 from flowbnn_studies.report.reading import Source, load_results
 from flowbnn_studies.report.style import COLOURS, assign_colours, duration
 from flowbnn_studies.report.tables import (
@@ -26,9 +28,18 @@ from flowbnn_studies.report.tables import (
 )
 from flowbnn_studies.report.text import write_file
 
-__all__ = ["page_colours", "save_figures", "write_report"]
+__all__ = ["PLOTS", "make_plot", "page_colours", "save_figures", "write_report"]
 
 Data = dict[str, Any]
+PLOTS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
+    **{plot.__name__: plot for plot in (bands, bars, curves, density, draws, field, histogram, images)},
+    **{"map": maps, "pareto": pareto, "reliability": reliability},
+}
+
+
+def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
+    """The plot of one checked entry of ``figures``, in the colours of its labels."""
+    return PLOTS[figure["kind"]](figure["data"], colours)
 
 
 def page_colours(studies: Sequence[Data]) -> dict[str, str]:

@@ -1,9 +1,6 @@
 """One variant with one seed: what it depends on, where it keeps its state, and how it is done."""
 
-import os
-import platform
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,10 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from flowbnn.methods import MLE, PointPosterior, Posterior
-from flowbnn.results import plain, read_json, recorded_warnings, write_json
-from flowbnn.training import alone, processes
+from flowbnn.results import plain, read_json, write_json
 
-__all__ = ["Job", "cosine", "fit_plain", "work"]
+__all__ = ["Job", "cosine", "fit_plain"]
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
@@ -154,41 +150,3 @@ class Job:
             "progress": False,
             "optimizer": partial(torch.optim.Adam, fused=True) if self.accelerator == "cpu" else None,
         }
-
-
-def work(job: Job) -> Job:
-    """Do one job and store its result; with one thread, so that the numbers do not depend on the machine's cores."""
-    from flowbnn_studies import get_study
-
-    started = time.monotonic()
-    threads, random = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(1)
-    try:
-        alone(job.begin)
-        torch.manual_seed(job.seed)
-        with recorded_warnings() as warned:
-            content = get_study(job.study).train(job)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_rng_state(random)
-    machine = {
-        "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if job.accelerator in GPUS:
-        machine["acceleration"] = job.acceleration  # which changes times
-    content |= {"warnings": warned, "seconds": time.monotonic() - started, "machine": machine}
-    alone(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
-    return job
-
-
-def device_name(accelerator: str) -> str:
-    """The machine, in words.
-
-    >>> device_name("cpu").startswith("cpu, ")
-    True
-    """
-    if accelerator in GPUS and torch.cuda.is_available():
-        return f"cuda, {torch.cuda.get_device_name(0)}"
-    return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"

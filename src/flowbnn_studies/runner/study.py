@@ -8,14 +8,13 @@ To add one, subclass :class:`Study`: a class of settings, the list of variants, 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, ClassVar
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.runner.job import Job
 
-__all__ = ["Findings", "Study", "Variant"]
+__all__ = ["STUDIES", "Findings", "Study", "Variant", "get_study", "register_study", "studies"]
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,28 @@ class Study:
         """The settings as plain values."""
         return asdict(settings)
 
-    def run(self, settings: Any = None, out: str | Path = "results", **options: Any) -> dict[str, Any]:
-        """Run the study and write ``out/<folder>/results.json``; see :func:`flowbnn_studies.run_study`."""
-        from flowbnn_studies.runner.run import run_study
 
-        return run_study(self, settings=settings, out=out, **options)
+STUDIES: dict[str, Study] = {}
+
+
+def studies() -> list[Study]:
+    """Every study there is."""
+    return list(STUDIES.values())
+
+
+def get_study(name: str) -> Study:
+    """A study by its name.
+
+    >>> import flowbnn_studies
+    >>> get_study("two-cluster")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: there is no study 'two-cluster'; did you mean 'two-clusters' or 'clusters-2d'?
+    """
+    if name not in STUDIES:
+        raise FlowBNNError(f"there is no study '{name}'{nearest(name, STUDIES)}", argument="study")
+    return STUDIES[name]
+
+
+def register_study(study: Study) -> None:
+    """Add a study of your own; with several processes the module that registers it must be imported by each."""
+    STUDIES[study.name] = study

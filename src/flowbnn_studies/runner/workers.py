@@ -1,25 +1,68 @@
-"""Jobs in this process or in several others; Ctrl-C and a dying parent end them all."""
+"""Doing jobs, in this process or in several others; Ctrl-C and a dying parent end them all."""
 
 import multiprocessing
 import os
+import platform
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait as wait_for
 
+import torch
+
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
-from flowbnn_studies.runner.job import Job, work
+from flowbnn.results import recorded_warnings, write_json
+from flowbnn.training import alone, processes
+from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.study import get_study
 
-__all__ = ["Workers", "cores", "open_workers"]
+__all__ = ["Workers", "cores", "open_workers", "work"]
 
 
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def work(job: Job) -> Job:
+    """Do one job and store its result; with one thread, so that the numbers do not depend on the machine's cores."""
+    started = time.monotonic()
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        alone(job.begin)
+        torch.manual_seed(job.seed)
+        with recorded_warnings() as warned:
+            content = get_study(job.study).train(job)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random)
+    machine = {
+        "device": device_name(job.accelerator) + (f", {processes()} processes" if processes() > 1 else ""),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if job.accelerator in GPUS:
+        machine["acceleration"] = job.acceleration  # which changes times
+    content |= {"warnings": warned, "seconds": time.monotonic() - started, "machine": machine}
+    alone(lambda: write_json(job.part, {"identity": job.identity(), "content": content}))
+    return job
+
+
+def device_name(accelerator: str) -> str:
+    """The machine, in words.
+
+    >>> device_name("cpu").startswith("cpu, ")
+    True
+    """
+    if accelerator in GPUS and torch.cuda.is_available():
+        return f"cuda, {torch.cuda.get_device_name(0)}"
+    return f"{accelerator}, {platform.machine()}, {os.cpu_count()} cores, one thread for each training"
 
 
 class Workers:

@@ -13,9 +13,8 @@ from matplotlib.image import imread
 
 from flowbnn_studies.report import load_results, reading, save_figures, write_report
 from flowbnn_studies.report.canvas import Panel, to_png, to_svg
-from flowbnn_studies.report.figures import FIGURES, make_plot
-from flowbnn_studies.report.figures.galleries import mass_levels
-from flowbnn_studies.report.page import page_colours
+from flowbnn_studies.report.galleries import mass_levels
+from flowbnn_studies.report.page import PLOTS, make_plot, page_colours
 from flowbnn_studies.report.style import COLOURS
 
 STUDIES = ["two_clusters", "digits", "flow_length", "lenet", "rivals"]
@@ -41,7 +40,7 @@ def axes_of(panel: Panel) -> Any:
 def test_every_kind_has_a_shape_a_drawing_and_an_example(request: pytest.FixtureRequest) -> None:
     studies = [request.getfixturevalue(name) for name in STUDIES]
     shown = {figure["kind"] for study in studies for figure in study["figures"]}
-    assert set(FIGURES) == set(reading.FIGURES) == shown
+    assert set(PLOTS) == set(reading.FIGURES) == shown
 
 
 def test_svg_has_the_names_of_the_page_and_identifiers_of_its_own(page: str) -> None:
@@ -99,7 +98,7 @@ def test_gaps_and_flat_data(request: pytest.FixtureRequest, other: float | None)
 
 def test_no_panels(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = [
-        {"kind": kind, "title": kind, "data": {"panels": [], "models": []}} for kind in FIGURES
+        {"kind": kind, "title": kind, "data": {"panels": [], "models": []}} for kind in PLOTS
     ]
     assert pictures(two_clusters) == []
     assert 'role="img"' not in write_report([two_clusters], tmp_path / "page.html").read_text()

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from flowbnn.candidates import CANDIDATES
-from flowbnn_studies.images.variants import image_variants
-from flowbnn_studies.report.figures import make_plot
-from flowbnn_studies.report.page import page_colours
+from flowbnn_studies.images.settings import image_variants
+from flowbnn_studies.report.page import make_plot, page_colours
 from flowbnn_studies.report.style import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
 
 

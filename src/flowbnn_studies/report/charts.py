@@ -136,12 +136,7 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
                 height, edges = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
                 if len(height) and bool(np.isfinite(edges).all()):
                     axes.stairs(
-                        height,
-                        edges,
-                        fill=True,
-                        color=colour,
-                        alpha=0.6 if place == 0 else 0.18,
-                        linewidth=0,
+                        height, edges, fill=True, color=colour, alpha=0.6 if place == 0 else 0.18, linewidth=0
                     )
                     axes.stairs(
                         height,

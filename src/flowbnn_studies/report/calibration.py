@@ -171,13 +171,7 @@ def field(data: Data, colours: Mapping[str, str]) -> Plot:
     present = numbers([label for model in models for label in model["point_class"]])
     classes = sorted({int(label) for label in present[np.isfinite(present)]})
     keys = [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
-    keys.append(
-        Key(
-            "grid: predicted class; larger where sampled networks disagree",
-            "muted",
-            "sizes",
-        )
-    )
+    keys.append(Key("grid: predicted class; larger where sampled networks disagree", "muted", "sizes"))
     seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
     groups = [
         Group(
