@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import EarlyStop, History, TrainingOptions
-from flowbnn.training.progress import Display
+from flowbnn.training.progress import Display, terminal
 
 
 def squared(model, batch, clock):
@@ -297,7 +297,7 @@ def test_the_bar_shows_epoch_and_numbers():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150)
     options = TrainingOptions(epochs=7, description="LeNet", early_stop=EarlyStop("validation_nll"))
-    with Display(options, True, steps=10, console=console) as display:
+    with Display(options, steps=10, console=console) as display:
         assert display.due()
         display.validated({"loss": 1.0, "validation_accuracy": 0.5, "validation_nll": 0.25})
         display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5})
@@ -312,8 +312,15 @@ def test_nothing_is_printed_without_a_terminal(capfd):
     run()
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+    assert terminal() is None
+
+
+def test_a_run_is_shown_on_a_terminal_unless_it_is_asked_not_to(monkeypatch):
     screen = io.StringIO()
-    for console, shown in ((Console(file=screen), True), (Console(file=screen, force_terminal=True), False)):
-        with Display(TrainingOptions(), shown, 3, console) as display:
-            display.update(0, 1, {"loss": 1.0})
+    for console, shown in ((Console(file=screen), False), (Console(file=screen, force_terminal=True), True)):
+        monkeypatch.setattr("rich.get_console", lambda console=console: console)
+        assert (terminal() is not None) == shown
+    run(epochs=1, progress=False)
     assert screen.getvalue() == ""
+    run(epochs=1)
+    assert "epoch 1/1" in screen.getvalue()

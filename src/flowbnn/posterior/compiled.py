@@ -30,7 +30,7 @@ from flowbnn.posterior.forward import (
     uncompilable,
     unguarded,
 )
-from flowbnn.training.device import many_shapes, unconcerned
+from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 __all__ = [
     "CompiledPasses",
@@ -370,7 +370,13 @@ class CompiledPasses:
         index = samples.start
         several, graphs, one_pass, pieces = self.cut(inputs, samples, plan)
         # without this prediction's pass around them, the passes that are compiled are the same in every prediction
-        with self.state.lifted(), given.weights, unconcerned(), many_shapes(), ExitStack() as settled:
+        with (
+            self.state.lifted(),
+            given.weights,
+            quiet_compiler(),
+            unlimited_recompiles(),
+            ExitStack() as settled,
+        ):
             while index < samples.stop:
                 work = partial(take_samples, index, several, pieces, one_pass)
                 if limit.attempt(work, prediction.fixed * several) is None:

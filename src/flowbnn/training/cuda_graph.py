@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.training.device import many_shapes, unconcerned
+from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
@@ -173,7 +173,7 @@ class Recorder:
 
     def _whole_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with nullcontext() if self.warm else unconcerned():  # the first way back is compiled too
+        with nullcontext() if self.warm else quiet_compiler():  # the first way back is compiled too
             loss, logs = self._evaluate(clock)
             loss.backward()
         gradients = [
@@ -207,7 +207,7 @@ class Recorder:
             self._look(clock)
         try:
             # every run compiles a step of its own, and torch's limit counts them all
-            with many_shapes():
+            with unlimited_recompiles():
                 return self.function(self.batch, self.shown, clock)
         except (
             Exception

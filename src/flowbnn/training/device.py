@@ -1,4 +1,4 @@
-"""Where a run computes: the device of this process, its precision, and what torch's compiler and the C library are told."""
+"""Where a run computes: the device of this process, its precision, and settings of torch's compiler and of the C library."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.launch import connect, device_kind
+from flowbnn.training.launch import device_kind
 from flowbnn.training.options import TrainingOptions
 
-__all__ = ["Process", "keep_memory", "many_shapes", "move_batch", "open_process", "unconcerned"]
+__all__ = ["Process", "keep_memory", "move_batch", "quiet_compiler", "unlimited_recompiles"]
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -78,15 +78,6 @@ class Process:
         return None
 
 
-def open_process(options: TrainingOptions) -> Process:
-    """This process, connected to the others that the options ask for."""
-    if connect(options) == 1:
-        return Process(options)
-    from flowbnn.training.distributed import Worker
-
-    return Worker(options)
-
-
 def move_batch(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``, whatever its nesting.
 
@@ -105,7 +96,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def unconcerned() -> Iterator[None]:
+def quiet_compiler() -> Iterator[None]:
     """Ignore what torch's compiler remarks on its own choices, even where warnings are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(dynamo|functorch|inductor)")
@@ -114,7 +105,7 @@ def unconcerned() -> Iterator[None]:
         yield
 
 
-def many_shapes() -> AbstractContextManager[Any]:
+def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Raise torch's recompile limit: it gives up compiling a function after eight shapes, and counts all runs of a process together."""
     return torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
 

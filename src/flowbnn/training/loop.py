@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import State, unfinished
 from flowbnn.training.cuda_graph import NotRecordable, Recorder
-from flowbnn.training.device import move_batch, open_process
+from flowbnn.training.device import Process, move_batch
+from flowbnn.training.distributed import Worker
 from flowbnn.training.finite import (
     GradientGate,
     LossGate,
@@ -31,8 +32,9 @@ from flowbnn.training.finite import (
     named_tensors,
 )
 from flowbnn.training.history import Averages, History
+from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions
-from flowbnn.training.progress import Display, open_tensorboard
+from flowbnn.training.progress import Display, open_tensorboard, terminal
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 from flowbnn.training.signals import Interrupts
 from flowbnn.training.storage import check_writable, keep_as
@@ -184,7 +186,7 @@ class Run:
         self.path: Path | None = options.checkpoint_path
         if self.path is not None:
             check_writable(self.path)
-        self.process = process = open_process(options)
+        self.process = process = Process(options) if connect(options) == 1 else Worker(options)
         self.main, self.on_host = process.rank == 0, process.device.type == "cpu"
         self.randomness = Randomness(
             [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
@@ -225,13 +227,14 @@ class Run:
         modes = [(module, module.training) for module in self.objective.modules()]
         interrupts = Interrupts(terminate=self.process.processes > 1)
         folder = self.options.tensorboard if self.main else None
+        console = terminal() if self.main and self.options.progress else None
         with ExitStack() as stack:
             self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
             if self.tensorboard is not None:
                 stack.callback(self.tensorboard.close)
             interrupts.install()
             stack.callback(interrupts.remove)
-            self.display = stack.enter_context(Display(self.options, self.main, self.steps_per_epoch))
+            self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
             stack.enter_context(self.process.sharing(self.objective))
             self.objective.train()
             try:

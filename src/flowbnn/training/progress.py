@@ -1,87 +1,87 @@
 """What a run shows while it goes: a bar on a terminal, and TensorBoard logs where they are asked for."""
 
+import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import File
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.storage import check_writable
 
-# rich draws from Python's random numbers when it is imported; importing flowbnn changes nothing
-_state = random.getstate()
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from rich import get_console  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.errors import LiveError  # noqa: E402
-from rich.progress import (  # noqa: E402
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
-random.setstate(_state)
-
-__all__ = ["Display", "open_tensorboard", "track"]
+__all__ = ["Display", "open_tensorboard", "terminal", "track"]
 
 SHORT = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
 FIRST = ("elbo", "log_likelihood", "kl", "loss")
 SECONDS_BETWEEN = 0.1
 
 
-class Display:
-    """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go.
+def terminal() -> "Console | None":
+    """rich's console where that is a terminal, else None; rich, which takes 0.2 s to import, is not imported without need."""
+    on_screen = sys.stdout is not None and sys.stdout.isatty()
+    if not (on_screen or "FORCE_COLOR" in os.environ or "rich" in sys.modules):
+        return None
+    state = random.getstate()
+    import rich.progress  # which draws from Python's random numbers
 
-    Silent unless ``shown`` and the console is a terminal.
+    random.setstate(state)
+    console = rich.get_console()
+    return console if console.is_terminal else None
+
+
+class Display:
+    """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go; nothing without a console.
+
+    Args:
+        options: of the run.
+        steps: per epoch, where that is known.
+        console: where to draw; None shows nothing.
     """
 
-    def __init__(
-        self, options: TrainingOptions, shown: bool, steps: int | None, console: Console | None = None
-    ):
-        console = console or get_console()
-        self.bar: Progress | None = None
-        self.task = TaskID(0)
-        self.epochs = options.epochs
-        self.steps = steps
+    def __init__(self, options: TrainingOptions, steps: int | None, console: "Console | None") -> None:
+        self.bar: Any = None
+        self.epochs, self.steps = options.epochs, steps
         self.watched = options.early_stop.monitor if options.early_stop else None
         self.validation: dict[str, float] = {}
         self.next_time = 0.0
-        if shown and options.progress and console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            # refreshed by hand: a refreshing thread would compete with the computation
-            self.bar = Progress(*columns, console=console, auto_refresh=False)
-            total = float(options.epochs * (steps or 1))
-            self.task = self.bar.add_task(
-                options.description, total=total, epoch=1, epochs=options.epochs, numbers=""
-            )
+        if console is None:
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        # without rich's refreshing thread, which would compete with the computation
+        self.bar = Progress(*columns, console=console, auto_refresh=False)
+        total = float(self.epochs * (steps or 1))
+        self.task = self.bar.add_task(
+            options.description, total=total, epoch=1, epochs=self.epochs, numbers=""
+        )
 
     def __enter__(self) -> "Display":
         if self.bar is not None:
+            from rich.errors import LiveError
+
             try:
                 self.bar.start()
             except LiveError:  # the caller shows a live display of its own on this console
                 self.bar = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.refresh()
             self.bar.stop()
@@ -96,21 +96,17 @@ class Display:
             return
         self.next_time = time.monotonic() + SECONDS_BETWEEN
         done = float(step if self.steps is not None else epoch)
-        self.bar.update(
-            self.task,
-            completed=done,
-            epoch=min(epoch + 1, self.epochs),
-            numbers=self.numbers(means),
-        )
+        shown = min(epoch + 1, self.epochs)
+        self.bar.update(self.task, completed=done, epoch=shown, numbers=self.numbers(means))
         self.bar.refresh()
 
     def numbers(self, means: Mapping[str, float]) -> str:
         """The few numbers worth a line."""
-        shown = [name for name in FIRST if name in means]
-        shown = [name for name in shown if name != "loss" or len(shown) == 1]
-        if self.watched is not None and self.watched in means and self.watched not in shown:
-            shown.append(self.watched)
-        values = {name: means[name] for name in shown} | dict(list(self.validation.items())[:2])
+        names = [name for name in FIRST if name in means]
+        names = [name for name in names if name != "loss" or len(names) == 1]
+        if self.watched is not None and self.watched in means and self.watched not in names:
+            names.append(self.watched)
+        values = {name: means[name] for name in names} | dict(list(self.validation.items())[:2])
         return "  ".join(
             f"{SHORT.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()
         )
@@ -124,10 +120,12 @@ class Display:
 
 def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
     """The loader's batches, with a bar on a terminal."""
-    console = get_console()
-    if not shown or not console.is_terminal:
+    console = terminal() if shown else None
+    if console is None:
         yield from loader
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         yield from bar.track(loader, total=len(loader) if hasattr(loader, "__len__") else None)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data.sources import Download
@@ -141,27 +141,29 @@ class _Bar:
     """A bar of bytes on a terminal; nothing elsewhere."""
 
     def __init__(self, description: str, total: int, shown: bool) -> None:
-        # flowbnn.training has imported rich with care for Python's random numbers
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from flowbnn.training.progress import terminal
 
-        from flowbnn.training.progress import get_console
+        console = terminal() if shown else None
+        self.bar: Any = None
+        if console is not None:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = get_console()
-        columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self.bar = Progress(
-            *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-        )
-        self.task = self.bar.add_task(description, total=total)
+            columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=console, transient=True)
+            self.task = self.bar.add_task(description, total=total)
 
     def __enter__(self) -> "_Bar":
-        from rich.errors import LiveError
+        if self.bar is not None:
+            from rich.errors import LiveError
 
-        with suppress(LiveError):  # the caller shows a live display of its own on this console
-            self.bar.start()
+            with suppress(LiveError):  # the caller shows a live display of its own on this console
+                self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        if self.bar is not None:
+            self.bar.stop()
 
     def advance(self, number: int) -> None:
-        self.bar.advance(self.task, number)
+        if self.bar is not None:
+            self.bar.advance(self.task, number)

@@ -62,7 +62,7 @@ def run_study(
         out: folder of all studies.
         resume: go on where a run was interrupted.
         progress: a bar on a terminal, else a line for each finished variant.
-        accelerator, precision: as in Lightning Fabric; ``"auto"`` is what suits the study.
+        accelerator, precision: as in :class:`~flowbnn.training.TrainingOptions`; ``"auto"`` is what suits the study.
         devices, num_nodes, strategy: processes that train each variant together, as in
             :class:`~flowbnn.training.TrainingOptions`; they are started by running the caller's script again, up to here.
             The first one writes the results.

@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(progress, "get_console", lambda: Console(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(progress, "terminal", lambda: Console(file=screen, force_terminal=True, width=100))
     with server({"a.bin": RAW}) as (url, _):
         fetch(download("a.bin", RAW, (url,)), tmp_path / "a.bin")
         assert "a.bin" in screen.getvalue()
