@@ -16,7 +16,7 @@ from flowbnn.training.finite import first_nonfinite_tensor, name_below
 from flowbnn.training.history import Averages, History
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import load_document, load_state, save_state
+from flowbnn.training.storage import keep_as, load_document, load_state, save_state
 from flowbnn.training.weights import check_architecture, check_finite_weights
 
 __all__ = ["Position", "State", "changed_settings", "changed_structure", "unfinished"]
@@ -81,6 +81,16 @@ class Position:
             self.best, self.waited, self.history.best_epoch = None, 0, None
         self.history.stopped_early = rule is not None and self.waited >= rule.patience
 
+    def watch(self, rule: EarlyStop, record: Mapping[str, float]) -> bool:
+        """Apply the rule to the record of the epoch that ends here; whether its weights are to be kept as the best."""
+        value = rule.read(record)
+        if rule.improves(value, self.best):
+            self.best, self.waited, self.history.best_epoch = value, 0, self.epoch
+            return rule.restore_best
+        self.waited += 1
+        self.history.stopped_early = self.waited >= rule.patience
+        return False
+
 
 @dataclass
 class State:
@@ -98,6 +108,7 @@ class State:
     schedule: LRScheduler | None
     randomness: Randomness
     scaler: torch.amp.GradScaler | None
+    path: Path | None
     settings: dict[str, Any]
     structure: dict[str, Any]
     names_below: str
@@ -105,6 +116,8 @@ class State:
     best_weights: dict[str, Any] | None = None
     random_start: dict[str, Any] | None = None
     random_now: dict[str, Any] | None = None
+    saved_step: int | None = None  # of the checkpoint that is there
+    kept_as: Path | None = None  # where an earlier run's checkpoint goes before the first of this one
 
     def __post_init__(self) -> None:
         names = {id(p): name for name, p in self.objective.named_parameters(remove_duplicate=False)}
@@ -130,8 +143,12 @@ class State:
                 f"parameter {broken!r} is not finite {self.position}{advice}", kind="not finite", layer=broken
             )
 
-    def save(self, path: Path, epochs: int) -> None:
-        """Write the checkpoint of a run of so many epochs."""
+    def save(self, path: Path, epochs: int, advice: str) -> None:
+        """Write the checkpoint of a run of so many epochs, unless its weights are not finite."""
+        self.check_finite(advice)
+        if self.kept_as is not None:
+            keep_as(path, self.kept_as)
+            self.kept_as = None
         contents = {
             "kind": "training",
             "torch": torch.__version__,
@@ -152,6 +169,28 @@ class State:
             "structure": self.structure,
         }
         save_state(path, contents)
+        self.saved_step = self.position.step
+
+    def keep_former(self, path: Path) -> None:
+        """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
+        former = unfinished(path)
+        if former is None:
+            return
+        other = path.with_name(f"{path.stem}-before{path.suffix}")
+        longer = unfinished(other)
+        if longer is None or longer.step <= former.step:
+            self.kept_as, kept = other, f"keeps it as '{other.name}'"
+        else:
+            kept = f"'{other.name}', which had come further, stays"
+        warnings.warn(
+            FlowBNNWarning(
+                f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
+                f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
+                kind="unfinished checkpoint",
+                path=str(path),
+                step=former.step,
+            )
+        )
 
     def load(self, path: Path, options: TrainingOptions, batches_per_epoch: int | None, warn: bool) -> None:
         """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
@@ -180,6 +219,7 @@ class State:
         if self.scaler is not None and stored["scaler"]:
             self.scaler.load_state_dict(stored["scaler"])
         self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
+        self.saved_step = self.position.step
 
     def misfit(self, stored: Mapping[str, Any]) -> str:
         """Why a stored state cannot be taken over; empty where it can."""

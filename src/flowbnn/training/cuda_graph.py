@@ -23,7 +23,7 @@ from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
-__all__ = ["NotRecordable", "Recorder"]
+__all__ = ["NotRecordable", "Recorder", "make_recorder"]
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
@@ -259,6 +259,22 @@ class Recorder:
             return False
         self.event = None
         return self.answer.item() != 0
+
+
+def make_recorder(
+    objective: nn.Module, optimizer: Optimizer, options: TrainingOptions, device: torch.device, processes: int
+) -> Recorder | None:
+    """What records the steps of a run, where that is asked for and possible; warns where it is asked for by name and is not."""
+    asked = options.acceleration
+    if asked == "off" or (asked == "auto" and device.type != "cuda"):
+        return None
+    reason = Recorder.refusal(objective, optimizer, options, device, processes)
+    if reason is None:
+        return Recorder(objective, optimizer, options, device)
+    if asked != "auto":
+        message = f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one"
+        warnings.warn(FlowBNNWarning(message, kind="acceleration"))
+    return None
 
 
 class _Recordable:

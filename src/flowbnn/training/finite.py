@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
 
 __all__ = [
-    "GradientGate",
-    "LossGate",
     "batch_size",
     "check_finite_batch",
     "explain_nonfinite_loss",
@@ -199,73 +196,3 @@ def _describe(objective: nn.Module, name: str, names_below: str) -> str:
     kind = type(objective.get_submodule(name)).__name__
     name = name_below(name, names_below)
     return f"layer {name!r} ({kind})" if name else f"the model itself ({kind})"
-
-
-class LossGate:
-    """Is the loss finite? Asked before the optimizer may use its gradients, without stalling a CUDA device.
-
-    The answer is copied to the host behind the forward pass and read after the backward pass has been queued: the device works
-    through the backward pass while the host waits for the forward pass only.
-    """
-
-    def __init__(self) -> None:
-        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self.event = torch.cuda.Event()
-
-    def ask(self, loss: Tensor) -> None:
-        """Before backward."""
-        self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
-        self.event.record()
-
-    def finite(self) -> bool:
-        """After backward: whether the loss was finite."""
-        self.event.synchronize()
-        return bool(self.answer.item())
-
-
-class GradientGate:
-    """Was the gradient finite? Asked on CUDA, and answered when the next step begins.
-
-    Waiting for the answer at once would leave the device idle until the update has been queued. At the beginning of the
-    next step the update is queued, and the gradients are still there to be named. The fused optimizers of torch take
-    the answer on the device and leave the weights alone when it is no (``found_inf``, made for loss scaling).
-    """
-
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self.optimizer = optimizer
-        self.skips = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
-        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        self.answer = torch.empty((), pin_memory=True)
-        self.event = torch.cuda.Event()
-        self.asked = False
-
-    def update(self, gradients: list[Tensor]) -> None:
-        """The optimizer's step, after the question whether its gradients are finite."""
-        self.found.zero_()
-        if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
-            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
-        else:
-            for gradient in gradients:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                self.found.logical_or_(~torch.isfinite(values).all())
-        self.answer.copy_(self.found, non_blocking=True)
-        self.event.record()
-        self.asked = True
-        if self.skips:
-            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
-        try:
-            self.optimizer.step()
-        finally:
-            if self.skips:
-                del self.optimizer.found_inf  # type: ignore[attr-defined]
-
-    def finite(self) -> bool:
-        """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
-        if not self.asked:
-            return True
-        self.asked = False
-        self.event.synchronize()
-        return self.answer.item() == 0

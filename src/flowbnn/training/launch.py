@@ -68,19 +68,17 @@ def _start_torchrun(devices: int, num_nodes: int) -> None:
     import __main__
 
     spec = getattr(__main__, "__spec__", None)
+    trouble, argument = "", "devices"
     if num_nodes > 1:
-        raise FlowBNNError(
-            f"num_nodes={num_nodes}: start the script with torchrun on every machine (docs/devices.md)",
-            kind="devices",
-            argument="num_nodes",
+        argument = "num_nodes"
+        trouble = f"num_nodes={num_nodes}: start the script with torchrun on every machine (docs/devices.md)"
+    elif spec is None and (not sys.argv or not os.path.isfile(sys.argv[0])):
+        trouble = (
+            f"devices={devices} runs the script again in several processes, and there is none (a notebook, python -c): write it to "
+            "a file, or use torchrun"
         )
-    if spec is None and (not sys.argv or not os.path.isfile(sys.argv[0])):
-        raise FlowBNNError(
-            "several processes are started by running the script again, and there is none (a notebook, python -c): write it to a "
-            "file, or use torchrun",
-            kind="devices",
-            argument="devices",
-        )
+    if trouble:
+        raise FlowBNNError(trouble, kind="devices", argument=argument)
     target = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
     sys.stdout.flush()
@@ -136,19 +134,13 @@ def device_kind(accelerator: str) -> str:
     'cpu'
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if (accelerator == "cuda" and not cuda) or (accelerator == "gpu" and not cuda and not mps):
-        reason = (
-            "this torch is built without CUDA" if torch.version.cuda is None else "no driver or no device"
-        )
+    there = {"auto": True, "cpu": True, "cuda": cuda, "mps": mps, "gpu": cuda or mps}
+    if not there[accelerator]:
+        wanted = "Apple's GPU" if accelerator == "mps" else "a GPU"
+        reason = "it is built without CUDA" if torch.version.cuda is None else "no driver or no device"
         raise FlowBNNError(
-            f"accelerator={accelerator!r} asks for a GPU and torch sees none here ({reason}): use accelerator='cpu', or run it "
+            f"accelerator={accelerator!r} asks for {wanted} and torch sees none here ({reason}): use accelerator='cpu', or run it "
             "where there is one",
-            kind="devices",
-            argument="accelerator",
-        )
-    if accelerator == "mps" and not mps:
-        raise FlowBNNError(
-            "accelerator='mps' asks for Apple's GPU and torch sees none here: use accelerator='cpu'",
             kind="devices",
             argument="accelerator",
         )

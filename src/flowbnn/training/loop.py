@@ -1,6 +1,5 @@
 """One loop for every method: an objective gives the loss of a batch, the loop does the rest."""
 
-import json
 import math
 import sys
 import time
@@ -11,33 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.training.checkpoint import State, unfinished
-from flowbnn.training.cuda_graph import NotRecordable, Recorder
+from flowbnn.training.checkpoint import State
+from flowbnn.training.cuda_graph import NotRecordable, make_recorder
 from flowbnn.training.device import Process, move_batch
 from flowbnn.training.distributed import Worker
-from flowbnn.training.finite import (
-    GradientGate,
-    LossGate,
-    check_finite_batch,
-    explain_nonfinite_loss,
-    explain_single_row,
-    first_nonfinite_tensor,
-    name_below,
-    named_tensors,
-)
+from flowbnn.training.finite import check_finite_batch, explain_single_row, named_tensors
+from flowbnn.training.guard import Guard
 from flowbnn.training.history import Averages, History
 from flowbnn.training.launch import connect
-from flowbnn.training.options import Clock, TrainingOptions
+from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, open_tensorboard, terminal
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 from flowbnn.training.signals import Interrupts
-from flowbnn.training.storage import check_writable, keep_as
+from flowbnn.training.storage import check_writable
 
 __all__ = ["train"]
 
@@ -101,7 +92,7 @@ def train(
     """
     options = options or TrainingOptions()
     kept = {"settings": dict(settings or {}), "structure": dict(structure or {})}
-    _check(optimizer, loader, options, schedule, validate, kept)
+    check_arguments(optimizer, loader, options, schedule, validate is not None, kept)
     run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept, names_below)
     try:
         with run.open() as interrupts:
@@ -123,47 +114,15 @@ def train(
     return run.close()
 
 
-def _check(
-    optimizer: Optimizer,
-    loader: Any,
-    options: TrainingOptions,
-    schedule: LRScheduler | None,
-    validate: Validate | None,
-    kept: dict[str, Any],
-) -> None:
-    """Refuse what cannot work before anything begins."""
-    rule = options.early_stop
-    trouble = ""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        trouble = "LBFGS needs a closure, which this loop does not give; use Adam or SGD"
-    elif isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
-        trouble = "ReduceLROnPlateau goes by whole epochs: set schedule_every='epoch'"
-    elif not hasattr(loader, "__iter__"):
-        trouble = f"the loader must be a DataLoader or a list of batches, got a {type(loader).__name__}"
-    elif options.epochs > 1 and hasattr(loader, "__next__"):
-        trouble = "the loader is an iterator, which serves one epoch only: pass a list or a DataLoader"
-    elif _length(loader) == 0:
-        trouble = "the loader is empty: give it data, or drop_last=False if the data fill no batch"
-    elif rule is not None and validate is None and rule.monitor.startswith("validation_"):
-        trouble = (
-            f"early stopping monitors {rule.monitor!r}, but this run has no validation: give it validation data, or monitor one of "
-            "the training's own numbers, such as EarlyStop('loss')"
-        )
-    else:
-        try:
-            json.dumps(kept)
-        except (TypeError, ValueError) as error:
-            trouble = f"settings and structure must hold JSON values only ({error})"
-    if trouble:
-        raise FlowBNNError(trouble, kind="call")
-
-
-def _length(loader: Any) -> int | None:
-    """Batches per epoch, where the loader knows."""
+@contextmanager
+def kept_modes(objective: nn.Module) -> Iterator[None]:
+    """Around what changes between training and evaluation mode: every module ends in the mode it had."""
+    modes = [(module, module.training) for module in objective.modules()]
     try:
-        return len(loader)
-    except TypeError:
-        return None
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class Run:
@@ -192,30 +151,29 @@ class Run:
             [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
         )
         self.state = State(
-            objective, optimizer, schedule, self.randomness, process.scaler, names_below=names_below, **kept
+            objective,
+            optimizer,
+            schedule,
+            self.randomness,
+            process.scaler,
+            self.path,
+            names_below=names_below,
+            **kept,
         )
         self.position, self.parameters = self.state.position, self.state.parameters
         self.module = process.wrap(objective)
         self.loader = process.share_out(loader)
-        self.steps_per_epoch = _length(self.loader)
-        self.loss_gate = LossGate() if process.device.type == "cuda" else None
-        together = all(parameter.device == process.device for parameter in self.parameters)
-        waits = self.loss_gate is not None and together and process.scaler is None
-        self.gradient_gate = GradientGate(optimizer, process.device) if waits else None
-        self.recorder = self.make_recorder()
+        self.steps_per_epoch = length_of(self.loader)
+        self.guard = Guard(self.state, process)
+        self.recorder = make_recorder(objective, optimizer, options, process.device, process.processes)
         self.updating = False  # whether weights and position do not belong together
-        self.saved_step: int | None = None  # of the checkpoint that is there
-        self.kept_as: Path | None = (
-            None  # where an earlier run's checkpoint goes before the first of this one
-        )
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(self.path, options, self.steps_per_epoch, warn=self.main)
-            self.saved_step = self.position.step
         else:
             if options.seed is not None:
                 seed_all(options.seed)
             if self.path is not None and self.main:
-                self.keep_former(self.path)
+                self.state.keep_former(self.path)
         rule = options.early_stop
         self.position.batches_per_epoch = self.steps_per_epoch
         self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
@@ -224,7 +182,6 @@ class Run:
     @contextmanager
     def open(self) -> Iterator[Interrupts]:
         """Around all epochs: signals, the display, training mode, and what several processes share."""
-        modes = [(module, module.training) for module in self.objective.modules()]
         interrupts = Interrupts(terminate=self.process.processes > 1)
         folder = self.options.tensorboard if self.main else None
         console = terminal() if self.main and self.options.progress else None
@@ -236,15 +193,13 @@ class Run:
             stack.callback(interrupts.remove)
             self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
             stack.enter_context(self.process.sharing(self.objective))
+            stack.enter_context(kept_modes(self.objective))
             self.objective.train()
             try:
                 yield interrupts
             except Exception as error:
                 self.explain_lost_worker(error, interrupts)
                 raise
-            finally:
-                for module, mode in modes:
-                    module.training = mode
 
     @property
     def finished(self) -> bool:
@@ -293,8 +248,9 @@ class Run:
         epochs, length = options.epochs, self.steps_per_epoch
         done = position.epoch / epochs if length is None else position.step / (length * epochs)
         clock = Clock(position.epoch, position.step, length, epochs, min(1.0, done))
-        if self.loss_gate is not None:
-            self.check_last_step()
+        guard = self.guard
+        if guard.loss_gate is not None:
+            guard.check_last_step(self.recorder)
         tensors = named_tensors(batch)
         rows = tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
         if self.on_host:
@@ -314,27 +270,27 @@ class Run:
             explain_single_row(error, batch, position.epoch, position.batches)
             raise
         if position.batches == 0:
-            _check_result(result)
+            check_result(result)
         loss, logs = result
-        if self.loss_gate is not None:
-            self.loss_gate.ask(loss)
+        if guard.loss_gate is not None:
+            guard.loss_gate.ask(loss)
         elif not math.isfinite(loss.item()):
-            self.explain_loss(batch, clock, logs, before)
+            guard.explain_loss(batch, clock, logs, before)
         weighted = loss if process.weight == 1.0 else loss * process.weight
         (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
-        if self.loss_gate is not None and not self.loss_gate.finite():
-            self.explain_loss(batch, clock, logs, before)
+        if guard.loss_gate is not None and not guard.loss_gate.finite():
+            guard.explain_loss(batch, clock, logs, before)
         numbers: Mapping[str, Any] = {"loss": loss, **logs}
         if process.processes > 1:
             numbers = process.average(numbers)
         self.update()
-        if self.schedule is not None and options.schedule_every == "step":
-            self.step_schedule()
         position.averages.add(numbers, process.rows or rows)
         self.advance()
 
     def advance(self) -> None:
-        """Count a step whose update is done."""
+        """Step the schedule and count a step whose update is done."""
+        if self.schedule is not None and self.options.schedule_every == "step":
+            self.step_schedule()
         self.position.step += 1
         self.position.batches += 1
         self.state.random_now = None
@@ -349,22 +305,21 @@ class Run:
                 gradients.append(gradient)
                 dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
         if not gradients:
-            raise FlowBNNError(
-                "no parameter of the optimizer has a gradient", kind="call", argument="optimizer"
-            )
+            message = "no parameter of the optimizer has a gradient"
+            raise FlowBNNError(message, kind="call", argument="optimizer")
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if self.on_host or largest is not None:
             # the formula of torch.nn.utils.get_total_norm without its sorting by device, which costs more than the sum
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
             if self.on_host and not math.isfinite(norm.item()):
-                self.explain_gradient(str(self.position))
+                self.guard.explain_gradient(str(self.position))
             if largest is not None:
                 # NaN leaves the gradients as they are, so that the one at fault can be named
                 clip_grads_with_norm_(self.parameters, largest, torch.where(torch.isnan(norm), 0.0, norm))
         self.updating = True
-        if self.gradient_gate is not None:
-            self.gradient_gate.update(gradients)
+        if self.guard.gradient_gate is not None:
+            self.guard.gradient_gate.update(gradients)
         elif scaler is not None:
             scaler.step(self.optimizer)
             scaler.update()
@@ -386,25 +341,6 @@ class Run:
 
     # ---------------------------------------------------------------- steps replayed as a CUDA graph
 
-    def make_recorder(self) -> Recorder | None:
-        """What records steps as a CUDA graph, where that is asked for and possible."""
-        asked, device = self.options.acceleration, self.process.device
-        if asked == "off" or (asked == "auto" and device.type != "cuda"):
-            return None
-        reason = Recorder.refusal(
-            self.objective, self.optimizer, self.options, device, self.process.processes
-        )
-        if reason is None:
-            return Recorder(self.objective, self.optimizer, self.options, device)
-        if asked != "auto":
-            warnings.warn(
-                FlowBNNWarning(
-                    f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one",
-                    kind="acceleration",
-                )
-            )
-        return None
-
     def replay(self, batch: Any, clock: Clock) -> bool:
         """One step by the recording; False where the batch does not fit it, or nothing can be recorded."""
         assert self.recorder is not None
@@ -420,83 +356,19 @@ class Run:
             warnings.warn(FlowBNNWarning(f"{error}; steps are taken one by one", kind="acceleration"))
             return False
         if not taken:
-            self.check_last_step(wait=True)  # a step that is taken by itself must not follow a bad one
+            self.guard.check_last_step(
+                self.recorder, wait=True
+            )  # a step that is taken by itself must not follow a bad one
             return False
         self.updating = True
-        if self.schedule is not None and self.options.schedule_every == "step":
-            self.step_schedule()
         self.advance()
         return True
 
     def settle(self) -> None:
         """Wait for the device; bring the averages, which a recording keeps there, up to date."""
-        self.check_last_step(wait=True)
+        self.guard.check_last_step(self.recorder, wait=True)
         if self.recorder is not None:
             self.position.averages.add(*self.recorder.means())
-
-    # ---------------------------------------------------------------- what is not finite
-
-    def check_last_step(self, wait: bool = False) -> None:
-        """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
-        position = self.position
-        if self.recorder is not None and self.recorder.bad(wait):
-            self.explain_recorded()
-        if self.gradient_gate is not None and not self.gradient_gate.finite():
-            updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
-            self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
-
-    def explain_loss(self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]) -> None:
-        """Say where a loss that is not finite came from, by running the batch again with the same draws."""
-        check_finite_batch(batch, self.position.epoch, self.position.batches)
-
-        def again() -> None:
-            self.randomness.restore(before)
-            with torch.enable_grad(), self.process.autocast():
-                self.objective(batch, clock)
-
-        cause, layer = explain_nonfinite_loss(self.objective, again, logs, self.state.names_below)
-        raise FlowBNNError(
-            f"the loss is not finite {self.position}: {cause}{self.advice}", kind="not finite", layer=layer
-        )
-
-    def explain_gradient(self, when: str, more: str = "") -> None:
-        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
-        pairs = zip(self.state.names, self.parameters, strict=True)
-        name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
-        if name is not None:
-            name = name_below(name, self.state.names_below)
-            raise FlowBNNError(
-                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
-                f"layer computes{self.advice}{more}",
-                kind="not finite",
-                layer=name,
-            )
-
-    def explain_recorded(self) -> None:
-        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
-        assert self.recorder is not None
-        last, witnesses = self.position.step, self.recorder.witnesses
-        when = f"between steps {max(1, last - len(witnesses) + 1)} and {last}"
-        for batch, clock, random in witnesses:
-            torch.cuda.set_rng_state(random, self.process.device)
-            before = self.randomness.torch_state()
-            self.optimizer.zero_grad()
-            with self.process.autocast():
-                loss, logs = self.objective(batch, clock)
-            if not math.isfinite(loss.item()):
-                self.explain_loss(batch, clock, logs, before)
-            loss.backward()
-            self.explain_gradient(when)
-        raise FlowBNNError(
-            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one{self.advice}",
-            kind="not finite",
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do about numbers that are not finite, as the tail of an error message."""
-        half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
-        return half + (f"; the last good checkpoint is '{self.path}'" if self.saved_step is not None else "")
 
     # ---------------------------------------------------------------- epochs
 
@@ -517,9 +389,8 @@ class Run:
         position, options = self.position, self.options
         if position.batches == 0:
             again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
-            raise FlowBNNError(
-                f"the loader gave no batch in epoch {position.epoch + 1}{again}", kind="loader"
-            )
+            message = f"the loader gave no batch in epoch {position.epoch + 1}{again}"
+            raise FlowBNNError(message, kind="loader")
         self.settle()
         self.process.synchronize(self.objective)
         self.state.random_now = self.randomness.state()
@@ -537,7 +408,8 @@ class Run:
             if self.schedule is not None and options.schedule_every == "epoch":
                 watched = options.early_stop.read(record) if options.early_stop else record["loss"]
                 self.step_schedule(*([watched] if isinstance(self.schedule, ReduceLROnPlateau) else []))
-            self.consider_stopping(record)
+            if options.early_stop is not None and position.watch(options.early_stop, record):
+                self.state.keep_weights()
             position.history.records.append(record)
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
@@ -557,55 +429,30 @@ class Run:
         record = self.position.averages.means()
         record["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.validate is not None:
-            modes = [(module, module.training) for module in self.objective.modules()]
-            self.objective.eval()
-            try:
-                with torch.no_grad():
-                    values = self.validate(self.objective)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+            with kept_modes(self.objective), torch.no_grad():
+                values = self.validate(self.objective.eval())
             try:
                 for name, value in values.items():
                     record[f"validation_{name.removeprefix('validation_')}"] = float(value)
             except (AttributeError, TypeError, ValueError, RuntimeError):
-                raise FlowBNNError(
-                    f"validate must return a dictionary of numbers, got {values!r:.100}",
-                    kind="call",
-                    argument="validate",
-                ) from None
+                message = f"validate must return a dictionary of numbers, got {values!r:.100}"
+                raise FlowBNNError(message, kind="call", argument="validate") from None
         record = self.process.agree(record)
         if self.options.early_stop is not None:
             self.options.early_stop.read(record)
         return record
 
-    def consider_stopping(self, record: Mapping[str, float]) -> None:
-        """Apply the rule for early stopping to the record of the epoch that ends here."""
-        rule, position = self.options.early_stop, self.position
-        if rule is None:
-            return
-        value = rule.read(record)
-        if rule.improves(value, position.best):
-            position.best, position.waited, position.history.best_epoch = value, 0, position.epoch
-            if rule.restore_best:
-                self.state.keep_weights()
-        else:
-            position.waited += 1
-            position.history.stopped_early = position.waited >= rule.patience
-
     # ---------------------------------------------------------------- checkpoints
 
     def save_every(self) -> None:
         """Write the checkpoint after so many steps."""
-        if (
-            self.options.checkpoint_every is not None
-            and self.position.step % self.options.checkpoint_every == 0
-        ):
+        every = self.options.checkpoint_every
+        if every is not None and self.position.step % every == 0:
             self.save()
 
     def save_step(self) -> None:
         """Write the checkpoint, unless the one that is there is of this very step."""
-        if self.saved_step != self.position.step:
+        if self.state.saved_step != self.position.step:
             self.save()
 
     def save(self) -> None:
@@ -614,43 +461,15 @@ class Run:
             return
         self.settle()
         self.position.history.seconds = time.monotonic() - self.started
-        self.state.check_finite(self.advice)
-        if self.kept_as is not None:
-            keep_as(self.path, self.kept_as)
-            self.kept_as = None
-        self.state.save(self.path, self.options.epochs)
-        self.saved_step = self.position.step
-
-    def keep_former(self, path: Path) -> None:
-        """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
-        former = unfinished(path)
-        if former is None:
-            return
-        other = path.with_name(f"{path.stem}-before{path.suffix}")
-        longer = unfinished(other)
-        if longer is None or longer.step <= former.step:
-            self.kept_as, kept = other, f"keeps it as '{other.name}'"
-        else:
-            kept = f"'{other.name}', which had come further, stays"
-        warnings.warn(
-            FlowBNNWarning(
-                f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
-                f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
-                kind="unfinished checkpoint",
-                path=str(path),
-                step=former.step,
-            )
-        )
+        self.state.save(self.path, self.options.epochs, self.guard.advice)
 
     # ---------------------------------------------------------------- runs that are cut short
 
     def save_interrupted(self) -> None:
         """Save on Ctrl-C and say where the state is."""
         if self.path is not None and self.main:
-            print(
-                f"flowbnn: interrupted in epoch {self.position.epoch + 1}; {self.saved_words()}",
-                file=sys.stderr,
-            )
+            epoch = self.position.epoch + 1
+            print(f"flowbnn: interrupted in epoch {epoch}; {self.saved_words()}", file=sys.stderr)
 
     def explain_lost_worker(self, error: Exception, interrupts: Interrupts) -> None:
         """If another process has died, keep the last whole step and say what happened; else do nothing."""
@@ -661,9 +480,8 @@ class Run:
             return
         if interrupts.waiting:
             raise KeyboardInterrupt
-        raise FlowBNNError(
-            f"{who} {self.position}, which ends the run; {self.saved_words()}", kind="worker lost"
-        ) from None
+        message = f"{who} {self.position}, which ends the run; {self.saved_words()}"
+        raise FlowBNNError(message, kind="worker lost") from None
 
     def saved_words(self) -> str:
         """Keep the last whole step, unless an update was torn apart, and say where the state is."""
@@ -672,24 +490,6 @@ class Run:
                 self.save()
         except FlowBNNError as error:
             return str(error)
-        if self.path is None or not self.path.exists() or (self.main and self.saved_step is None):
+        if self.path is None or not self.path.exists() or (self.main and self.state.saved_step is None):
             return "nothing was saved"
         return f"its state is in '{self.path}', resume=True (flowbnn run: --resume) goes on from there"
-
-
-def _check_result(result: Any) -> None:
-    """Refuse an objective that does not return a loss and logs."""
-    trouble = ""
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-        trouble = "must return two things: the loss and a dictionary of logs"
-    else:
-        loss, logs = result
-        arrays = [name for name, value in logs.items() if isinstance(value, Tensor) and value.numel() != 1]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            trouble = "must return a loss that is a tensor of one number"
-        elif not loss.requires_grad:
-            trouble = "gives a loss that depends on no trainable parameter; is the whole model frozen?"
-        elif arrays:
-            trouble = f"logs {arrays[0]!r} with {logs[arrays[0]].numel()} values; log one number"
-    if trouble:
-        raise FlowBNNError(f"the objective {trouble}", kind="call", argument="objective")

@@ -92,39 +92,42 @@ def load_document(path: str | Path) -> dict[str, Any]:
 
 
 def _load(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not path.is_file():
-        missing = (
-            f"'{path}' is a folder; name the file in it" if path.is_dir() else f"there is no file '{path}'"
-        )
-        raise FlowBNNError(missing, kind="file")
     tensors: dict[str, Tensor] = {}
+    document: dict[str, Any] = {}
+    trouble, text = "", None
+    if not path.is_file():
+        missing = f"there is no file '{path}'"
+        missing = f"'{path}' is a folder; name the file in it" if path.is_dir() else missing
+        raise FlowBNNError(missing, kind="file")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             text = (file.metadata() or {}).get(HEADER)
             if with_tensors:
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if text is None:
+            trouble = "is a safetensors file, but flowbnn did not write it"
     except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-        reason = f"'{path}' is cut short or no safetensors file ({_reason(error)})"
+        trouble = f"is cut short or no safetensors file ({_reason(error)})"
         if _looks_like_pickle(path):
-            reason = f"'{path}' is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
-        raise FlowBNNError(reason, kind="file") from None
-    if text is None:
-        raise FlowBNNError(f"'{path}' is a safetensors file, but flowbnn did not write it", kind="file")
-    try:
-        header = json.loads(text)
-        version, checksum, content = header["format"], header.get("checksum"), header.get("content")
-        if version != FORMAT:
-            raise FlowBNNError(f"'{path}' has format {version!r}, this flowbnn reads {FORMAT}", kind="file")
-        if with_tensors and checksum != _checksum(tensors, content):
-            raise FlowBNNError(f"'{path}' is damaged: its bytes are not those that were written", kind="file")
-        parts = json.loads(content)
-        for name, target in parts["aliases"].items():
-            tensors[name] = tensors[target] if with_tensors else torch.empty(0)
-        return tensors, parts["document"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, FlowBNNError):
-            raise
-        raise FlowBNNError(f"'{path}' has a damaged header ({type(error).__name__})", kind="file") from None
+            trouble = "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
+    if text is not None and not trouble:
+        try:
+            header = json.loads(text)
+            version, checksum, content = header["format"], header.get("checksum"), header.get("content")
+            if version != FORMAT:
+                trouble = f"has format {version!r}, this flowbnn reads {FORMAT}"
+            elif with_tensors and checksum != _checksum(tensors, content):
+                trouble = "is damaged: its bytes are not those that were written"
+            else:
+                parts = json.loads(content)
+                document = parts["document"]
+                for name, target in parts["aliases"].items():
+                    tensors[name] = tensors[target] if with_tensors else torch.empty(0)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            trouble = f"has a damaged header ({type(error).__name__})"
+    if trouble:
+        raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+    return tensors, document
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:

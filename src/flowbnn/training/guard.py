@@ -1,0 +1,176 @@
+"""What is not finite ends a run before it reaches the weights or the disk, with a line that says where it came from."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.training.checkpoint import State
+from flowbnn.training.cuda_graph import Recorder
+from flowbnn.training.device import Process
+from flowbnn.training.finite import (
+    check_finite_batch,
+    explain_nonfinite_loss,
+    first_nonfinite_tensor,
+    name_below,
+)
+from flowbnn.training.options import Clock
+
+__all__ = ["GradientGate", "Guard", "LossGate"]
+
+
+class Guard:
+    """Watches the losses and gradients of one run.
+
+    Args:
+        state: of the run, with its parameters on the device.
+        process: where it computes.
+    """
+
+    def __init__(self, state: State, process: Process) -> None:
+        self.state, self.process = state, process
+        cuda = process.device.type == "cuda"
+        together = all(parameter.device == process.device for parameter in state.parameters)
+        self.loss_gate = LossGate() if cuda else None
+        self.gradient_gate: GradientGate | None = None
+        if cuda and together and process.scaler is None:
+            self.gradient_gate = GradientGate(state.optimizer, process.device)
+
+    def check_last_step(self, recorder: Recorder | None, wait: bool = False) -> None:
+        """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
+        position = self.state.position
+        if recorder is not None and recorder.bad(wait):
+            self.explain_recorded(recorder)
+        if self.gradient_gate is not None and not self.gradient_gate.finite():
+            updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
+            self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
+
+    def explain_loss(
+        self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]
+    ) -> NoReturn:
+        """Say where a loss that is not finite came from, by running the batch again with the same draws."""
+        state = self.state
+        check_finite_batch(batch, state.position.epoch, state.position.batches)
+
+        def again() -> None:
+            state.randomness.restore(before)
+            with torch.enable_grad(), self.process.autocast():
+                state.objective(batch, clock)
+
+        cause, layer = explain_nonfinite_loss(state.objective, again, logs, state.names_below)
+        raise FlowBNNError(
+            f"the loss is not finite {state.position}: {cause}{self.advice}", kind="not finite", layer=layer
+        )
+
+    def explain_gradient(self, when: str, more: str = "") -> None:
+        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
+        pairs = zip(self.state.names, self.state.parameters, strict=True)
+        name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
+        if name is not None:
+            name = name_below(name, self.state.names_below)
+            raise FlowBNNError(
+                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
+                f"layer computes{self.advice}{more}",
+                kind="not finite",
+                layer=name,
+            )
+
+    def explain_recorded(self, recorder: Recorder) -> NoReturn:
+        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
+        state, last = self.state, self.state.position.step
+        when = f"between steps {max(1, last - len(recorder.witnesses) + 1)} and {last}"
+        for batch, clock, random in recorder.witnesses:
+            torch.cuda.set_rng_state(random, self.process.device)
+            before = state.randomness.torch_state()
+            state.optimizer.zero_grad()
+            with self.process.autocast():
+                loss, logs = state.objective(batch, clock)
+            if not math.isfinite(loss.item()):
+                self.explain_loss(batch, clock, logs, before)
+            loss.backward()
+            self.explain_gradient(when)
+        raise FlowBNNError(
+            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one{self.advice}",
+            kind="not finite",
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do about numbers that are not finite, as the tail of an error message."""
+        half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
+        saved = self.state.saved_step is not None
+        return half + (f"; the last good checkpoint is '{self.state.path}'" if saved else "")
+
+
+class LossGate:
+    """Is the loss finite? Asked before the optimizer may use its gradients, without stalling a CUDA device.
+
+    The answer is copied to the host behind the forward pass and read after the backward pass has been queued: the device works
+    through the backward pass while the host waits for the forward pass only.
+    """
+
+    def __init__(self) -> None:
+        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self.event = torch.cuda.Event()
+
+    def ask(self, loss: Tensor) -> None:
+        """Before backward."""
+        self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
+        self.event.record()
+
+    def finite(self) -> bool:
+        """After backward: whether the loss was finite."""
+        self.event.synchronize()
+        return bool(self.answer.item())
+
+
+class GradientGate:
+    """Was the gradient finite? Asked on CUDA, and answered when the next step begins.
+
+    Waiting for the answer at once would leave the device idle until the update has been queued. At the beginning of the
+    next step the update is queued, and the gradients are still there to be named. The fused optimizers of torch take
+    the answer on the device and leave the weights alone when it is no (``found_inf``, made for loss scaling).
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.skips = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.answer = torch.empty((), pin_memory=True)
+        self.event = torch.cuda.Event()
+        self.asked = False
+
+    def update(self, gradients: list[Tensor]) -> None:
+        """The optimizer's step, after the question whether its gradients are finite."""
+        self.found.zero_()
+        if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
+            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
+        else:
+            for gradient in gradients:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self.found.logical_or_(~torch.isfinite(values).all())
+        self.answer.copy_(self.found, non_blocking=True)
+        self.event.record()
+        self.asked = True
+        if self.skips:
+            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        try:
+            self.optimizer.step()
+        finally:
+            if self.skips:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def finite(self) -> bool:
+        """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
+        if not self.asked:
+            return True
+        self.asked = False
+        self.event.synchronize()
+        return self.answer.item() == 0
