@@ -202,7 +202,7 @@ class Recorder:
         if self.function == self._function:
             return self._function(self.batch, self.shown, clock)
         if not self.looked and any(
-            getattr(module, "foreseeable", False) for module in self.objective.modules()
+            getattr(module, "site", "") == "position" for module in self.objective.modules()
         ):
             self._look(clock)
         try:
