@@ -11,24 +11,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from flowbnn.kernels import reference
 from flowbnn.kernels.reference import Plan
 
-__all__ = ["ChainFunction", "backward", "forward", "serves"]
+__all__ = ["ChainFunction", "backward", "evaluate", "forward", "serves"]
 
 Array = NDArray[Any]
+_DTYPES = (torch.float32, torch.float64)
 
 
 def serves(z: Tensor) -> bool:
-    """Whether numpy is the fastest: a CPU, few numbers (torch has more threads for many), no tracing by torch.compile or torch.func."""
+    """Whether numpy is the fastest: a CPU, few numbers (torch has more threads for many), no tracing by torch.compile, torch.func or
+    forward-mode derivatives."""
     return (
-        z.device.type == "cpu"
-        and z.dtype in (torch.float32, torch.float64)
+        z.is_cpu
         and 0 < z.numel() <= 2**16
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
+        and z.dtype in _DTYPES
+        and not is_compiling()
+        and maybe_current_level() is None
+        and forward_ad._current_level < 0
     )
+
+
+def evaluate(
+    plan: Plan, weights: tuple[Tensor, ...], z: Tensor, log_det: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` where they are wanted."""
+    if torch.is_grad_enabled():
+        return ChainFunction.apply(plan, log_det, z, *weights)
+    x, total, _ = forward(plan, log_det, z.detach().numpy(), [weight.detach().numpy() for weight in weights])
+    return torch.from_numpy(x), None if total is None else torch.from_numpy(total)
 
 
 class ChainFunction(torch.autograd.Function):

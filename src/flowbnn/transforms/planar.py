@@ -80,19 +80,16 @@ class PlanarLU(Transform):
 
     def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
         """:meth:`forward`; ``log_det=False`` spares what only the density needs, ``coarse`` is as in :class:`flowbnn.kernels.Group`."""
-        chain = self._checked(z)
+        chain = self.chain
+        check_vectors(z, self.dim, self, *chain.weights[:1])
         x, total = kernels.evaluate(chain, z.reshape(-1, self.dim), log_det, coarse)
         return x.view(z.shape), None if total is None else total.view(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        chain = self._checked(x)
+        chain = self.chain
+        check_vectors(x, self.dim, self, *chain.weights[:1])
         z, total = reference.inverse(chain.plan, chain.weights, x.reshape(-1, self.dim))
         return z.view(x.shape), total.view(x.shape[:-1])
-
-    def _checked(self, value: Tensor) -> Chain:
-        chain = self.chain
-        check_vectors(value, self.dim, self, chain.weights[0] if chain.weights else None)
-        return chain
 
     def extra_repr(self) -> str:
         return f"{self.dim}, {[('planar' if planar else 'lu', size) for planar, size in self.plan.runs]}"
