@@ -527,7 +527,7 @@ def checked(outputs: Tensor, count: int) -> Tensor:
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
             f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {count} rows of inputs; "
-            "prediction needs one row each, with the examples on the first axis",
+            "prediction needs one row each, with the examples on the first axis (a single one is given as inputs[None])",
             kind="shape",
         )
     return outputs
