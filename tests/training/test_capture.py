@@ -60,7 +60,9 @@ def test_a_training_step_with_noise_is_one_graph_without_a_break(kind, half):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             return whole((images, labels), Clock(0, 0, 1, 1, shown, True))[0]
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
+    # the way back is traced as well in one of the four
+    backend = "aot_eager" if half and kind == "position" else "eager"
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of bf16 on a processor
         torch.manual_seed(1)

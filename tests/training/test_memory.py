@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import flowbnn as fb
 from flowbnn.objectives import ELBO
 
-ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 3
+ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 2
 A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 4, ROWS * 3 * SIDE * SIDE * 4  # bytes
 RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalInvConv()}  # of site channel
 

@@ -21,12 +21,8 @@ from flowbnn.training.weights import check_architecture, check_finite_weights
 
 __all__ = ["Position", "State", "changed_settings", "changed_structure", "unfinished"]
 
-HOW = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # of an optimizer: how it computes, which is no state
+# of an optimizer: how it computes, which is no state
+HOW = ("foreach", "fused", "capturable", "differentiable")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")
 
 

@@ -8,8 +8,8 @@ stay those from before the bad step until the host looks, some steps later.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.training.device import quiet_compiler, unlimited_recompiles
+from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
@@ -113,11 +113,11 @@ class Recorder:
         else:
             self.graph.replay()
         self.weight += batch_size(batch)
-        if (
-            len(self.witnesses) == self.witnesses.maxlen
-            and clock.step % max(1, self.witnesses.maxlen // 2) == 0
-        ):
-            self._ask()
+        most = self.witnesses.maxlen
+        if len(self.witnesses) == most and clock.step % max(1, most // 2) == 0:
+            self.answer.copy_(self.found, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
         return True
 
     def _room_for(self, tensor: Tensor) -> Tensor:
@@ -176,16 +176,14 @@ class Recorder:
         with nullcontext() if self.warm else quiet_compiler():  # the first way back is compiled too
             loss, logs = self._evaluate(clock)
             loss.backward()
-        gradients = [
-            p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+        parameters = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
+        gradients = [p.grad for p in parameters]
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
         self.found.copy_(torch.maximum(self.found, (~torch.isfinite(loss.detach())).to(self.found.dtype)))
         if self.options.clip_gradient is not None:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-            parameters = [
-                p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
             clip_grads_with_norm_(parameters, self.options.clip_gradient, norm)
         with self._recordable():
             self.optimizer.step()
@@ -209,33 +207,38 @@ class Recorder:
             # every run compiles a step of its own, and torch's limit counts them all
             with unlimited_recompiles():
                 return self.function(self.batch, self.shown, clock)
-        except (
-            Exception
-        ) as error:  # whatever the compiler stumbles over, the step itself can still be recorded
+        except Exception as error:  # the step itself can still be recorded
             if self.warm:
                 raise
             reason = " ".join(str(error).split())[:200]
-            warnings.warn(
-                f"torch.compile fails on the training step ({reason}); it is recorded uncompiled",
-                FlowBNNWarning,
-            )
+            message = f"torch.compile fails on the training step ({reason}); it is recorded uncompiled"
+            warnings.warn(FlowBNNWarning(message, kind="acceleration"))
             self.function = self._function
             return self._function(self.batch, self.shown, clock)
 
     def _look(self, clock: Clock) -> None:
         """One pass outside the compiler that leaves no trace: from it, noise at positions learns how many there are."""
         self.looked = True
-        training = [module for module in self.objective.modules() if module.training]
-        # what fails here fails again, and is told, when it matters
-        with suppress(Exception), torch.random.fork_rng([self.device]):
-            for module in training:
+        # what fails here fails again, and with a message, when it matters
+        with kept_modes(self.objective), suppress(Exception), torch.random.fork_rng([self.device]):
+            for module in self.objective.modules():
                 module.training = False
             self._function(self.batch, self.shown, clock)
-        for module in training:
-            module.training = True
 
-    def _recordable(self) -> AbstractContextManager[None]:
-        return _Recordable(self.optimizer, self.rates, self.found)
+    @contextmanager
+    def _recordable(self) -> Iterator[None]:
+        """Around an update: learning rates as tensors, and the flag that stops it."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        kept = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in groups]
+        for group, rate, former in zip(groups, self.rates, kept, strict=True):
+            group.update({name: rate if name == "lr" else True for name in former})
+        optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+            for group, former in zip(groups, kept, strict=True):
+                group.update(former)
 
     def means(self) -> tuple[dict[str, float], int]:
         """The logs since the last call, as means over examples, and how many examples those are; waits for the device."""
@@ -245,11 +248,6 @@ class Recorder:
         weight, self.weight = self.weight, 0
         self.totals.zero_()
         return dict(zip(self.names, values, strict=True)), weight
-
-    def _ask(self) -> None:
-        self.answer.copy_(self.found, non_blocking=True)
-        self.event = torch.cuda.Event()
-        self.event.record()
 
     def bad(self, wait: bool = False) -> bool:
         """Whether some loss or gradient was not finite, as far as is known; ``wait`` makes it known."""
@@ -275,28 +273,6 @@ def make_recorder(
         message = f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one"
         warnings.warn(FlowBNNWarning(message, kind="acceleration"))
     return None
-
-
-class _Recordable:
-    """Around an update: learning rates as tensors, and the flag that stops it."""
-
-    def __init__(self, optimizer: Optimizer, rates: list[Tensor], found: Tensor) -> None:
-        self.optimizer, self.rates, self.found = optimizer, rates, found
-
-    def __enter__(self) -> None:
-        self.kept = [(group["lr"], group.get("capturable")) for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate
-            if "capturable" in group:
-                group["capturable"] = True
-        self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
-
-    def __exit__(self, *exc: object) -> None:
-        del self.optimizer.found_inf  # type: ignore[attr-defined]
-        for group, (rate, able) in zip(self.optimizer.param_groups, self.kept, strict=True):
-            group["lr"] = rate
-            if able is not None:
-                group["capturable"] = able
 
 
 @cache

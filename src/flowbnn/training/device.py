@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.launch import device_kind
 from flowbnn.training.options import TrainingOptions
 
-__all__ = ["Process", "keep_memory", "move_batch", "quiet_compiler", "unlimited_recompiles"]
+__all__ = ["Process", "keep_memory", "kept_modes", "move_batch", "quiet_compiler", "unlimited_recompiles"]
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -93,6 +93,17 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {key: move_batch(part, device) for key, part in batch.items()}
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+@contextmanager
+def kept_modes(objective: nn.Module) -> Iterator[None]:
+    """Around what changes between training and evaluation mode: every module ends in the mode it had."""
+    modes = [(module, module.training) for module in objective.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

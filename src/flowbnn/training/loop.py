@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import NotRecordable, make_recorder
-from flowbnn.training.device import Process, move_batch
+from flowbnn.training.device import Process, kept_modes, move_batch
 from flowbnn.training.distributed import Worker
 from flowbnn.training.finite import check_finite_batch, explain_single_row, named_tensors
 from flowbnn.training.guard import Guard
@@ -51,29 +51,24 @@ def train(
 ) -> History:
     """Minimise an objective over batches, in place, and return the record of the run.
 
-    A run that is killed and resumed ends, on CPU processes, in the same weights to the bit: the checkpoint holds
-    the objective, the optimizer, the schedule, early stopping, the position within the epoch and every random state.
-    (Not kept: what a data set draws inside ``persistent_workers``.) It may be resumed on another number of devices.
+    A run that is killed and resumed ends, on a CPU, in the same weights to the bit, except for what a data set draws inside
+    ``persistent_workers``. It may be resumed on another number of devices.
 
     Args:
         objective: a module whose ``forward(batch, clock)`` returns the scalar loss of a batch and a dictionary of scalars to record,
-            such as ``elbo``, ``log_likelihood`` and ``kl``. All that is trained is part of it (the network, its likelihood, the
-            noise), so that torch's DDP sees every parameter. It is put into training mode for the run and stays on the device
-            it was trained on. With an attribute ``capturable`` that is True it promises to read nothing of its clock but
+            such as ``elbo``, ``log_likelihood`` and ``kl``. All that is trained is part of it (network, likelihood, noise). It stays on
+            the device it was trained on. With an attribute ``capturable`` that is True it promises to read nothing of its clock but
             ``progress`` and to decide nothing on the host, so that a step may be recorded as a CUDA graph; its ``check_batch(batch)``,
             where it has one, then looks at the batches of the first epoch.
         optimizer: any optimizer of the objective's parameters whose ``step`` needs no closure.
         loader: a ``DataLoader``, or anything that can be iterated once per epoch, such as a list of batches.
         options: a :class:`TrainingOptions`.
-        schedule: stepped as ``options.schedule_every`` says. ``ReduceLROnPlateau`` goes by epochs, and by the value
-            that early stopping monitors, or else the loss.
-        validate: called at the end of every epoch with the objective in evaluation mode, without gradients; its
-            numbers are recorded under ``validation_...``.
+        schedule: stepped as ``options.schedule_every`` says; ``ReduceLROnPlateau`` by what early stopping monitors, or else the loss.
+        validate: called after every epoch with the objective in evaluation mode; its numbers are recorded as ``validation_...``.
         generators: generators that the objective draws from, to be kept in the checkpoint.
         settings: plain values to keep in the checkpoint, such as the weight of the KL; a resumed run warns of those that have changed.
         structure: plain values of each layer that must not change when a run is resumed, such as the recipe of its noise.
-        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` of the
-            objective is called ``fc1``, as the user who made the network calls it. Files keep the whole names.
+        names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` is called ``fc1``.
 
     >>> class SquaredError(nn.Module):
     ...     def __init__(self, network):
@@ -91,9 +86,11 @@ def train(
     (8, True)
     """
     options = options or TrainingOptions()
-    kept = {"settings": dict(settings or {}), "structure": dict(structure or {})}
+    every = options.checkpoint_every
+    kept: dict[str, Any] = {"settings": dict(settings or {}), "structure": dict(structure or {})}
+    kept["names_below"] = names_below
     check_arguments(optimizer, loader, options, schedule, validate is not None, kept)
-    run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept, names_below)
+    run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept)
     try:
         with run.open() as interrupts:
             while not run.finished:
@@ -105,24 +102,20 @@ def train(
                         if batch is END:
                             break
                         run.step(batch)
-                        run.save_every()
+                        if every is not None and run.position.step % every == 0:
+                            run.save()
                     run.show()
                 run.end_epoch(interrupts)
     except KeyboardInterrupt:
-        run.save_interrupted()
+        if run.path is not None and run.main:
+            print(
+                f"flowbnn: interrupted in epoch {run.position.epoch + 1}; {run.saved_words()}",
+                file=sys.stderr,
+            )
         raise
-    return run.close()
-
-
-@contextmanager
-def kept_modes(objective: nn.Module) -> Iterator[None]:
-    """Around what changes between training and evaluation mode: every module ends in the mode it had."""
-    modes = [(module, module.training) for module in objective.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    if run.state.best_weights is not None:
+        objective.load_state_dict(run.state.best_weights)
+    return run.position.history
 
 
 class Run:
@@ -138,7 +131,6 @@ class Run:
         validate: Validate | None,
         generators: Iterable[torch.Generator],
         kept: dict[str, Any],
-        names_below: str,
     ) -> None:
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
         self.options, self.validate = options, validate
@@ -150,16 +142,7 @@ class Run:
         self.randomness = Randomness(
             [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
         )
-        self.state = State(
-            objective,
-            optimizer,
-            schedule,
-            self.randomness,
-            process.scaler,
-            self.path,
-            names_below=names_below,
-            **kept,
-        )
+        self.state = State(objective, optimizer, schedule, self.randomness, process.scaler, self.path, **kept)
         self.position, self.parameters = self.state.position, self.state.parameters
         self.module = process.wrap(objective)
         self.loader = process.share_out(loader)
@@ -231,8 +214,6 @@ class Run:
             self.randomness.restore(state.random_now)
         state.random_now = None
         return batches
-
-    # ---------------------------------------------------------------- one step
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """The next batch of the epoch, or ``END``."""
@@ -339,8 +320,6 @@ class Run:
                 kind="schedule",
             ) from None
 
-    # ---------------------------------------------------------------- steps replayed as a CUDA graph
-
     def replay(self, batch: Any, clock: Clock) -> bool:
         """One step by the recording; False where the batch does not fit it, or nothing can be recorded."""
         assert self.recorder is not None
@@ -356,9 +335,8 @@ class Run:
             warnings.warn(FlowBNNWarning(f"{error}; steps are taken one by one", kind="acceleration"))
             return False
         if not taken:
-            self.guard.check_last_step(
-                self.recorder, wait=True
-            )  # a step that is taken by itself must not follow a bad one
+            # a step that is taken by itself must not follow a bad one
+            self.guard.check_last_step(self.recorder, wait=True)
             return False
         self.updating = True
         self.advance()
@@ -370,17 +348,9 @@ class Run:
         if self.recorder is not None:
             self.position.averages.add(*self.recorder.means())
 
-    # ---------------------------------------------------------------- epochs
-
-    def close(self) -> History:
-        """The record of the run; the objective ends with the weights of the best epoch where those were kept."""
-        if self.state.best_weights is not None:
-            self.objective.load_state_dict(self.state.best_weights)
-        return self.position.history
-
     def show(self) -> None:
         """New numbers on the display, now and then."""
-        if self.display.bar is not None and self.display.due():
+        if self.display.due():
             self.settle()
             self.display.update(self.position.epoch, self.position.step, self.position.averages.means())
 
@@ -442,14 +412,6 @@ class Run:
             self.options.early_stop.read(record)
         return record
 
-    # ---------------------------------------------------------------- checkpoints
-
-    def save_every(self) -> None:
-        """Write the checkpoint after so many steps."""
-        every = self.options.checkpoint_every
-        if every is not None and self.position.step % every == 0:
-            self.save()
-
     def save_step(self) -> None:
         """Write the checkpoint, unless the one that is there is of this very step."""
         if self.state.saved_step != self.position.step:
@@ -462,14 +424,6 @@ class Run:
         self.settle()
         self.position.history.seconds = time.monotonic() - self.started
         self.state.save(self.path, self.options.epochs, self.guard.advice)
-
-    # ---------------------------------------------------------------- runs that are cut short
-
-    def save_interrupted(self) -> None:
-        """Save on Ctrl-C and say where the state is."""
-        if self.path is not None and self.main:
-            epoch = self.position.epoch + 1
-            print(f"flowbnn: interrupted in epoch {epoch}; {self.saved_words()}", file=sys.stderr)
 
     def explain_lost_worker(self, error: Exception, interrupts: Interrupts) -> None:
         """If another process has died, keep the last whole step and say what happened; else do nothing."""
