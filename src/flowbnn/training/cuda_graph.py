@@ -23,7 +23,7 @@ from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recomp
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
-__all__ = ["NotRecordable", "Recorder", "make_recorder"]
+__all__ = ["NotRecordable", "Recorder", "is_fused", "make_recorder"]
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
@@ -31,6 +31,12 @@ _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
 
 class NotRecordable(RuntimeError):
     """The step cannot be recorded; nothing of it was taken."""
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes ``found_inf`` on the device, and leaves the weights alone where that is set."""
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return able and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class Recorder:
@@ -84,10 +90,7 @@ class Recorder:
             return "its objective is not marked capturable"
         if options.precision not in ("32-true", "bf16-mixed"):
             return f"precision {options.precision!r} scales or casts in ways that a recording cannot"
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
-        if not fused or any(group.get("amsgrad") for group in optimizer.param_groups):
+        if not is_fused(optimizer) or any(group.get("amsgrad") for group in optimizer.param_groups):
             return f"{type(optimizer).__name__} was not made with fused=True"
         return None
 
@@ -229,7 +232,8 @@ class Recorder:
     def _recordable(self) -> Iterator[None]:
         """Around an update: learning rates as tensors, and the flag that stops it."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        kept = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in groups]
+        names = ["lr", "capturable"]
+        kept = [{name: group[name] for name in names if name in group} for group in groups]
         for group, rate, former in zip(groups, self.rates, kept, strict=True):
             group.update({name: rate if name == "lr" else True for name in former})
         optimizer.found_inf = self.found  # type: ignore[attr-defined]

@@ -102,11 +102,11 @@ class SharedLoader:
     Args:
         loader: whose batches are the global ones.
         rank, world: of this process, and how many there are.
-        tell: called with the share and its weight before each batch.
+        announce: called with the share and its weight before each batch.
     """
 
-    def __init__(self, loader: Any, rank: int, world: int, tell: Callable[[Share, float], None]) -> None:
-        self.loader, self.rank, self.world, self.tell = loader, rank, world, tell
+    def __init__(self, loader: Any, rank: int, world: int, announce: Callable[[Share, float], None]) -> None:
+        self.loader, self.rank, self.world, self.announce = loader, rank, world, announce
         self.sampler = getattr(loader, "sampler", None)
         self.shares: deque[tuple[Share, float]] = deque()
         self.part = self._part()
@@ -131,7 +131,7 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         for number, batch in enumerate(self.part):
-            self.tell(*self._share(number, batch))
+            self.announce(*self._share(number, batch))
             yield batch
 
     def _share(self, number: int, batch: Any) -> tuple[Share, float]:
@@ -211,13 +211,13 @@ class _Apart:
 def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Iterator[None]:
     """For the length of a ``with`` block, the network's own dropout layers draw as its noise does (:class:`Share`)."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-    found = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
-    for module in found:
+    layers = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
+    for module in layers:
         vars(module)["forward"] = _dropout(module, share)
     try:
         yield
     finally:
-        for module in found:
+        for module in layers:
             del vars(module)["forward"]
 
 
@@ -246,15 +246,15 @@ def synchronised_statistics(model: nn.Module, device: torch.device) -> Iterator[
     A layer changes its class and nothing else, so that its hooks and its place in the optimizer stay.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    found = [(module, type(module)) for module in model.modules() if type(module) in kinds]
+    layers = [(module, type(module)) for module in model.modules() if type(module) in kinds]
     able = device.type == "cuda"
-    for module, _ in found if able else ():
+    for module, _ in layers if able else ():
         module.__class__ = nn.SyncBatchNorm
         module.process_group = None  # type: ignore[assignment]
     try:
-        yield able or not found
+        yield able or not layers
     finally:
-        for module, kind in found if able else ():
+        for module, kind in layers if able else ():
             module.__class__ = kind
             del module.process_group
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.checkpoint import State
-from flowbnn.training.cuda_graph import Recorder
+from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.finite import (
     check_finite_batch,
@@ -138,9 +138,7 @@ class GradientGate:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.skips = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
+        self.skips = is_fused(optimizer)
         self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.answer = torch.empty((), pin_memory=True)
         self.event = torch.cuda.Event()
