@@ -16,15 +16,7 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, ma
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.options import Count, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import (
-    apply,
-    call,
-    check_finite,
-    count_data,
-    failure,
-    move,
-    split_batch,
-)
+from flowbnn.posterior.batches import apply, call, check_finite, count_data, failure, move, split_batch
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, TrainingOptions, train

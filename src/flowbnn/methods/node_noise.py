@@ -20,14 +20,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import checks_targets, optimizer_for, prepare, train_posterior
 from flowbnn.methods.variational.base import FLOWS, Variational
-from flowbnn.noise import (
-    NormalAffine,
-    Recipe,
-    align_batch_axes,
-    noise_layers,
-    noise_mode,
-    parameter_groups,
-)
+from flowbnn.noise import NormalAffine, Recipe, align_batch_axes, noise_layers, noise_mode, parameter_groups
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.batches import split_batch

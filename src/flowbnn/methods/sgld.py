@@ -118,12 +118,7 @@ class SGLD(Method):
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
             history = train_posterior(
-                point,
-                loss,
-                engine,
-                loader,
-                run,
-                lambda optimizer, total: LambdaLR(optimizer, plan.rate),
+                point, loss, engine, loader, run, lambda optimizer, total: LambdaLR(optimizer, plan.rate)
             )
         snapshots.look(plan.total, model)
         settings = {

@@ -113,12 +113,7 @@ class SWAG(Method):
         return posterior
 
     def _walk(
-        self,
-        walk: "Walk",
-        point: PointPosterior,
-        loader: Iterable[Any],
-        decay: float,
-        run: FitOptions,
+        self, walk: "Walk", point: PointPosterior, loader: Iterable[Any], decay: float, run: FitOptions
     ) -> History:
         """SGD at a constant rate, which collects on its way."""
         likelihood = point.likelihood

@@ -67,11 +67,7 @@ def readable(count: float) -> str:
 
 
 def check_memory(
-    structure: str,
-    model: nn.Module,
-    layers: list[CoveredLayer],
-    seen: Survey,
-    device: torch.device,
+    structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey, device: torch.device
 ) -> int:
     """The bytes that are needed: logged always, a warning where they are many, an error where they are too many."""
     needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device)

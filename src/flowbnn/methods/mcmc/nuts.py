@@ -104,10 +104,7 @@ def nuts_kernel(
         accepted = torch.log(draws[live, 1]) < tree.weight - weight[at]
         chosen = chosen.put(at[accepted], tree.chosen.of(accepted))
         left, right = (
-            (
-                end.put(at[side], tree.end.of(side)),
-                momentum.index_copy(0, at[side], tree.momentum[side]),
-            )
+            (end.put(at[side], tree.end.of(side)), momentum.index_copy(0, at[side], tree.momentum[side]))
             for (end, momentum), side in ((left, ~forth), (right, forth))
         )
         weight[at] = torch.logaddexp(weight[at], tree.weight)

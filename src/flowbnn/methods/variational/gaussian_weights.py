@@ -167,10 +167,7 @@ class GaussianWeights(nn.Module):
         }
 
     def divergence(
-        self,
-        prior_scale: float = 1.0,
-        mixture: tuple[float, float, float] | None = None,
-        samples: int = 1,
+        self, prior_scale: float = 1.0, mixture: tuple[float, float, float] | None = None, samples: int = 1
     ) -> Divergence:
         r"""KL to the prior :math:`\mathcal N(0, \sigma_0^2)`, or to a mixture ``(pi, sigma1, sigma2)`` on fresh draws; entropy."""
         mean, log_std = self.mean, self.log_std

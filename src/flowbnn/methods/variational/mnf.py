@@ -112,11 +112,7 @@ class MNF(Variational):
                 torch.default_generator.manual_seed(run.seed)
             parts = [
                 _part(
-                    model,
-                    one,
-                    self.base_scale * float(scales[one.weight].flatten()[0]),
-                    self.z_scale,
-                    recipe,
+                    model, one, self.base_scale * float(scales[one.weight].flatten()[0]), self.z_scale, recipe
                 )
                 for one in served
             ]
