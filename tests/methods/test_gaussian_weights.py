@@ -10,14 +10,19 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal, standard_normals
-from flowbnn.methods.variational.estimators import apply_weights, local_noise
 from flowbnn.methods.variational.gaussian_weights import (
     DrawnWeights,
     GaussianWeights,
     gaussian_kl,
     mixture_kl,
 )
-from flowbnn.methods.variational.selection import base_scales, chosen_weights, ways_of
+from flowbnn.methods.variational.layers import (
+    apply_weights,
+    base_scales,
+    chosen_weights,
+    local_noise,
+    ways_of,
+)
 
 
 def normals(seed: int, *shape: int) -> torch.Tensor:

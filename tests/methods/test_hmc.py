@@ -12,7 +12,7 @@ import flowbnn as fb
 from flowbnn.diagnostics import standard_error
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.mcmc import base as methods
+from flowbnn.methods.mcmc import hmc as methods
 from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.potential import Data, WeightPotential
 from flowbnn.posterior import PredictOptions

@@ -146,14 +146,14 @@ def test_too_much_memory_is_warned_of_and_refused_before_it_is_taken(monkeypatch
     weights = sum(p.numel() for p in network.parameters())
     assert fb.Laplace("full", layers="all").memory(network, inputs) >= 8 * 6 * weights**2
     assert fb.Laplace("kron").memory(network) == 8 * (6 * 101**2 + 2 * 3**2)
-    monkeypatch.setattr("flowbnn.methods.laplace.memory.available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("flowbnn.methods.laplace.layers.available_bytes", lambda device: 10_000_000)
     with pytest.raises(
         fb.FlowBNNError, match=r"of 803 weights needs 29.7 MB of memory, and 9.54 MB are free: take 'kron'"
     ):
         fb.Laplace("full", layers="all", epochs=0).fit(network, [(inputs, labels)], **QUIET)
     posterior = fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
     assert posterior.memory == fb.Laplace("kron").memory(network)
-    monkeypatch.setattr("flowbnn.methods.laplace.memory.available_bytes", lambda device: 2_000_000)
+    monkeypatch.setattr("flowbnn.methods.laplace.layers.available_bytes", lambda device: 2_000_000)
     with pytest.warns(fb.errors.FlowBNNWarning, match="needs 478 kB of memory"):
         fb.Laplace("kron", epochs=0).fit(network, [(inputs, labels)], **QUIET)
 

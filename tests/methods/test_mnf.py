@@ -177,7 +177,7 @@ def test_flow_of_ones_own():
     assert posterior.draws(2, seed=0)["0.weight"].shape == (2, 6, 4)
     with pytest.raises(FlowBNNError, match="is code and cannot be stored"):
         posterior.save("nowhere.safetensors")
-    with pytest.raises(FlowBNNError, match="has no formula"):
+    with pytest.raises(FlowBNNError, match="has no density"):
         posterior.log_prob(posterior.draws(2, seed=0))
 
 

@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_keeps_its_snapshots(tmp_path, monkeypatch, die_at)
         for name, value in whole.members.items():
             assert torch.equal(value, resumed.members[name])
     next(iter(sorted((tmp_path / "snapshots").iterdir()))).unlink()
-    with pytest.raises(FlowBNNError, match=r"snapshot of step \d+ is missing"):
+    with pytest.raises(FlowBNNError, match="there is no file"):
         method.fit(network(), loader(), seed=0, **kept, **QUIET)
 
 

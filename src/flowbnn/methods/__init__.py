@@ -5,14 +5,14 @@ from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
 from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
-from flowbnn.methods.mcmc.hmc import HMC
-from flowbnn.methods.mcmc.nuts import NUTS
+from flowbnn.methods.mcmc.hmc import HMC, NUTS
 from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.node_noise import NodeNoise, fit
+from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.sgld import SGLD, SGLDPosterior
 from flowbnn.methods.swag import SWAG, SWAGPosterior
 from flowbnn.methods.temperature import Temperature, TemperedPosterior, temper
+from flowbnn.methods.variational.base import fit
 from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
 from flowbnn.posterior.adaptive import Adaptive

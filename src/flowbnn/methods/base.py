@@ -33,6 +33,7 @@ Every file of a method has the same order: the method with its formula, paper an
 """
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import fields
@@ -42,7 +43,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.methods.fitting import FitOptions, LikelihoodName, check_loader, fit_point, point_as_is
+from flowbnn.methods.fitting import FitOptions, LikelihoodName, Schedule, check_loader, fit_point, point_as_is
 from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -87,7 +88,7 @@ class Method:
     epochs: Annotated[int, Ge(0)] = 20
     lr: Positive = 1e-3
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
+    schedule: Schedule | None = None
     prior_scale: Positive = 1.0
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -104,6 +105,7 @@ class Method:
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
+    @abstractmethod
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """The posterior of a copy of ``network`` given the data.
@@ -114,7 +116,6 @@ class Method:
             given: as in :class:`FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``seed``, ``checkpoint``, ``resume``,
                 ``precision``, ``progress`` and the rest.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define fit(network, loader, ...)")
 
     def setup(
         self, network: nn.Module, loader: Iterable[Any], given: dict[str, Any], description: str = "training"

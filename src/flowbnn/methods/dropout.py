@@ -23,7 +23,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.layers import own_dropout
-from flowbnn.methods.node_noise import fit
+from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout, wrappable
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
@@ -92,15 +92,9 @@ class MCDropout(Method):
 
 
 class DropoutPosterior(Posterior):
-    """A network whose own dropout is on: every pass drops anew."""
+    """A network whose own dropout is on: every pass drops anew for every input, so there is no single network to hand out."""
 
     kind = "dropout"
-
-    def sample(self, seed: int | None = None) -> nn.Module:
-        raise FlowBNNError(
-            "torch's dropout drops anew for every input, so there is no one network to hand out; MCDropout(rate=...) puts in dropout "
-            "whose draws are shared"
-        )
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Passes with dropout on, each sample from a seed of its own; torch's own generators are left as they were.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,11 @@ class DeepEnsemble(Method):
         plain, run = self.setup(network, loader, given)
         seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
         likelihood, _, _ = prepare(plain, loader, run.likelihood, seed)
-        folder = _folder(run)
-        if hasattr(run.validation, "__iter__") and run.devices in (1, "1"):
+        folder = None if run.checkpoint is None else Path(run.checkpoint)
+        if folder is not None and folder.suffix == ".safetensors":
+            line = f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'"
+            raise FlowBNNError(line, argument="checkpoint")
+        if run.validation is not None and run.devices in (1, "1"):
             run = replace(run, validation=Aside(run.validation))
         settings: dict[str, Any] = {
             "lr": self.lr,
@@ -164,18 +167,6 @@ def initialize_anew(network: nn.Module) -> list[str]:
         for name in left
         if name not in frozen and bool((before[name] != before[name].flatten()[0]).any())
     ]
-
-
-def _folder(run: FitOptions) -> Path | None:
-    if run.checkpoint is None:
-        return None
-    folder = Path(run.checkpoint)
-    if folder.suffix == ".safetensors":
-        raise FlowBNNError(
-            f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'",
-            argument="checkpoint",
-        )
-    return folder
 
 
 def _options_of(
@@ -316,9 +307,7 @@ class EnsemblePosterior(MemberPosterior):
         return self.members if self.log_scales is None else {**self.members, NOISE: self.log_scales}
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "EnsemblePosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         state = dict(state)
         log_scales = state.pop(NOISE, None)
         check_members(point.model, state)

@@ -5,7 +5,7 @@ take the steps they would take alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +15,15 @@ from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.fitting import FitOptions, make_schedule, optimizer_for, undisturbed, validator
+from flowbnn.methods.fitting import (
+    FitOptions,
+    Logged,
+    Schedule,
+    optimizer_for,
+    scheduled,
+    undisturbed,
+    validator,
+)
 from flowbnn.posterior.batches import apply, call, move, rows, split_batch
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
 from flowbnn.posterior.point import PointPosterior
@@ -51,9 +59,7 @@ class Aside:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet, while it is copied
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(vars(self).get("loader"), name)  # which is not there yet while this is copied
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -104,7 +110,7 @@ class Orders:
                 own.set_state(place.get_state())
                 place.set_state(state)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         passes = []
         for member in range(len(self.seeds)):
             with self._drawing(member):
@@ -116,44 +122,30 @@ class Orders:
                     batches.append(next(batch, None))
             if all(batch is None for batch in batches):
                 return
-            if any(batch is None for batch in batches):
+            parts = None
+            if all(batch is not None for batch in batches):
+                with suppress(RuntimeError):  # batches of different shapes do not stack
+                    parts = tuple(stacked([split_batch(batch)[part] for batch in batches]) for part in (0, 1))
+            if parts is None:
                 raise FlowBNNError(
-                    "this loader gives more batches in one pass than in another, so members cannot be trained together; "
-                    "say together=False"
+                    "this loader gives batches of other shapes, or more of them, in one pass than in another, so members cannot be "
+                    "trained together; say together=False"
                 )
-            yield (
-                stacked([split_batch(batch)[0] for batch in batches]),
-                stacked([split_batch(batch)[1] for batch in batches]),
-            )
+            yield parts
 
 
 def stacked(parts: list[Any]) -> Any:
     """Batches of one shape side by side on a second axis."""
     first = parts[0]
     if isinstance(first, Tensor):
-        if any(part.shape != first.shape for part in parts):
-            raise FlowBNNError(
-                f"this loader gives batches of different shapes ({tuple(first.shape)} and others), so members cannot be trained "
-                "together; say together=False"
-            )
         return torch.stack(parts, 1)
     if isinstance(first, Mapping):
         return {name: stacked([part[name] for part in parts]) for name in first}
     return tuple(stacked(list(column)) for column in zip(*parts, strict=True))
 
 
-ELEMENTWISE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.SGD,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Rprop,
-)
+# optimizers that treat every weight by itself
+ELEMENTWISE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Rprop")
 
 
 class LogLikelihood(nn.Module):
@@ -196,9 +188,7 @@ class Stack(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """The mean log-likelihood of each member on its own batch, ``[members]``; the second axis is the members'."""
-        if (
-            self.alike[0].training != self.training
-        ):  # the flag is set from outside, where ``alike`` is not seen
+        if self.alike[0].training != self.training:  # the flag is set from outside, where alike is not seen
             self.alike[0].train(self.training)
 
         def one(parameters: Any, buffers: Any, some: Any, truth: Tensor) -> Tensor:
@@ -245,16 +235,13 @@ def why_apart(
         return "gradients are clipped, or training stops early, for each member alone"
     if optimizer is not None:
         made = optimizer([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1e-3, "weight_decay": 0.0}])
-        if not isinstance(made, ELEMENTWISE):
+        if not isinstance(made, tuple(getattr(torch.optim, name) for name in ELEMENTWISE)):
             return f"{type(made).__name__} may not treat every weight by itself"
     try:
-        stack = Stack(
-            [deepcopy(network), deepcopy(network)], [deepcopy(likelihood), deepcopy(likelihood)]
-        ).train()
+        stack = Stack([deepcopy(network) for _ in range(2)], [deepcopy(likelihood) for _ in range(2)]).train()
+        pairs = [apply(part, lambda tensor: torch.stack([tensor, tensor], 1)) for part in (inputs, targets)]
         with torch.random.fork_rng([device_of(network)] if device_of(network).type == "cuda" else []):
-            stack(
-                *(apply(part, lambda tensor: torch.stack([tensor, tensor], 1)) for part in (inputs, targets))
-            ).sum().backward()
+            stack(*pairs).sum().backward()
     except Exception as error:
         return f"this network does not stack ({str(error).strip().splitlines()[0][:150]})"
     return None
@@ -271,29 +258,21 @@ def train_together(
     lr: float,
     weight_decay: float,
     optimizer: Callable[..., torch.optim.Optimizer] | None,
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
+    schedule: Schedule | None,
 ) -> History:
     """Train the networks in place, each with its own order of the data; numbers of member ``m`` are recorded as ``name/m``."""
     stack, orders = Stack(networks, likelihoods), Orders(loader, seeds)
     parameters = [(name, p) for name, p in stack.named_parameters() if p.requires_grad]
     groups = [
-        {
-            "params": [p for name, p in parameters if name.startswith("network/")],
-            "lr": lr,
-            "weight_decay": weight_decay,
-        },
-        {
-            "params": [p for name, p in parameters if name.startswith("likelihood/")],
-            "lr": lr,
-            "weight_decay": 0.0,
-        },
+        {"params": [p for name, p in parameters if name.startswith(part)], "lr": lr, "weight_decay": decay}
+        for part, decay in (("network/", weight_decay), ("likelihood/", 0.0))
     ]
     engine = optimizer_for(groups, optimizer)
+    pairs = zip(networks, likelihoods, strict=True)
+    validators = [validator(PointPosterior(*pair), run.validation, 1) for pair in pairs]
     shape: list[Any] = []
 
-    def loss(
-        each_of: Callable[[Any, Tensor], Tensor], batch: Any, clock: Clock
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(each_of: Callable[[Any, Tensor], Tensor], batch: Any, clock: Clock) -> Logged:
         inputs, targets = batch
         inputs = move(inputs, device_of(stack), dtype_of(stack))
         if clock.epoch == 0 or targets.device.type == "cpu":
@@ -301,20 +280,16 @@ def train_together(
         each = each_of(inputs, targets)
         detached = each.detach()
         logs = {"log_likelihood": detached.mean()}
-        for member in range(len(networks)):
-            logs[f"loss/{first + member}"] = -detached[member]
-            logs[f"log_likelihood/{first + member}"] = detached[member]
+        for member, value in enumerate(detached, first):
+            logs |= {f"loss/{member}": -value, f"log_likelihood/{member}": value}
         return -each.sum(), logs
 
     def validate(_: nn.Module) -> dict[str, float]:
-        assert run.validation is not None
         stack.unstack()
         records: dict[str, float] = {}
-        for member, (network, likelihood) in enumerate(zip(networks, likelihoods, strict=True)):
-            for name, value in validator(PointPosterior(network, likelihood), run.validation, 1)(
-                network
-            ).items():
-                records[f"{name}/{first + member}"] = value
+        for member, (network, evaluated) in enumerate(zip(networks, validators, strict=True), first):
+            for name, value in evaluated(network).items() if evaluated else ():
+                records[f"{name}/{member}"] = value
                 records[name] = records.get(name, 0.0) + value / len(networks)
         return records
 
@@ -323,8 +298,8 @@ def train_together(
         engine,
         orders,
         run,
-        schedule=make_schedule(schedule, engine, loader, run.epochs),
-        validate=None if run.validation is None else validate,
+        schedule=scheduled(schedule, engine, loader, run.epochs),
+        validate=validate if all(validators) else None,
         generators=orders.generators,
         names_below="stack",
     )

@@ -23,21 +23,24 @@ from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 
 __all__ = [
-    "Bundle",
+    "Called",
     "FitOptions",
     "LikelihoodName",
+    "Logged",
     "Objective",
+    "Outputs",
+    "Schedule",
     "check_loader",
-    "checked_validation",
     "checks_targets",
     "first_batch",
     "fit_point",
     "learn_noise",
-    "make_schedule",
     "negative_log_likelihood",
     "optimizer_for",
     "point_as_is",
     "prepare",
+    "scheduled",
+    "steps_of",
     "train_posterior",
     "undisturbed",
     "validator",
@@ -70,15 +73,18 @@ class FitOptions(TrainingOptions):
         return count_data(loader) if self.num_data is None else self.num_data
 
 
-Loss = Callable[[Callable[[Any], Tensor], Any, Clock], tuple[Tensor, dict[str, Tensor]]]
+Outputs = Callable[[Any], Tensor]
+Logged = tuple[Tensor, dict[str, Tensor]]
+Schedule = Callable[[torch.optim.Optimizer, int], Any]
+Loss = Callable[[Outputs, Any, Clock], Logged]
 
 
-class Bundle(nn.Module):
-    """A network and its likelihood as one module, whose outputs are the network's."""
+class Called(nn.Module):
+    """A network called with whatever form its inputs have: a tensor, a tuple or a dictionary, in the precision of the weights."""
 
-    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.likelihood = network, likelihood
+        self.network = network
 
     def forward(self, inputs: Any) -> Tensor:
         return call(self.network, cast(inputs, dtype_of(self.network)))
@@ -114,7 +120,7 @@ class Objective(nn.Module):
         self.network, self.likelihood, self.loss = network, likelihood, loss
         self.capturable, self.check_batch = check_batch is not None, check_batch
 
-    def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Any, clock: Clock) -> Logged:
         device = device_of(self.network).type
         if not torch.is_autocast_enabled(device):
             return self.loss(self.outputs, batch, clock)
@@ -262,8 +268,13 @@ def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> 
         )
 
 
-def checked_validation(posterior: Posterior, validation: Any) -> Any:
-    """Validation data whose first batch has been tried before an epoch is spent."""
+def validator(
+    posterior: Posterior, validation: Iterable[Any] | None, samples: int
+) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch.
+
+    The first batch is tried before an epoch is spent.
+    """
     if validation is None:
         return None
     inputs, targets = first_batch(validation, use="validation")
@@ -276,40 +287,40 @@ def checked_validation(posterior: Posterior, validation: Any) -> Any:
         posterior.likelihood.check(outputs, targets)
     except FlowBNNError as error:
         raise FlowBNNError(f"the validation data do not fit: {error}", **error.fields) from None
-    return validation
+
+    def validate(model: nn.Module) -> dict[str, float]:
+        predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)
+        return {name: float(value) for name, value in predictive.evaluate(targets).items()}
+
+    return validate
 
 
 def optimizer_for(
     groups: list[dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the groups that have parameters."""
+    """The optimizer of the groups that have parameters; Adam unless given, fused for all the small vectors of the noise."""
     groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise FlowBNNError("nothing is left to train: both the weights and the noise are frozen")
-    if optimizer is None:  # one fused kernel for all the small vectors of the noise
-        return torch.optim.Adam(groups, fused=True)
-    made = optimizer(groups)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise FlowBNNError(
-            f"optimizer must return a torch.optim.Optimizer, but returned a {type(made).__name__}",
-            kind="value",
-            argument="optimizer",
-        )
+    reason = None if groups else "nothing is left to train: both the weights and the noise are frozen"
+    made: Any = None
+    if groups:
+        made = torch.optim.Adam(groups, fused=True) if optimizer is None else optimizer(groups)
+        if not isinstance(made, torch.optim.Optimizer):
+            reason = f"optimizer must return a torch.optim.Optimizer, but returned a {type(made).__name__}"
+    if reason is not None:
+        raise FlowBNNError(reason, kind="value", argument="optimizer")
     return made
 
 
-def make_schedule(
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
-    engine: torch.optim.Optimizer,
-    loader: Any,
-    epochs: int,
-) -> Any:
-    """The learning-rate schedule of a run, which has to know its number of steps."""
-    if schedule is None:
-        return None
+def steps_of(loader: Any, epochs: int, what: str) -> int:
+    """The number of steps of a run, for what has to know it ahead."""
     if not hasattr(loader, "__len__"):
-        raise FlowBNNError("a learning-rate schedule needs a loader with a length", argument="schedule")
-    return schedule(engine, len(loader) * epochs)
+        raise FlowBNNError(f"{what} is planned ahead and needs a loader with a length", kind="loader")
+    return len(loader) * epochs
+
+
+def scheduled(schedule: Schedule | None, engine: torch.optim.Optimizer, loader: Any, epochs: int) -> Any:
+    """The learning-rate schedule of a run."""
+    return schedule and schedule(engine, steps_of(loader, epochs, "a learning-rate schedule"))
 
 
 def train_posterior(
@@ -318,7 +329,7 @@ def train_posterior(
     engine: torch.optim.Optimizer,
     loader: Any,
     options: FitOptions,
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None,
+    schedule: Schedule | None,
     samples: int = 1,
     around: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
@@ -332,7 +343,7 @@ def train_posterior(
         settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
         check_batch: as in :class:`Objective`.
     """
-    validation = checked_validation(posterior, options.validation)
+    validate = validator(posterior, options.validation, samples)
     model = posterior.model if around is None else around
     model.train()
     history = train(
@@ -340,8 +351,8 @@ def train_posterior(
         engine,
         loader,
         options,
-        schedule=make_schedule(schedule, engine, loader, options.epochs),
-        validate=None if validation is None else validator(posterior, validation, samples),
+        schedule=scheduled(schedule, engine, loader, options.epochs),
+        validate=validate,
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
         names_below="network" if around is None else "network.network",
@@ -359,21 +370,7 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, **plain}
 
 
-def validator(
-    posterior: Posterior, loader: Iterable[Any], samples: int
-) -> Callable[[nn.Module], dict[str, float]]:
-    """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch."""
-
-    def validate(model: nn.Module) -> dict[str, float]:
-        predictive, targets = posterior.predict_with_targets(loader, samples, seed=0, progress=False)
-        return {name: float(value) for name, value in predictive.evaluate(targets).items()}
-
-    return validate
-
-
-def negative_log_likelihood(
-    likelihood: Likelihood, outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-) -> tuple[Tensor, dict[str, Tensor]]:
+def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
     """The loss of a plain network, and its logs."""
     inputs, targets = split_batch(batch)
     outputs = outputs_of(inputs)
@@ -396,16 +393,13 @@ def fit_point(
     lr: float,
     weight_decay: float = 0.0,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+    schedule: Schedule | None = None,
 ) -> PointPosterior:
     r"""Train a plain network in place: :math:`\max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2`."""
     likelihood, _, check = prepare(model, loader, options.likelihood, options.seed)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {
-            "params": [parameter for parameter in model.parameters() if parameter.requires_grad],
-            "lr": lr,
-            "weight_decay": weight_decay,
-        },
+        {"params": weights, "lr": lr, "weight_decay": weight_decay},
         {"params": list(likelihood.parameters()), "lr": lr, "weight_decay": 0.0},
     ]
     engine = optimizer_for(groups, optimizer)
@@ -426,11 +420,12 @@ def point_as_is(model: nn.Module, loader: Iterable[Any], options: FitOptions) ->
     return PointPosterior(model, likelihood)
 
 
-def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> None:
-    """The learned noise of a network that is taken as it is: the size of its residuals on all the data."""
+def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
+    """The learned noise of a network that is taken as it is: the size of its residuals on all the data. False if none is learned."""
     if not isinstance(likelihood, Gaussian) or likelihood.noise != "learned":
-        return
+        return False
     device, dtype = device_of(model), dtype_of(model)
     with evaluating(model):
         pairs = (split_batch(batch) for batch in loader)
         likelihood.settle((call(model, move(inputs, device, dtype)), targets) for inputs, targets in pairs)
+    return True

@@ -12,9 +12,9 @@ quarters in a Gaussian without minibatches); ``preconditioned=False`` is without
 """
 
 import math
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import negative_log_likelihood, prepare, train_posterior
+from flowbnn.methods.fitting import (
+    Logged,
+    Outputs,
+    negative_log_likelihood,
+    prepare,
+    steps_of,
+    train_posterior,
+)
 from flowbnn.methods.layers import normalizers, refresh, without_dropout
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -81,36 +88,20 @@ class SGLD(Method):
         """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
         model, run = self.setup(network, loader, given, "sampling by SGLD")
         if run.early_stop is not None:
-            raise FlowBNNError(
-                "SGLD goes through its whole schedule; leave early_stop out", argument="early_stop"
-            )
-        if not isinstance(loader, Sized):
-            raise FlowBNNError("SGLD plans its cycles ahead and needs a loader with a length", kind="loader")
-        number = run.count(loader)
+            line = "SGLD goes through its whole schedule; leave early_stop out"
+            raise FlowBNNError(line, argument="early_stop")
+        plan, number = self.plan(steps_of(loader, self.epochs, "SGLD")), run.count(loader)
         likelihood, _, _ = prepare(model, loader, run.likelihood, run.seed)
-        plan = self.plan(len(loader) * self.epochs)
+        weights = [p for p in model.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
-            {
-                "params": [p for p in model.parameters() if p.requires_grad],
-                "weight_decay": 1.0 / (self.prior_scale**2 * number),
-            }
+            {"params": weights, "weight_decay": 1.0 / (self.prior_scale**2 * number)}
         ]
-        learned = [p for p in likelihood.parameters() if p.requires_grad]
-        if learned:
+        if learned := [p for p in likelihood.parameters() if p.requires_grad]:
             groups.append({"params": learned, "noise": False})
-        engine = Langevin(
-            groups,
-            self.lr,
-            number,
-            preconditioned=self.preconditioned,
-            alpha=self.alpha,
-            damping=self.damping,
-        )
+        engine = Langevin(groups, self.lr, number, 0.0, self.preconditioned, self.alpha, self.damping)
         snapshots = Snapshots(plan, run.checkpoint_path)
 
-        def loss(
-            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
             snapshots.look(clock.step, model)
             engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
             return negative_log_likelihood(likelihood, outputs_of, batch, clock)
@@ -121,12 +112,8 @@ class SGLD(Method):
                 point, loss, engine, loader, run, lambda optimizer, total: LambdaLR(optimizer, plan.rate)
             )
         snapshots.look(plan.total, model)
-        settings = {
-            "cycles": self.cycles,
-            "temperature": self.temperature,
-            "lr": self.lr,
-            "steps": sorted(plan.kept),
-        }
+        settings = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
+        settings["steps"] = sorted(plan.kept)
         posterior = SGLDPosterior(model, likelihood, snapshots.stacked(model), history, settings)
         posterior.refresh(loader, run.seed or 0, run.progress)
         return posterior
@@ -173,13 +160,8 @@ class Langevin(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "noise": True}
         super().__init__(params, defaults)
-        self.num_data, self.preconditioned, self.alpha, self.damping = (
-            num_data,
-            preconditioned,
-            alpha,
-            damping,
-        )
-        self.temperature = 1.0
+        self.num_data, self.preconditioned, self.temperature = num_data, preconditioned, 1.0
+        self.alpha, self.damping = alpha, damping
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -237,10 +219,7 @@ class Plan:
             }
 
     def cycle(self, step: int) -> int:
-        return min(
-            next((index for index, high in enumerate(self.bounds[1:]) if step < high), len(self.first) - 1),
-            len(self.first) - 1,
-        )
+        return next((index for index, high in enumerate(self.bounds[1:]) if step < high), len(self.first) - 1)
 
     def rate(self, step: int) -> float:
         """What the step size is multiplied by at this step."""
@@ -281,22 +260,11 @@ class Snapshots:
 
     def stacked(self, model: nn.Module) -> dict[str, Tensor]:
         """All of them, ``{name: [M, ...]}``, on the network's device."""
+        for step in self.plan.kept - self.states.keys():
+            self.states[step], _ = load_tensors(self.file(step))
+        states = [self.states[step] for step in sorted(self.plan.kept)]
         own = state_of(model)
-        states = []
-        for step in sorted(self.plan.kept):
-            if step not in self.states:
-                if self.folder is None or not self.file(step).exists():
-                    raise FlowBNNError(
-                        f"the snapshot of step {step} is missing beside the checkpoint; start again with resume=False",
-                        argument="resume",
-                    )
-                self.states[step], _ = load_tensors(self.file(step))
-            state = self.states[step]
-            states.append(state)
-        return {
-            name: torch.stack([state[name] for state in states]).to(value.device)
-            for name, value in own.items()
-        }
+        return {k: torch.stack([state[k] for state in states]).to(v.device) for k, v in own.items()}
 
 
 class SGLDPosterior(MemberPosterior):
@@ -333,8 +301,6 @@ class SGLDPosterior(MemberPosterior):
         return self.schedule
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "SGLDPosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         check_members(point.model, state)
         return cls(point.model, point.likelihood, state, point.history, settings)

@@ -5,11 +5,11 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Objective, negative_log_likelihood, prepare, validator
+from flowbnn.methods.fitting import Logged, Objective, Outputs, negative_log_likelihood, prepare, validator
 from flowbnn.methods.layers import normalizers, refresh, trained_parameters
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -63,17 +63,16 @@ class SWAG(Method):
     batch_norm_samples: Count = field(default=30, kw_only=True)
 
     def __post_init__(self) -> None:
+        left, reason = self.epochs - self.first, None
         if self.rank == 1:
-            raise FlowBNNError(
-                "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2",
-                argument="rank",
+            reason = "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2"
+        elif left * self.per_epoch < 2:
+            reason = (
+                f"{left} epochs of {self.epochs} are left to collect weights, which gives one set of them; take more epochs, a "
+                "smaller begin, or a larger per_epoch"
             )
-        if (self.epochs - self.first) * self.per_epoch < 2:
-            raise FlowBNNError(
-                f"{self.epochs - self.first} epochs of {self.epochs} are left to collect weights, which gives one set of them; take "
-                "more epochs, a smaller begin, or a larger per_epoch",
-                argument="epochs",
-            )
+        if reason is not None:
+            raise FlowBNNError(reason, argument="rank" if self.rank == 1 else "epochs")
 
     @property
     def first(self) -> int:
@@ -95,12 +94,10 @@ class SWAG(Method):
             point = PointPosterior(model, prepare(model, loader, run.likelihood, run.seed)[0])
         walk = Walk(point, self.rank)
         history = self._walk(walk, point, loader, decay, _part(run, "walk", self.epochs - self.first))
+        before, mean, variance, deviations = point.history, *walk.moments()
         joined = History(
-            point.history.records + history.records,
-            point.history.steps + history.steps,
-            point.history.seconds + history.seconds,
+            before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
         )
-        mean, variance, deviations = walk.moments()
         fixed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
         posterior = SWAGPosterior(
             point.model, point.likelihood, mean, variance, deviations, self.scale, joined, fixed_seed=fixed
@@ -117,34 +114,24 @@ class SWAG(Method):
     ) -> History:
         """SGD at a constant rate, which collects on its way."""
         likelihood = point.likelihood
-        groups: list[dict[str, Any]] = [
-            {
-                "params": list(trained_parameters(point.model).values()),
-                "lr": self.swag_lr * noise_variance(likelihood),
-                "weight_decay": decay,
-            }
-        ]
+        weights, rate = (
+            list(trained_parameters(point.model).values()),
+            self.swag_lr * noise_variance(likelihood),
+        )
+        groups: list[dict[str, Any]] = [{"params": weights, "lr": rate, "weight_decay": decay}]
         if learned := [parameter for parameter in likelihood.parameters() if parameter.requires_grad]:
             groups.append({"params": learned, "lr": self.swag_lr, "weight_decay": 0.0})
         engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
-        def loss(
-            outputs_of: Callable[[Any], Tensor], batch: Any, clock: Clock
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
             if self._due(clock, walk):
                 walk.collect()
             return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
         walk.loss = loss
         point.model.train()
-        history = train(
-            walk,
-            engine,
-            loader,
-            run,
-            validate=None if run.validation is None else validator(point, run.validation, 1),
-            names_below="network",
-        )
+        validate = validator(point, run.validation, 1)
+        history = train(walk, engine, loader, run, validate=validate, names_below="network")
         walk.collect()
         point.model.eval()
         return history
@@ -330,31 +317,23 @@ class SWAGPosterior(WeightPosterior):
         return {"scale": self.scale, "fixed_seed": self.fixed_seed}
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "SWAGPosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         statistics = {
             k.removeprefix("statistics."): v for k, v in state.items() if k.startswith("statistics.")
         }
         number = sum(value.numel() for value in trained_parameters(point.model).values())
-        mean, variance, deviations = (state[name] for name in ("mean", "variance", "deviations"))
-        if mean.shape != (number,) or variance.shape != (number,) or deviations.shape[1:] != (number,):
-            raise ValueError(f"its moments are not those of the {number} weights that this network learns")
+        moments = state["mean"], state["variance"], state["deviations"]
         check_members(point.model, statistics)
-        made = cls(
-            point.model,
-            point.likelihood,
-            mean,
-            variance,
-            deviations,
-            float(settings["scale"]),
-            point.history,
-            statistics,
-            int(settings["fixed_seed"]),
-        )
-        if made.size and not torch.allclose(made.state()["witnesses"], state["witnesses"]):
-            raise ValueError(
+        scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
+        made = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
+        reason = None
+        if any(moment.shape[-1:] != (number,) for moment in moments):
+            reason = f"its moments are not those of the {number} weights that this network learns"
+        elif made.size and not torch.allclose(made.state()["witnesses"], state["witnesses"]):
+            reason = (
                 "this version of torch draws other random numbers than the one that wrote it, so its BatchNorm statistics do not "
                 "belong to these draws; fit it anew"
             )
+        if reason is not None:
+            raise ValueError(reason)
         return made

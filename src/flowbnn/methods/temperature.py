@@ -21,13 +21,11 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
-from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior
+from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior, reading
 from flowbnn.posterior.batches import call, rows, split_batch, take
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 __all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
-
-CANNOT_SPLIT = "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
 
 
 @register_method
@@ -99,20 +97,14 @@ def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
             part.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
             part.num_data = len(index)
             parts.append(part)
-        parts[0].num_data = (
-            len(kept) // loader.batch_size * loader.batch_size if loader.drop_last else len(kept)
-        )
+        if loader.drop_last:
+            parts[0].num_data = len(kept) // loader.batch_size * loader.batch_size
         parts[1].shuffle, parts[1].augment, parts[1].drop_last = False, None, False
         return parts[0], parts[1]
     plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-    if not plain or type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
-    kept, out = _split(len(loader.dataset), share, source)
-    common = {
-        "batch_size": loader.batch_size,
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-    }
+    known = plain and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    kept, out = _split(len(loader.dataset) if known else 0, share, source)
+    common = {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers")}
     train = DataLoader(
         Subset(loader.dataset, kept.tolist()),
         shuffle=isinstance(loader.sampler, RandomSampler),
@@ -127,26 +119,26 @@ def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
     if number < 2:
-        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
+        line = "temperature scaling needs data that the network was not trained on, and this loader cannot be split; give validation="
+        raise FlowBNNError(line, argument="validation")
     order = torch.randperm(number, generator=source)
     out = min(number - 1, max(1, round(share * number)))
     return order[out:].sort().values, order[:out].sort().values
 
 
-def _split_batches(batches: list[Any], share: float, source: torch.Generator) -> tuple[list[Any], list[Any]]:
+def _split_batches(batches: list[Any], share: float, source: torch.Generator) -> tuple[Any, Any]:
     """Whole batches where there are enough of them, else the last rows of the last."""
-    out = round(share * len(batches))
-    if out:
+    if round(share * len(batches)):
         kept, left = _split(len(batches), share, source)
         return [batches[i] for i in kept.tolist()], [batches[i] for i in left.tolist()]
     total = sum(rows(split_batch(batch)[0]) for batch in batches)
     inputs, targets = split_batch(batches[-1])
-    number = min(rows(inputs) - 1, max(1, round(share * total)))
-    if number < 1 or targets is None:
-        raise FlowBNNError(CANNOT_SPLIT, argument="validation")
-    cut = rows(inputs) - number
-    kept_part = (take(inputs, 0, cut), take(targets, 0, cut))
-    return [*batches[:-1], kept_part], [(take(inputs, cut, cut + number), take(targets, cut, cut + number))]
+    count = rows(inputs)
+    cut = count - min(count - 1, max(1, round(share * total)))
+    if targets is None or cut == count:
+        return _split(0, share, source)  # refuses
+    kept_part, part = ((take(inputs, *ends), take(targets, *ends)) for ends in ((0, cut), (cut, count)))
+    return [*batches[:-1], kept_part], [part]
 
 
 RANGE = (1e-2, 1e2)
@@ -180,24 +172,16 @@ def temper(
         posterior = posterior.posterior
     if isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[0], Tensor):
         validation = [validation]
-    outputs, targets = _outputs(posterior, validation, samples, seed, progress)
-    temperature = best_temperature(posterior, outputs, targets)
-    return TemperedPosterior(posterior, temperature)
-
-
-def _outputs(
-    posterior: Posterior, loader: Iterable[Any], samples: int | None, seed: int, progress: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``[S, B, ...]`` in float64, and targets."""
-    options = PredictOptions(samples, seed=seed, progress=progress)
-    outputs, _, targets = posterior.collect(loader, options)
-    if targets is None:
-        raise FlowBNNError(
-            "temperature scaling needs batches of (inputs, targets), but the loader gives inputs alone"
+    outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
+    if targets is None or not bool(torch.isfinite(outputs).all()):
+        trouble = (
+            "the loader gives inputs alone" if targets is None else "the posterior gives NaN or infinity"
         )
-    if not bool(torch.isfinite(outputs).all()):
-        raise FlowBNNError("the posterior gives NaN or infinity on the validation data")
-    return outputs.double(), posterior.likelihood.canonical(targets).to(outputs.device)
+        raise FlowBNNError(
+            f"temperature scaling needs outputs and targets, but {trouble}", argument="validation"
+        )
+    targets = posterior.likelihood.canonical(targets).to(outputs.device)
+    return TemperedPosterior(posterior, best_temperature(posterior, outputs.double(), targets))
 
 
 def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> float:
@@ -304,10 +288,9 @@ class TemperedPosterior(Posterior):
     def load(cls, path: str | Path | Stored, network: nn.Module) -> "Posterior":
         """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
         tensors, document = cls.read(path)
-        temperature = document.get("temperature")
-        if not isinstance(temperature, int | float) or not 0.0 < temperature < float("inf"):
-            raise FlowBNNError(f"'{path}' is damaged: its temperature is {temperature!r:.40}")
-        return cls(load_posterior(Stored(path, tensors, document["within"]), network), temperature)
+        within = load_posterior(Stored(path, tensors, document["within"]), network)
+        with reading(path):
+            return cls(within, document["temperature"])
 
 
 class Divided(nn.Module):

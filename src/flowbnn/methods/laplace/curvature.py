@@ -10,7 +10,7 @@ Three ways to add it up, from the cheapest to the most general:
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from flowbnn.methods.laplace.output_hessian import OutputHessian, output_hessian
 from flowbnn.posterior.batches import move, split_batch, take
 from flowbnn.posterior.forward import device_of, dtype_of
 
-__all__ = ["Curvature", "is_direct", "measure", "patches"]
+__all__ = ["Curvature", "Problem", "patches"]
 
 PATCH_BYTES = 2**26  # of a convolution's windows that are held at once
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -289,78 +289,113 @@ def _chunks(module: nn.Module, values: Tensor) -> list[Tensor]:
     return list(values.split(max(1, PATCH_BYTES // max(1, size))))
 
 
-def is_direct(layers: list[CoveredLayer], seen: Survey) -> bool:
-    """Whether the layer that gives the outputs is the only one covered."""
-    return len(layers) == 1 and layers[0].name == seen.direct
-
-
-def _by_layer(model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> bool:
-    """Whether a diagonal can be had from inputs and output gradients: layers called once, with the examples first."""
-
-    def serves(name: str) -> bool:
-        module, shape = model.get_submodule(name), seen.shapes.get(name, torch.Size())
-        kind = type(module)
-        known = (
-            (kind is nn.Linear and len(shape) == 2)
-            or (kind in CONVOLUTIONS and module.groups == 1)
-            or (kind in BATCH_NORMS and module.running_mean is not None)
-        )
-        called_once = seen.calls[name] == 1 and len(shape) > 0 and shape[0] == seen.rows
-        return known and called_once and shares_weights(model, name) is None
-
-    return all(serves(layer.name) for layer in layers)
-
-
-def measure(
-    model: nn.Module,
-    layers: list[CoveredLayer],
-    seen: Survey,
-    likelihood: Likelihood,
-    batches: Iterable[Any],
-    check: Callable[[Any], None],
-    *,
-    structure: str,
-    kind: str,
-    seed: int,
-    total: int | None = None,
-) -> Curvature:
-    """Go through the data once.
+@dataclass
+class Problem:
+    """The loss of a network's data as a function of the weights of some layers.
 
     Args:
+        model: the network, in evaluation mode.
+        layers: those that get a posterior.
+        seen: what a small pass of the network showed.
+        likelihood: observation model of the targets given the outputs.
+        batches: a pass over the data, by the description of its progress bar.
         check: of the targets of a batch.
         structure: of the curvature: ``"kron"``, ``"diag"`` or ``"full"``.
         kind: of the Hessian in the outputs: ``"ggn"``, ``"fisher"`` or ``"sampled"``, with targets drawn from ``seed``.
         total: the number of examples that those seen stand for.
     """
-    way: type[Sums] = RowSums
-    if is_direct(layers, seen):
-        way = LastLayer
-    elif structure == "kron" or (structure == "diag" and _by_layer(model, layers, seen)):
-        way = LayerSums
-    sums, generator = way(model, layers, structure), torch.Generator().manual_seed(seed)
-    device, dtype = device_of(model), dtype_of(model)
-    log_likelihood, count = torch.zeros((), dtype=torch.float64), 0
-    try:
-        for batch in batches:
-            check(batch)
+
+    model: nn.Module
+    layers: list[CoveredLayer]
+    seen: Survey
+    likelihood: Likelihood
+    batches: Callable[[str], Iterable[Any]]
+    check: Callable[[Any], None]
+    structure: str
+    kind: str
+    seed: int
+    total: int | None = None
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters of the layers, by name."""
+        return {name: self.model.get_parameter(name) for layer in self.layers for name in layer.shapes}
+
+    @property
+    def direct(self) -> str | None:
+        """The layer that gives the outputs, where it is the only one covered."""
+        return self.seen.direct if [layer.name for layer in self.layers] == [self.seen.direct] else None
+
+    def examples(self, description: str) -> Iterator[tuple[Any, Tensor]]:
+        """Inputs and targets of every batch, on the network's device."""
+        device, dtype = device_of(self.model), dtype_of(self.model)
+        for batch in self.batches(description):
+            self.check(batch)
             inputs, targets = split_batch(batch)
-            inputs, targets = move(inputs, device, dtype), targets.to(device)
+            yield move(inputs, device, dtype), targets.to(device)
 
-            def hessian(outputs: Tensor, targets: Tensor = targets) -> OutputHessian:
-                return output_hessian(likelihood, outputs, targets, kind, generator)
+    def measure(self) -> Curvature:
+        """Curvature and log-likelihood, by one pass over the data."""
+        way: type[Sums] = RowSums
+        if self.direct is not None:
+            way = LastLayer
+        elif self.structure == "kron" or (self.structure == "diag" and self._by_layer()):
+            way = LayerSums
+        sums = way(self.model, self.layers, self.structure)
+        generator = torch.Generator().manual_seed(self.seed)
+        log_likelihood, count = torch.zeros((), dtype=torch.float64), 0
+        try:
+            for inputs, targets in self.examples("curvature"):
+                hessian = partial(
+                    output_hessian, self.likelihood, targets=targets, kind=self.kind, generator=generator
+                )
+                with torch.no_grad():
+                    outputs = sums.add(inputs, hessian)
+                    log_likelihood += self.likelihood.log_prob(outputs, targets).double().sum().cpu()
+                count += len(outputs)
+        finally:
+            sums.close()
+        if not bool(torch.isfinite(log_likelihood)):
+            raise FlowBNNError(
+                "the log-likelihood of these data is not finite; train, or clean the data", kind="finite"
+            )
+        weight = 1.0 if self.total is None else self.total / count
+        with torch.no_grad():
+            blocks, matrix = sums.blocks(weight)
+        return Curvature(blocks, matrix, float(log_likelihood) * weight, count)
 
-            with torch.no_grad():
-                outputs = sums.add(inputs, hessian)
-                log_likelihood += likelihood.log_prob(outputs, targets).double().sum().cpu()
-            count += len(outputs)
-    finally:
-        sums.close()
-    if not bool(torch.isfinite(log_likelihood)):
-        raise FlowBNNError(
-            "the network's log-likelihood of these data is not finite; train it, or clean the data",
-            kind="finite",
-        )
-    weight = 1.0 if total is None else total / count
-    with torch.no_grad():
-        blocks, matrix = sums.blocks(weight)
-    return Curvature(blocks, matrix, float(log_likelihood) * weight, count)
+    def _by_layer(self) -> bool:
+        """Whether a diagonal can be had from inputs and output gradients: layers called once, with the examples first."""
+
+        def serves(name: str) -> bool:
+            module, shape = self.model.get_submodule(name), self.seen.shapes.get(name, torch.Size())
+            kind = type(module)
+            known = (
+                (kind is nn.Linear and len(shape) == 2)
+                or (kind in CONVOLUTIONS and module.groups == 1)
+                or (kind in BATCH_NORMS and module.running_mean is not None)
+            )
+            called_once = self.seen.calls[name] == 1 and len(shape) > 0 and shape[0] == self.seen.rows
+            return known and called_once and shares_weights(self.model, name) is None
+
+        return all(serves(layer.name) for layer in self.layers)
+
+    def gradient(self, weight: float) -> dict[str, Tensor]:
+        """Of the log-likelihood of all data, each example counted ``weight`` times."""
+        weights = self.weights
+        total = {name: torch.zeros_like(value) for name, value in weights.items()}
+        flags = {name: value.requires_grad for name, value in weights.items()}
+        for value in weights.values():
+            value.requires_grad_()
+        try:
+            for inputs, targets in self.examples("gradient"):
+                with torch.enable_grad():
+                    outputs = flat_outputs(self.model, inputs)
+                    fitted = self.likelihood.log_prob(outputs, targets).sum()
+                parts = torch.autograd.grad(fitted, list(weights.values()), materialize_grads=True)
+                for name, part in zip(total, parts, strict=True):
+                    total[name] += weight * part
+        finally:
+            for name, flag in flags.items():
+                weights[name].requires_grad_(flag)
+        return total

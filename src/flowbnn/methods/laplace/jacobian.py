@@ -11,6 +11,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.methods.fitting import Called
 from flowbnn.posterior.batches import apply, call, rows, take
 from flowbnn.posterior.forward import out_of_memory
 
@@ -34,17 +35,6 @@ def _differentiable() -> Iterator[None]:
         yield
 
 
-class _Caller(nn.Module):
-    """The network, called with whatever form its inputs have."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, inputs)
-
-
 class Jacobian:
     """The derivatives of a network's outputs with respect to some of its weights.
 
@@ -55,7 +45,7 @@ class Jacobian:
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         own = dict(model.named_parameters())
-        self.caller, self.names = _Caller(model), names
+        self.caller, self.names = Called(model), names
         self.values = {f"network.{name}": own[name].detach() for name in names}
         self.size = sum(value.numel() for value in self.values.values())
         self.one_by_one = self.backward_twice = False

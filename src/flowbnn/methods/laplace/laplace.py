@@ -8,7 +8,6 @@ network is differentiated in evaluation mode, with the running statistics of its
 """
 
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -19,13 +18,11 @@ from torch import nn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare
-from flowbnn.methods.laplace.curvature import Curvature, is_direct, measure
-from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
-from flowbnn.methods.laplace.memory import bytes_needed, check_memory
-from flowbnn.methods.laplace.newton import newton_step
+from flowbnn.methods.laplace.curvature import Problem
+from flowbnn.methods.laplace.layers import bytes_needed, check_memory, choose_layers, survey, without_nested
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
-from flowbnn.methods.laplace.prior import with_prior
+from flowbnn.methods.laplace.prior import newton_step, with_prior
 from flowbnn.options import Ge, NonNegative, Positive, options, takes
 from flowbnn.posterior.forward import device_of
 from flowbnn.posterior.point import PointPosterior
@@ -95,66 +92,46 @@ class Laplace(Method):
         check_likelihood(likelihood, self.predictive)
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
-        shown = run.progress and is_main_process()
-        memory = check_memory(self.structure, model, layers, seen, device_of(model))
+        memory = check_memory(self.structure, model, layers, seen)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:
-            decay = 1.0 / ((scale or 1.0) ** 2 * run.count(loader))
-            point = self.start(deepcopy(network), loader, run, decay)
-        model, likelihood = without_nested(point.model).eval(), point.likelihood
-        learns_noise = (
-            not self.epochs
-            and isinstance(likelihood, Gaussian)
-            and likelihood.noise == "learned"
-            and not _brings_noise(run.likelihood)
-        )
+            point = self.start(model, loader, run, 1.0 / ((scale or 1.0) ** 2 * run.count(loader)))
+        model, likelihood = model.eval(), point.likelihood
+        learns_noise = not self.epochs and not _brings_noise(run.likelihood)
         draws_targets = run.seed is None and self.curvature == "sampled"
         seed = int(torch.randint(2**31 - 1, ())) if draws_targets else run.seed or 0
 
         def batches(description: str) -> Any:
-            return track(loader, description, shown)
+            return track(loader, description, run.progress and is_main_process())
 
-        def measured() -> Curvature:
-            return measure(
-                model,
-                layers,
-                seen,
-                likelihood,
-                batches("curvature"),
-                check,
-                structure=self.structure,
-                kind=self.curvature,
-                seed=seed,
-                total=run.num_data,
-            )
-
-        prior = partial(
-            with_prior,
-            model=model,
-            layers=layers,
-            scale=scale,
-            per_layer=self.per_layer,
-            damping=self.damping,
+        problem = Problem(
+            model,
+            layers,
+            seen,
+            likelihood,
+            batches,
+            check,
+            self.structure,
+            self.curvature,
+            seed,
+            run.num_data,
         )
+        prior = partial(with_prior, problem, scale=scale, per_layer=self.per_layer, damping=self.damping)
         devices = [device_of(model)] if device_of(model).type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=run.seed is not None):
             if run.seed is not None:
                 torch.manual_seed(run.seed)  # for a loader that shuffles
             if learns_noise:
                 learn_noise(model, likelihood, batches("noise"))
-            curvature = measured()
+            curvature = problem.measure()
             blocks, precisions, evidence = prior(curvature)
             for _ in range(self.newton):
-                data = batches("gradient")
-                moved = newton_step(
-                    model, layers, likelihood, data, run.num_data, blocks, precisions, curvature, measured
-                )
+                moved = newton_step(problem, curvature, blocks, precisions)
                 if moved is None:
                     break
-                if learns_noise:
-                    learn_noise(model, likelihood, batches("noise"))
-                    moved = measured()
+                if learns_noise and learn_noise(model, likelihood, batches("noise")):
+                    moved = problem.measure()
                 curvature = moved
                 blocks, precisions, evidence = prior(curvature)
         return LaplacePosterior(
@@ -164,7 +141,7 @@ class Laplace(Method):
             self.predictive,
             log_evidence=evidence,
             precisions=precisions,
-            direct=seen.direct if is_direct(layers, seen) else None,
+            direct=problem.direct,
             memory=memory,
             history=point.history,
         )

@@ -1,35 +1,40 @@
-"""Which layers a Laplace approximation covers, seen by running a few rows, and whether its structure can serve them."""
+"""Which layers a Laplace approximation covers, whether its structure can serve them, and the memory that it needs for them."""
 
+import logging
+import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.methods.laplace.blocks import Shapes
+from flowbnn.methods.laplace.jacobian import ROW_BYTES
 from flowbnn.posterior.batches import call, rows, take
-from flowbnn.posterior.forward import evaluating
+from flowbnn.posterior.forward import device_of, evaluating
 
-__all__ = ["CoveredLayer", "Survey", "choose_layers", "shares_weights", "survey", "without_nested"]
+__all__ = [
+    "CoveredLayer",
+    "Survey",
+    "bytes_needed",
+    "check_memory",
+    "choose_layers",
+    "shares_weights",
+    "survey",
+    "without_nested",
+]
 
+REFUSED, WARNED = 1 / 2, 1 / 8  # of the memory that is free
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,6 @@ def choose_layers(model: nn.Module, seen: Survey, which: str, structure: str) ->
         names = seen.order[-1:]
     else:
         names = [name for name in layers if which == "all" or fnmatchcase(name, which)]
-    if not names:
-        close = nearest(which, ["last", "all", *layers])
-        raise FlowBNNError(f"layers='{which}' matches no layer with weights{close}", argument="layers")
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     covered, taken = [], set[str]()
     for name in names:
@@ -160,11 +162,12 @@ def choose_layers(model: nn.Module, seen: Survey, which: str, structure: str) ->
         if fresh:
             covered.append(CoveredLayer(name, fresh))
     if not covered:
-        raise FlowBNNError(
-            f"layers='{which}' leaves no weights for a Laplace approximation: they are frozen, or belong to normalization layers, "
-            "which 'kron' keeps as trained",
-            argument="layers",
+        trouble = (
+            "leaves no weights: they are frozen, or of normalization layers, which 'kron' keeps as trained"
         )
+        if not names:
+            trouble = f"matches no layer with weights{nearest(which, ['last', 'all', *layers])}"
+        raise FlowBNNError(f"layers='{which}' {trouble}", argument="layers")
     return covered
 
 
@@ -197,3 +200,70 @@ def _unfit_for_kron(model: nn.Module, name: str, module: nn.Module, seen: Survey
     if seen.calls[name] != 1:
         return f"which is called {seen.calls[name]} times in one pass"
     return None
+
+
+def bytes_needed(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
+    """Bytes at the peak of a fit: sums in float64, their eigenvectors, and the Jacobians that are held at once."""
+    parameters = [[model.get_parameter(name) for name in layer.shapes] for layer in layers]
+    weights = sum(parameter.numel() for layer in parameters for parameter in layer)
+    element = max(parameter.element_size() for layer in parameters for parameter in layer)
+    row, jacobians = 3 * weights * element, 0
+    if [layer.name for layer in layers] != [seen.direct]:
+        jacobians = max(row, min(ROW_BYTES, row * seen.outputs * seen.batch))
+    if structure == "diag":
+        return 8 * 3 * weights + jacobians
+    factors = [weights]
+    if structure == "kron":
+        jacobians = 0
+        factors = [sum(p[0].numel() if p.ndim > 1 else 1 for p in layer) for layer in parameters]
+        factors += [len(layer[0]) if layer[0].ndim else 1 for layer in parameters]
+    # the sums and their eigenvectors, and what finding the largest ones takes
+    return 8 * (2 * sum(size**2 for size in factors) + 4 * max(factors) ** 2) + jacobians
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory, or None where it is not known."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + spare)
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")  # a container may have less than the machine
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    if not free and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return max(0, min(free)) if free else None
+
+
+def readable(count: float) -> str:
+    """Bytes for people.
+
+    >>> readable(1536), readable(7e12)
+    ('1.5 kB', '6.37 TB')
+    """
+    unit = 0
+    while count >= 1024 and unit < 5:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[unit]}"
+
+
+def check_memory(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
+    """The bytes that are needed: logged always, a warning where they are many, an error where they are too many."""
+    needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device_of(model))
+    weights = sum(model.get_parameter(name).numel() for layer in layers for name in layer.shapes)
+    line = f"a '{structure}' Laplace approximation of {weights:,} weights needs {readable(needed)} of memory"
+    logging.getLogger("flowbnn").info(line)
+    if free is None or needed <= WARNED * free:
+        return needed
+    line += f", and {readable(free)} are free"
+    if needed <= REFUSED * free:
+        warnings.warn(FlowBNNWarning(line, kind="memory", needed=needed, free=free))
+        return needed
+    others = {name: bytes_needed(name, model, layers, seen) for name in ("kron", "diag") if name != structure}
+    cheaper = [f"'{name}' ({readable(less)})" for name, less in others.items() if less < needed]
+    advice = " or ".join([*cheaper, "fewer layers (layers='last' or a glob)"])
+    raise FlowBNNError(f"{line}: take {advice}", kind="memory", needed=needed, free=free)

@@ -84,16 +84,16 @@ OutputHessian = Exact | OuterProducts
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Refuse a likelihood whose Hessian in the outputs is not known, or that has no probit approximation."""
     known = isinstance(likelihood, Categorical | Bernoulli | Gaussian)
+    reason = ""
     if not known or (isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"):
-        raise FlowBNNError(
+        reason = (
             f"Laplace takes a Categorical, a Bernoulli or a Gaussian likelihood with known or learned noise, not {likelihood!r}; "
-            "DeepEnsemble and SWAG take noise='predicted'",
-            kind="likelihood",
+            "DeepEnsemble and SWAG take noise='predicted'"
         )
-    if predictive == "probit" and isinstance(likelihood, Gaussian):
-        raise FlowBNNError(
-            "predictive='probit' is for classes; regression takes 'linearized'", kind="likelihood"
-        )
+    elif predictive == "probit" and isinstance(likelihood, Gaussian):
+        reason = "predictive='probit' is for classes; regression takes 'linearized'"
+    if reason:
+        raise FlowBNNError(reason, kind="likelihood")
 
 
 def output_hessian(

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
@@ -17,7 +16,7 @@ from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import call, move, take
 from flowbnn.posterior.forward import device_of, dtype_of, evaluating
-from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
 from flowbnn.training import History
 
 __all__ = ["LaplacePosterior", "PredictiveName"]
@@ -101,11 +100,7 @@ class LaplacePosterior(WeightPosterior):
         return {name: value - self.centre[name] for name, value in self.weights(index, seed).items()}
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        missing = next((name for name in self.names if name not in values), None)
-        if missing is not None:
-            raise FlowBNNError(
-                f"log_prob needs all weights of the posterior; '{missing}' is missing", argument=missing
-            )
+        check_all_given(self.names, values)
         total = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
         for block in self.blocks:
             moved = {name: values[name].to(self.centre[name]) - self.centre[name] for name in block.shapes}
@@ -223,9 +218,7 @@ class LaplacePosterior(WeightPosterior):
         return {**{name: getattr(self, name) for name in names}, "blocks": blocks}
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "LaplacePosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         blocks, given = [], dict(settings)
         for index, saved in enumerate(given.pop("blocks")):
             tensors = {name: state[name] for name in state if name.startswith(f"{index}.")}

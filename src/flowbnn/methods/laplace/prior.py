@@ -1,4 +1,4 @@
-r"""The evidence of a Laplace approximation, and the prior precision at which it is highest.
+r"""The evidence of a Laplace approximation, the prior precision at which it is highest, and the mode under that prior.
 
 .. math:: \log p(D) \approx \log p(D \mid \hat w) + \tfrac12 \sum_g (n_g \log \delta_g - \delta_g \|\hat w_g\|^2)
           - \tfrac12 \log\det (H + \delta)
@@ -9,13 +9,13 @@ with one precision :math:`\delta_g` for all layers or for each (MacKay 1992; Dax
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.laplace.blocks import Block, Full
-from flowbnn.methods.laplace.curvature import Curvature
-from flowbnn.methods.laplace.layers import CoveredLayer
+from flowbnn.methods.laplace.curvature import Curvature, Problem
 
-__all__ = ["best_precision", "best_precisions", "with_prior"]
+__all__ = ["best_precision", "best_precisions", "newton_step", "with_prior"]
 
 LEAST, MOST = 1e-10, 1e10  # of a prior precision
 
@@ -67,12 +67,7 @@ def _diagonal(like: Tensor, sizes: list[int], deltas: list[float]) -> Tensor:
 
 
 def with_prior(
-    curvature: Curvature,
-    model: nn.Module,
-    layers: list[CoveredLayer],
-    scale: float | None,
-    per_layer: bool,
-    damping: float,
+    problem: Problem, curvature: Curvature, scale: float | None, per_layer: bool, damping: float
 ) -> tuple[list[Block], dict[str, float], float]:
     """The blocks with their prior, its precision for each layer, and the log evidence.
 
@@ -80,7 +75,8 @@ def with_prior(
         scale: standard deviation of the prior; None takes the one with the highest evidence, for each layer with ``per_layer``.
         damping: added to the precision of the blocks after the evidence has been computed.
     """
-    weights = [[model.get_parameter(name).detach() for name in layer.shapes] for layer in layers]
+    layers = problem.layers
+    weights = [[problem.weights[name].detach() for name in layer.shapes] for layer in layers]
     sizes = [sum(weight.numel() for weight in parts) for parts in weights]
     squares = [sum(float(weight.double().square().sum()) for weight in parts) for parts in weights]
     blocks, matrix = curvature.blocks, curvature.matrix
@@ -106,3 +102,45 @@ def with_prior(
     for block in blocks:
         block.prior += damping
     return blocks, {layer.name: delta for layer, delta in zip(layers, deltas, strict=True)}, evidence
+
+
+def newton_step(
+    problem: Problem, curvature: Curvature, blocks: list[Block], precisions: dict[str, float]
+) -> Curvature | None:
+    """A step of Newton's method to the mode of the posterior, halved until the density grows.
+
+    Returns the curvature there; None, with the weights as they were, if no step makes it grow.
+
+    Args:
+        curvature, blocks, precisions: at the present weights.
+    """
+    priors = {name: precisions[layer.name] for layer in problem.layers for name in layer.shapes}
+    weights = problem.weights
+    start = {name: value.detach().clone() for name, value in weights.items()}
+    slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
+    uphill = {name: slope[name] - priors[name] * value for name, value in start.items()}
+    step = {name: value for block in blocks for name, value in block.solve(uphill).items()}
+
+    def log_density(curvature: Curvature) -> float:
+        squares = (
+            priors[name] * float(value.detach().double().square().sum()) for name, value in weights.items()
+        )
+        return curvature.log_likelihood - 0.5 * sum(squares)
+
+    @torch.no_grad()
+    def move_by(share: float) -> None:
+        for name, value in start.items():
+            weights[name].copy_(value + share * step[name] if share else value)
+
+    before = log_density(curvature)
+    slack = 1e-9 if next(iter(start.values())).dtype == torch.float64 else 1e-6
+    for halvings in range(12):
+        move_by(0.5**halvings)
+        try:
+            after = problem.measure()
+        except FlowBNNError:  # too far: the likelihood is not finite there
+            continue
+        if log_density(after) >= before - slack * abs(before):
+            return after
+    move_by(0.0)
+    return None

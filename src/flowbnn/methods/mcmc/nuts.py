@@ -1,16 +1,8 @@
-"""The No-U-Turn sampler: Hamiltonian Monte Carlo that chooses the length of its trajectories itself.
-
-Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
-"""
-
-from collections.abc import Sequence
-from typing import Annotated
+"""The transition of the No-U-Turn sampler (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), of several chains at once."""
 
 import torch
 from torch import Tensor
 
-from flowbnn.methods.base import register_method
-from flowbnn.methods.mcmc.base import ChainMethod
 from flowbnn.methods.mcmc.hamiltonian import (
     DIVERGENT,
     Potential,
@@ -23,41 +15,8 @@ from flowbnn.methods.mcmc.hamiltonian import (
     leapfrog,
     uniforms,
 )
-from flowbnn.options import Interval, options
 
-__all__ = ["NUTS", "nuts_kernel"]
-
-
-@register_method
-@options(kw_only=True, repr=False)
-class NUTS(ChainMethod):
-    """The No-U-Turn sampler with multinomial weights; see :class:`ChainMethod`.
-
-    Args:
-        max_depth: doublings of a trajectory at most, which then has ``2 ** max_depth - 1`` steps.
-
-    >>> import flowbnn as fb
-    >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> method = fb.NUTS(samples=50, warmup=50, chains=2, epochs=0)
-    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
-    >>> posterior.diagnostics().divergences
-    0
-    """
-
-    max_depth: Annotated[int, Interval(ge=1, le=15)] = 10
-
-    def transition(
-        self,
-        potential: Potential,
-        state: State,
-        step_size: Tensor,
-        inverse_mass: Tensor,
-        sources: Sequence[torch.Generator],
-    ) -> tuple[State, Transition]:
-        return nuts_kernel(potential, state, step_size, inverse_mass, sources, self.max_depth)
-
-    def gradients_per_transition(self) -> float:
-        return 2.0 ** min(6, self.max_depth) - 1  # trajectories of networks have 2**5 to 2**7 steps
+__all__ = ["nuts_kernel"]
 
 
 def nuts_kernel(

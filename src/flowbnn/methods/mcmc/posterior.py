@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -149,9 +149,7 @@ class ChainPosterior(MemberPosterior):
         return self.sampler
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "ChainPosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         members = {k.removeprefix("member."): v for k, v in state.items() if k.startswith("member.")}
         record = {k.removeprefix("record."): v.cpu() for k, v in state.items() if k.startswith("record.")}
         return cls(point.model, point.likelihood, members, point.history, record=record, sampler=settings)

@@ -21,7 +21,7 @@ from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
-from flowbnn.methods.fitting import Bundle, undisturbed
+from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
 from flowbnn.posterior.batches import join, move, split_batch, take, tensors_of
@@ -93,8 +93,7 @@ class NetworkPotential:
         prior_loc: float,
         prior_scale: float,
     ) -> None:
-        self.bundle, self.data = Bundle(model, likelihood), data
-        self.bundle.eval()
+        self.model, self.likelihood, self.data = Called(model.eval()), likelihood.eval(), data
         self.scale = num_data / len(data.targets)
         self.prior_loc, self.prior_scale = prior_loc, prior_scale
         self.vectorised: bool | None = None  # not known yet
@@ -114,7 +113,7 @@ class NetworkPotential:
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
         """What that network gives."""
         values = {f"network.{name}": value for name, value in self.weights(vector).items()}
-        return functional_call(self.bundle, values, (inputs,))
+        return functional_call(self.model, values, (inputs,))
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Energies ``[C]`` in float64 and gradients ``[C, D]``."""
@@ -146,7 +145,7 @@ class NetworkPotential:
         """The negative log-likelihood of some examples for each chain, and its gradient."""
 
         def energy(vector: Tensor) -> Tensor:
-            fitted = self.bundle.likelihood.log_prob(self.outputs(vector, inputs), targets)
+            fitted = self.likelihood.log_prob(self.outputs(vector, inputs), targets)
             return -self.scale * fitted.sum(dtype=torch.float64)
 
         if vectorised and len(position) > 1:
@@ -159,7 +158,7 @@ class NetworkPotential:
 
         Unlike weights, they do not depend on the order of hidden units.
         """
-        inputs, likelihood = self.data.first(most).inputs, self.bundle.likelihood
+        inputs, likelihood = self.data.first(most).inputs, self.likelihood
         values = []
         with torch.no_grad():
             for vector in positions.flatten(0, 1):
@@ -176,17 +175,16 @@ class NetworkPotential:
         vector = self.start.detach()[None]
         first, slope = self(vector)
         again, _ = self(vector)
+        kind, reason = "", ""
         if not bool(torch.isfinite(first).all() and torch.isfinite(slope).all()):
-            raise FlowBNNError(
-                f"the log-likelihood of this network or its gradient is not finite, so {name} has nowhere to start",
-                kind="finite",
+            kind, reason = "finite", "its log-likelihood or the gradient is not finite"
+        elif not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
+            kind, reason = (
+                "random",
+                "it gives other outputs at every pass (dropout that stays on?); fb.MCDropout can",
             )
-        if not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
-            raise FlowBNNError(
-                f"this network gives other outputs at every pass in evaluation mode (dropout that stays on?), and {name} needs a "
-                "deterministic one; fb.MCDropout serves networks with dropout",
-                kind="random",
-            )
+        if kind:
+            raise FlowBNNError(f"{name} cannot sample this network: {reason}", kind=kind)
 
 
 class WeightPotential(NetworkPotential):
@@ -243,22 +241,22 @@ def noise_sites(model: nn.Module, layers: str | None, name: str) -> dict[str, nn
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     sites = {key: part for key, part in model.named_modules() if wrappable(part) and id(part) not in inner}
     chosen = {key: part for key, part in sites.items() if layers is None or fnmatchcase(key, layers)}
-    if not chosen:
-        reason = (
-            f"layers={layers!r} matches no layer{nearest(layers, sites)}"
-            if layers is not None
-            else f"this network has no layer that could carry noise; sample its weights with {name}(over='weights')"
-        )
-        raise FlowBNNError(reason, kind="layers", argument="layers")
     uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
+    reason, fields = "", {"kind": "layers", "argument": "layers"}
+    if not chosen and layers is not None:
+        reason = f"layers={layers!r} matches no layer{nearest(layers, sites)}"
+    elif not chosen:
+        reason = f"this network has no layer that could carry noise; sample its weights with {name}(over='weights')"
     for key, part in chosen.items():
         shared = absorbs(part) and uses[id(part.weight)] > 1
         if shared or not absorbs(part):
-            reason = "whose weight another layer shares" if shared else "that cannot take it into its weight"
-            raise FlowBNNError(
-                f"{name}(over='noise') cannot serve layer '{key}', a {type(part).__name__} {reason}; leave it out with layers=..., "
+            why = "whose weight another layer shares" if shared else "that cannot take it into its weight"
+            reason, fields = (
+                f"{name}(over='noise') cannot serve layer '{key}', a {type(part).__name__} {why}; leave it out with layers=..., "
                 "or use fb.NodeNoise",
-                kind="layer",
-                layer=key,
+                {"kind": "layer", "layer": key},
             )
+            break
+    if reason:
+        raise FlowBNNError(reason, **fields)
     return chosen

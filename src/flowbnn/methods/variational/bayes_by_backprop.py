@@ -10,7 +10,7 @@ What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
 from flowbnn.methods.variational.gaussian_weights import DrawnWeights, GaussianWeights
-from flowbnn.methods.variational.selection import LayerChoice, base_scales, chosen_weights, ways_of
+from flowbnn.methods.variational.layers import LayerChoice, base_scales, chosen_weights, ways_of
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
@@ -234,8 +234,6 @@ class GaussianWeightPosterior(WeightPosterior):
         return {f"std.{name}": value.contiguous() for name, value in self.std.items()}
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "GaussianWeightPosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         std = {name.removeprefix("std."): value for name, value in state.items() if name.startswith("std.")}
         return cls(point.model, point.likelihood, std, history=point.history)

@@ -8,19 +8,18 @@ So the draw and the KL of all layers take the few operations on long vectors tha
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.methods.variational.estimators import flipout_noise, local_noise
+from flowbnn.methods.variational.layers import Way, flipout_noise, local_noise
 from flowbnn.noise import current_share
 
-__all__ = ["DrawnWeights", "GaussianWeights", "Places", "Way", "gaussian_kl", "mixture_kl"]
+__all__ = ["DrawnWeights", "GaussianWeights", "Places", "gaussian_kl", "mixture_kl"]
 
-Way = Literal["reparameterization", "local", "flipout"]
 _WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
 
 

@@ -7,7 +7,7 @@ best ELBO is at least the factorized Gaussian's and at most the evidence. The fo
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
@@ -20,17 +20,17 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import FLOWS, Variational, fit_elbo
-from flowbnn.methods.variational.estimators import is_linear_map
-from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights, Served
-from flowbnn.methods.variational.selection import (
+from flowbnn.methods.variational.layers import (
     LayerChoice,
     base_scales,
     chosen_weights,
+    is_linear_map,
     owners,
     seen_by,
     tied,
     title,
 )
+from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights, Served
 from flowbnn.noise import FlowNoise, Recipe, recipe_from_dict
 from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -235,12 +235,6 @@ class MNFPosterior(WeightPosterior):
         normal = standard_normal(torch.Size((self.distribution.size,)), like.dtype, like.device, source)
         with torch.no_grad():
             return self.distribution.draw(normal)
-
-    def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        raise FlowBNNError(
-            "the density of multiplicative flows is an integral over z that has no formula; the posterior can be sampled, "
-            "and BayesByBackprop's has a density"
-        )
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.methods.variational.estimators import local_noise, rows_of
 from flowbnn.methods.variational.gaussian_weights import Places, gaussian_kl
+from flowbnn.methods.variational.layers import local_noise, rows_of
 from flowbnn.noise import current_share
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import Transform
