@@ -76,7 +76,7 @@ def test_regression_is_a_first_class_citizen():
     model = fb.to_stochastic(
         nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)), {"*": fb.noise.NormalAffine()}
     )
-    data = loader(TensorDataset(x, y))
+    data = DataLoader(TensorDataset(x, y), batch_size=100, shuffle=True)
     posterior = fb.fit(model, data, epochs=40, weight_lr=0.02, noise_lr=0.02, warmup=0.3, **QUIET)
     assert isinstance(posterior.likelihood, fb.likelihoods.Gaussian)
     assert float(posterior.likelihood.log_scale.detach().exp()) == pytest.approx(0.5, rel=0.25)

@@ -21,15 +21,10 @@ def stationary(rate: float, number: int, covariance: torch.Tensor) -> torch.Tens
 def test_a_conjugate_regression_with_the_bias_of_its_step_size():
     inputs, targets, mean, covariance = regression()
     method = fb.SGLD(
-        lr=0.05, epochs=1500, samples=1400, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
+        lr=0.05, epochs=15, samples=1400, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
     )
-    posterior = method.fit(
-        nn.Linear(2, 1).double(),
-        [(inputs, targets)],
-        likelihood=fb.likelihoods.Gaussian(noise=0.5),
-        seed=0,
-        **QUIET,
-    )
+    known = {"likelihood": fb.Gaussian(noise=0.5), "num_data": len(inputs), "seed": 0}
+    posterior = method.fit(nn.Linear(2, 1).double(), [(inputs, targets)] * 100, **known, **QUIET)
     draws = posterior.draws(1400)
     draws = torch.cat([draws["weight"].flatten(1), draws["bias"]], 1)[None]
     expected = stationary(0.05, len(inputs), covariance)

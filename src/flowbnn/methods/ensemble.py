@@ -74,7 +74,7 @@ class DeepEnsemble(Method):
         if folder is not None and folder.suffix == ".safetensors":
             line = f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'"
             raise FlowBNNError(line, argument="checkpoint")
-        if run.validation is not None and run.devices in (1, "1"):
+        if hasattr(run.validation, "__iter__") and run.devices in (1, "1"):
             run = replace(run, validation=Aside(run.validation))
         settings: dict[str, Any] = {
             "lr": self.lr,
