@@ -123,23 +123,21 @@ class Method:
         """A copy of the network to work on, and the options of the run; what is wrong with either is said here."""
         kind = type(self).__name__
         misplaced = next((field.name for field in fields(self) if field.name in given), None)
-        if misplaced is not None:
-            raise FlowBNNError(
-                f"{misplaced} is a setting of the method: {kind}({misplaced}={' '.join(repr(given[misplaced]).split()):.60})",
-                kind="unknown setting",
-                argument=misplaced,
-            )
-        run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
-        check_loader(loader)
         reason = None
-        if not isinstance(network, nn.Module):
+        if misplaced is not None:
+            shown = " ".join(repr(given[misplaced]).split())
+            reason = f"{misplaced} is a setting of the method: {kind}({misplaced}={shown:.60})"
+        elif not isinstance(network, nn.Module):
             reason = f"{kind} takes a network (nn.Module), not a {type(network).__name__}"
         elif noise_layers(network):
             reason = f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
         elif not any(parameter.requires_grad for parameter in network.parameters()):
             reason = "this network has no weights to learn: it has no parameters, or all are frozen"
         if reason is not None:
-            raise FlowBNNError(reason, kind="network", argument="network")
+            problem = "unknown setting" if misplaced else "network"
+            raise FlowBNNError(reason, kind=problem, argument=misplaced or "network")
+        run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
+        check_loader(loader)
         return deepcopy(network), run
 
     def start(

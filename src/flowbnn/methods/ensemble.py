@@ -71,9 +71,6 @@ class DeepEnsemble(Method):
         seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
         likelihood, _, _ = prepare(plain, loader, run.likelihood, seed)
         folder = None if run.checkpoint is None else Path(run.checkpoint)
-        if folder is not None and folder.suffix == ".safetensors":
-            line = f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'"
-            raise FlowBNNError(line, argument="checkpoint")
         if hasattr(run.validation, "__iter__") and run.devices in (1, "1"):
             run = replace(run, validation=Aside(run.validation))
         settings: dict[str, Any] = {
@@ -88,8 +85,13 @@ class DeepEnsemble(Method):
             device = device_of(plain)
             batch = (move(inputs, device, dtype_of(plain)), targets.to(device))
             apart = why_apart(plain, likelihood, *batch, loader, self.optimizer, run)
-        if self.together is True and apart is not None:
-            raise FlowBNNError(f"members cannot be trained together: {apart}; say together=False")
+        reason, single = None, folder is not None and folder.suffix == ".safetensors"
+        if single:
+            reason = f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'"
+        elif self.together is True and apart is not None:
+            reason = f"members cannot be trained together: {apart}; say together=False"
+        if reason is not None:
+            raise FlowBNNError(reason, argument="checkpoint" if single else "together")
         stack = self.together is not False and apart is None
         points: list[PointPosterior] = []
         histories: list[History] = []

@@ -98,10 +98,9 @@ class SWAG(Method):
         joined = History(
             before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
         )
-        fixed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
-        posterior = SWAGPosterior(
-            point.model, point.likelihood, mean, variance, deviations, self.scale, joined, fixed_seed=fixed
-        )
+        seed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
+        moments = mean, variance, deviations
+        posterior = SWAGPosterior(point.model, point.likelihood, *moments, self.scale, joined, None, seed)
         with torch.no_grad():
             for name, value in posterior.cut(mean).items():
                 posterior.parameters[name].copy_(value)
@@ -224,8 +223,7 @@ class SWAGPosterior(WeightPosterior):
     training data under it; ``seed`` then changes nothing, and more samples than the list has begin anew.
 
     Args:
-        model: the network, whose learned weights are at the mean.
-        likelihood: the observation model.
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`; the learned weights are at the mean.
         mean, variance: of the weights, flat.
         deviations: the last K deviations from the running mean ``[K, P]``; K may be 0.
         scale: :math:`s`; 0.5 is the paper's.

@@ -29,15 +29,13 @@ class LaplacePosterior(WeightPosterior):
     r"""Weights :math:`w \sim \mathcal N(\hat w, (H + \delta I)^{-1})` of some layers; the others are fixed.
 
     Args:
-        model: the network with the weights :math:`\hat w`.
-        likelihood: observation model of the targets given the outputs.
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`; the weights are :math:`\hat w`.
         blocks: the Gaussians around zero, with the precision of the prior in each.
         predictive: how :meth:`predict` gets from weights to outputs: ``"linearized"``, ``"sampled"`` or ``"probit"``.
         log_evidence: Laplace's estimate of the log marginal likelihood of the training data.
         precisions: of the prior, by layer.
         direct: the layer that gives the outputs, where it is the only one covered.
         memory: bytes that the fit needed.
-        history: the training record.
     """
 
     kind: ClassVar[str] = "laplace"

@@ -71,10 +71,8 @@ class ChainPosterior(MemberPosterior):
     """The draws of Markov chains over weights.
 
     Args:
-        model: the network.
-        likelihood: observation model of the targets given the outputs.
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
         members: weights ``{name: [C * S, ...]}``, chain after chain.
-        history: the record of the training before the chains.
         record: for each draw ``[C, S]`` its ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``; ``outputs``,
             function values ``[C, S, K]``; ``step_size``, of every chain.
         sampler: the method and its settings, as plain values.

@@ -62,8 +62,8 @@ class Variational(Method):
 
     Args:
         epochs: at least 1.
-        base_scale: how wide the posterior is at the start.
-        noise_lr: learning rate of all but the weights or their means.
+        base_scale: standard deviations at the start; of weights as a share of the size (root mean square) of each weight tensor.
+        lr, noise_lr: learning rates of the weights or their means, and of all else.
         beta, warmup: weight of the KL, and the first share of the run over which it grows from 0.
         samples: draws per step.
     """

@@ -10,6 +10,7 @@ What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -52,10 +53,6 @@ class BayesByBackprop(Variational):
             feature map as independent, and both others cost a second convolution. Tied weights are always drawn plainly.
         layers: which layers are Bayesian: a name or glob (``"fc*"``; a name covers what is inside), a class, or a predicate
             ``(name, module) -> bool``. All but normalisation layers unless given.
-        base_scale: standard deviations at the start, as a share of the size (root mean square) of each weight tensor.
-        lr, noise_lr: learning rates of the means, and of the log standard deviations (and of the likelihood's noise).
-        beta, warmup: weight of the KL, and the first share of the run over which it grows from 0.
-        samples: draws per step.
         kl_samples: fresh draws for each estimate of the KL to a mixture.
 
     >>> import torch
@@ -97,16 +94,8 @@ class BayesByBackprop(Variational):
             {"name": "means", "params": [weights.mean], "lr": self.lr},
             {"name": "deviations", "params": [weights.log_std], "lr": self.noise_lr},
         ]
-        fit_elbo(
-            posterior,
-            around,
-            lambda: weights.divergence(self.prior_scale, mixture, self.kl_samples),
-            groups,
-            self,
-            loader,
-            check,
-            run,
-        )
+        divergence = partial(weights.divergence, self.prior_scale, mixture, self.kl_samples)
+        fit_elbo(posterior, around, divergence, groups, self, loader, check, run)
         around.release()
         posterior.follow()
         posterior.live = None
@@ -122,11 +111,9 @@ class GaussianWeightPosterior(WeightPosterior):
     The network itself holds the means, so that it is the mean network; :meth:`sample` gives a copy with weights drawn around them.
 
     Args:
-        model: the network.
-        likelihood: the observation model.
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
         std: standard deviations, by the names of the parameters that have one; the others are points.
         mean: means, written to the network; its own weights unless given.
-        history: the training record.
 
     >>> import flowbnn as fb
     >>> layer = nn.Linear(2, 1)
@@ -147,14 +134,14 @@ class GaussianWeightPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         own = dict(model.named_parameters())
-        for name, value in [*std.items(), *(mean or {}).items()]:
+        reason = None if std else "a Gaussian over weights needs standard deviations of at least 0"
+        for name, value in [*(mean or {}).items(), *std.items()]:
             if name not in own or value.shape != own[name].shape:
-                raise FlowBNNError(
-                    f"the network has no weight '{name}' of shape {tuple(value.shape)}", layer=name
-                )
-        wrong = next((name for name, value in std.items() if not bool((value >= 0).all())), None)
-        if not std or wrong is not None:
-            raise FlowBNNError("a Gaussian over weights needs standard deviations of at least 0", layer=wrong)
+                reason = f"the network has no weight '{name}' of shape {tuple(value.shape)}"
+            elif name in std and not bool((std[name] >= 0).all()):
+                reason = f"the standard deviations of '{name}' must be at least 0"
+        if reason is not None:
+            raise FlowBNNError(reason, argument="std")
         with torch.no_grad():
             for name, value in (mean or {}).items():
                 own[name].copy_(value)
@@ -214,9 +201,8 @@ class GaussianWeightPosterior(WeightPosterior):
             min(count, high - low), mean.numel()
         )  # made once: fresh memory is slow to touch
         for start in range(low, high, count):
-            sources = [
-                generator_of(seed, index, mean.device) for index in range(start, min(start + count, high))
-            ]
+            indices = range(start, min(start + count, high))
+            sources = [generator_of(seed, index, mean.device) for index in indices]
             rows = room[: len(sources)]
             standard_normals(mean.numel(), mean.dtype, mean.device, sources, rows)
             torch.addcmul(mean, std, rows, out=rows)

@@ -9,6 +9,7 @@ best ELBO is at least the factorized Gaussian's and at most the evidence. The fo
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -57,11 +58,7 @@ class MNF(Variational):
         layers: which layers: a name or glob, a class, or a predicate ``(name, module) -> bool``. A layer that is neither linear
             nor a convolution is then refused. Unless given, all linear and convolution layers; others keep plain weights, with
             a warning that names one, and normalisation layers do without.
-        base_scale: standard deviations of the weights at the start, as a share of the size of each weight tensor.
         z_scale: standard deviation of ``z`` at the start, around one: nearly a factorized Gaussian, from which the flow departs.
-        lr, noise_lr: learning rates of the means, and of everything else.
-        beta, warmup: weight of the KL, and the first share of the run over which it grows from 0.
-        samples: passes per step.
         kl_samples: fresh draws of ``z`` for each estimate of the KL.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -103,41 +100,26 @@ class MNF(Variational):
         likelihood, inputs, check = prepare(model, loader, run.likelihood, run.seed)
         served = served_layers(model, candidates, inputs)
         own = dict(model.named_parameters())
-        recipe, scales = (
-            self.recipe(),
-            base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0),
-        )
+        scales = base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0)
+        sizes, recipe = [float(scales[one.weight].flatten()[0]) for one in served], self.recipe()
         with torch.random.fork_rng([], enabled=run.seed is not None):
             if run.seed is not None:
                 torch.default_generator.manual_seed(run.seed)
             parts = [
-                _part(
-                    model, one, self.base_scale * float(scales[one.weight].flatten()[0]), self.z_scale, recipe
-                )
-                for one in served
+                _part(model, one, self.base_scale * size, self.z_scale, recipe)
+                for one, size in zip(served, sizes, strict=True)
             ]
         around = MultiplicativeWeights(model, served, parts)
         posterior = MNFPosterior(model, likelihood, around, recipe)
         means = [parameter for part in parts for parameter in part.means()]
         known = {id(parameter) for parameter in means}
+        others = [p for p in around.parts.parameters() if id(p) not in known]
         groups = [
             {"name": "means", "params": means, "lr": self.lr},
-            {
-                "name": "noise",
-                "params": [p for p in around.parts.parameters() if id(p) not in known],
-                "lr": self.noise_lr,
-            },
+            {"name": "noise", "params": others, "lr": self.noise_lr},
         ]
-        fit_elbo(
-            posterior,
-            around,
-            lambda: around.divergence(self.prior_scale, self.kl_samples),
-            groups,
-            self,
-            loader,
-            check,
-            run,
-        )
+        divergence = partial(around.divergence, self.prior_scale, self.kl_samples)
+        fit_elbo(posterior, around, divergence, groups, self, loader, check, run)
         around.release()
         around.eval()
         posterior.settle()
@@ -205,11 +187,9 @@ class MNFPosterior(WeightPosterior):
     The network itself holds the weights at the mean of ``z`` (over 4,096 draws).
 
     Args:
-        model: the network.
-        likelihood: the observation model.
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
         weights: the distribution.
         recipe: of the flow, for saving.
-        history: the training record.
     """
 
     kind: ClassVar[str] = "multiplicative flows"
