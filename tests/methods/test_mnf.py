@@ -135,7 +135,12 @@ def test_elbo_lies_between_mean_field_and_evidence(flow):
     rates = {"lr": 0.05, "noise_lr": 0.03, "schedule": cosine}
     method = fb.MNF(flow, epochs=5, kl_samples=32, prior_scale=PRIOR, **rates)
     posterior = method.fit(
-        network, many_rows(batches) * 30, num_data=24, likelihood=fb.likelihoods.Gaussian(NOISE), seed=0, **QUIET
+        network,
+        many_rows(batches) * 30,
+        num_data=24,
+        likelihood=fb.likelihoods.Gaussian(NOISE),
+        seed=0,
+        **QUIET,
     )
     draws = posterior.draws(1_500, seed=1)["weight"][:, 0]
     with torch.no_grad():

@@ -23,7 +23,7 @@ def test_a_conjugate_regression_with_the_bias_of_its_step_size():
     method = fb.SGLD(
         lr=0.05, epochs=15, samples=1400, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
     )
-    known = {"likelihood": fb.Gaussian(noise=0.5), "num_data": len(inputs), "seed": 0}
+    known = {"likelihood": fb.likelihoods.Gaussian(noise=0.5), "num_data": len(inputs), "seed": 0}
     posterior = method.fit(nn.Linear(2, 1).double(), [(inputs, targets)] * 100, **known, **QUIET)
     draws = posterior.draws(1400)
     draws = torch.cat([draws["weight"].flatten(1), draws["bias"]], 1)[None]
