@@ -133,10 +133,10 @@ def test_noise_that_never_moves_is_mean_field():
 def test_elbo_lies_between_mean_field_and_evidence(flow):
     problem, network, batches, _ = conjugate(bias=False)
     rates = {"lr": 0.05, "noise_lr": 0.03, "schedule": cosine}
-    method = fb.MNF(flow, epochs=5, kl_samples=32, prior_scale=PRIOR, **rates)
+    method = fb.MNF(flow, epochs=10, kl_samples=32, prior_scale=PRIOR, **rates)
     posterior = method.fit(
         network,
-        many_rows(batches) * 30,
+        many_rows(batches) * 25,
         num_data=24,
         likelihood=fb.likelihoods.Gaussian(NOISE),
         seed=0,

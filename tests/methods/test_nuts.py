@@ -123,7 +123,7 @@ def test_a_step_that_is_far_too_large_is_a_divergence_and_goes_nowhere():
 
 def test_a_conjugate_regression_is_recovered():
     inputs, targets, mean, covariance = regression()
-    posterior = fb.NUTS(samples=20, warmup=30, chains=30, epochs=0, prior_scale=2.0).fit(
+    posterior = fb.NUTS(samples=50, warmup=50, chains=10, epochs=0, prior_scale=2.0).fit(
         nn.Linear(2, 1).double(),
         [(inputs, targets)],
         likelihood=fb.likelihoods.Gaussian(noise=0.5),
