@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "check_whole", "nearest", "shown", "some_of", "told"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "shown", "some_of"]
 
 
 class FlowBNNError(ValueError):
-    """Bad input, told in one line that says what is wrong and what to do.
+    """Bad input, in one line that says what is wrong and what to do.
 
     The command line prints the line and nothing else; from Python it is an ordinary ``ValueError``. What a program may want to know is
     in ``fields``, so that nothing has to read the text:
@@ -53,18 +53,6 @@ class FlowBNNWarning(UserWarning):
         self.each, self.fields = tuple(each), fields
 
 
-def check_whole(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least ``least``, or one clear line.
-
-    >>> check_whole("epochs", 2.5)
-    Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: epochs must be a whole number of at least 1, got 2.5
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise FlowBNNError(f"{name} must be a whole number of at least {least}, got {told(value)}")
-    return value
-
-
 def some_of(names: Sequence[str], most: int = 5) -> str:
     """The first few names, and how many more there are.
 
@@ -96,17 +84,12 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
     return f"; there is {shown}" + (f" and {len(known) - 8} more" if len(known) > 8 else "")
 
 
-def told(value: object) -> str:
+def shown(value: object) -> str:
     """A plain value as it is, a class by its name, anything else by its kind, for an error message.
 
-    >>> told("adam"), told(dict), told([1, 2])
+    >>> shown("adam"), shown(dict), shown([1, 2])
     ("'adam'", 'the class dict', 'a list')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
-
-
-def shown(value: object) -> str:
-    """As :func:`told`."""
-    return told(value)

@@ -66,42 +66,48 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Ge:
-    """At least."""
-
-    ge: Any
-
-
-@dataclass(frozen=True)
-class Gt:
-    """Above."""
-
-    gt: Any
-
-
-@dataclass(frozen=True)
-class Le:
-    """At most."""
-
-    le: Any
-
-
-@dataclass(frozen=True)
-class Lt:
-    """Below."""
-
-    lt: Any
-
-
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Between two bounds."""
+    """Bounds of a number: at least ``ge``, above ``gt``, at most ``le``, below ``lt``."""
 
     ge: Any = None
     gt: Any = None
     le: Any = None
     lt: Any = None
+
+    def __contains__(self, value: Any) -> bool:
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        if self.ge is not None and self.le is not None:
+            return f"from {self.ge} to {self.le}"
+        bounds = {"of at least": self.ge, "above": self.gt, "of at most": self.le, "below": self.lt}
+        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+
+
+def Ge(bound: Any) -> Interval:
+    """At least."""
+    return Interval(ge=bound)
+
+
+def Gt(bound: Any) -> Interval:
+    """Above."""
+    return Interval(gt=bound)
+
+
+def Le(bound: Any) -> Interval:
+    """At most."""
+    return Interval(le=bound)
+
+
+def Lt(bound: Any) -> Interval:
+    """Below."""
+    return Interval(lt=bound)
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ Probability = Annotated[float, Interval(gt=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
+_NOUNS = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary"}
 _ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
-_SYMBOLS = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
 
 
 def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
@@ -146,7 +152,7 @@ def _allows(annotation: Any, value: Any) -> bool:
     origin = get_origin(annotation)
     if origin is Annotated:
         kind, *constraints = get_args(annotation)
-        return _allows(kind, value) and all(map(partial(_holds, value=value), constraints))
+        return _allows(kind, value) and all(value in one for one in constraints if isinstance(one, Interval))
     if origin in (Union, UnionType):
         return any(map(partial(_allows, value=value), get_args(annotation)))
     if origin is Literal:
@@ -167,22 +173,6 @@ def _allows(annotation: Any, value: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _holds(constraint: Any, value: Any) -> bool:
-    if isinstance(constraint, Interval):
-        bounds = [(Ge, constraint.ge), (Gt, constraint.gt), (Le, constraint.le), (Lt, constraint.lt)]
-        return all(bound is None or _holds(kind(bound), value) for kind, bound in bounds)
-    match constraint:
-        case Ge(bound):
-            return bool(value >= bound)
-        case Gt(bound):
-            return bool(value > bound)
-        case Le(bound):
-            return bool(value <= bound)
-        case Lt(bound):
-            return bool(value < bound)
-    return True
-
-
 def _literals(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return [one for one in get_args(annotation) if isinstance(one, str)]
@@ -195,7 +185,7 @@ def _describe(annotation: Any) -> str:
     if origin is Annotated:
         kind, *constraints = get_args(annotation)
         hints = [one.text for one in constraints if isinstance(one, Hint)]
-        bounds = [words for one in constraints if (words := _bound(one))]
+        bounds = [str(one) for one in constraints if isinstance(one, Interval)]
         return " ".join([_describe(kind), *bounds]) + "".join(f" ({hint})" for hint in hints)
     if origin in (Union, UnionType, Literal):
         parts = [repr(one) if origin is Literal else _describe(one) for one in get_args(annotation)]
@@ -207,27 +197,8 @@ def _describe(annotation: Any) -> str:
         return "a function"
     if kind is PathLike:
         return "a path"
-    name = getattr(kind, "__name__", str(kind))
-    if kind in (Sequence, Mapping, Iterable, list, tuple, dict):
-        name = {
-            "Sequence": "list",
-            "Iterable": "sequence",
-            "Mapping": "dictionary",
-            "dict": "dictionary",
-        }.get(name, name)
+    name = str(_NOUNS.get(kind) or getattr(kind, "__name__", kind))
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _bound(constraint: Any) -> str:
-    if isinstance(constraint, Interval):
-        low = constraint.ge if constraint.gt is None else constraint.gt
-        high = constraint.le if constraint.lt is None else constraint.lt
-        low_word, high_word = ("above", "below") if constraint.gt is not None else ("of at least", "below")
-        if constraint.ge is not None and constraint.le is not None:
-            return f"from {low} to {high}"
-        return f"{low_word} {low} and {high_word if constraint.lt is not None else 'of at most'} {high}"
-    symbol = _SYMBOLS.get(type(constraint))
-    return f"{symbol} {getattr(constraint, type(constraint).__name__.lower())}" if symbol else ""
 
 
 @cache

@@ -293,8 +293,3 @@ def digest(tensor: Tensor) -> bytes:
         hashlib.sha256(dense.flatten().view(torch.uint8).numpy().tobytes()).digest()
         + str(tuple(dense.shape)).encode()
     )
-
-
-def digests(tensor: Tensor) -> list[bytes]:
-    """One for each example."""
-    return [digest(row) for row in tensor.detach().cpu()]
