@@ -11,7 +11,6 @@ from flowbnn.posterior import forward as passes
 from flowbnn.posterior import noise
 from flowbnn.posterior.base import Prediction, PredictOptions
 from flowbnn.posterior.forward import Kept
-from flowbnn.posterior.noise import Sampler
 
 MIXED = {
     "conv1": fb.noise.Dropout(0.3, site="channel"),
@@ -51,7 +50,7 @@ def drawing(model, samples, plan="auto", kept=None, **options):
     """
     kept = KEPT.setdefault(model, Kept()) if kept is None else kept
     with Prediction(model, PredictOptions(samples, **options), samples, kept) as prediction:
-        sampler = Sampler(prediction)
+        posterior = fb.NoisePosterior(model, fb.Categorical())
 
         def draw(inputs, low=0, high=samples):
             shown = None
@@ -62,12 +61,13 @@ def drawing(model, samples, plan="auto", kept=None, **options):
                 )
                 shown.plan = replace(found, fold="") if plan == "absorb" else replace(found, absorbed=())
             try:
-                return sampler(inputs, range(low, high))
+                return posterior.outputs(inputs, range(low, high), prediction)
             finally:
                 if shown is not None:
                     shown.plan = found
 
-        draw.sampler, draw.prediction = sampler, prediction
+        draw.sampler = prediction.keep("sampler", lambda: noise.Sampler(prediction))
+        draw.prediction = prediction
         yield draw
 
 

@@ -105,23 +105,68 @@ class Noise(nn.Module):
                 at, (source.manual_seed(first + 7919 * index) for index in range(start, stop))
             )
 
-    def _shared(self, state: NoisePass, at: tuple[int, ...], device: torch.device) -> Tensor:
-        """The shared draws that are in this batch, ``[draws, *at, dim]``; they depend on the seed and the parameters alone."""
-        if state.given is not None:
-            return state.given.draws(self, at, device)
-        _, samples, seed, _ = state.settings[self.key]
-        start, stop = state.part or (0, samples)
-        held, forward = state.kept(), state.forward
-        if self.site == "channel":
-            if self.key not in held:
-                held[self.key] = self.shared_vectors(samples, seed, device)
-            return held[self.key][start:stop].view(stop - start, *at, self.layout.dim)
-        call = 0
+    def _noise(self, state: NoisePass, x: Tensor, at: tuple[int, ...], axis: int | None, rows: int) -> Tensor:
+        """The noise of one call of the layer, laid out to multiply ``x``.
+
+        Args:
+            at: sizes of the axes that are neither batch nor feature, ones at site ``channel``.
+            axis: of the examples in ``x``; None where it has none.
+            rows: of the batch.
+        """
+        if state.rows and state.rows.get(self.key) != rows:
+            raise Unfolded
+        mode, samples, seed, _ = state.settings[self.key]
+        forward, dim = state.forward, self.layout.dim
+        held: dict[Any, Any] = ({} if state.held is None else state.held) if forward is None else forward.held
+        if mode == "sample":
+            vectors = self._sampled(state, rows, at)
+            if self.site == "channel" and axis == 0:
+                shape = [1] * (len(at) + 2)
+                shape[0], shape[self.layout.feature_axis] = rows, dim
+                return vectors.view(shape).to(x.dtype)
+        elif mode == "mean":
+            if (self.key, "mean") not in held:
+                with torch.no_grad():
+                    held[self.key, "mean"] = self.mean()
+            vectors = held[self.key, "mean"].view(1, *(1,) * len(at), dim)
+        else:
+            start, stop = state.part or (0, samples)
+            if state.given is not None:
+                vectors = state.given.draws(self, at, x.device)
+            elif self.site == "channel":
+                if self.key not in held:
+                    held[self.key] = self.shared_vectors(samples, seed, x.device)
+                vectors = held[self.key][start:stop].view(stop - start, *at, dim)
+            else:
+                vectors = self._maps(state, held, at, start, stop, x.device)
+            if rows % len(vectors):
+                raise FlowBNNError(
+                    f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
+                )
+            if len(vectors) == 1:
+                vectors = vectors.expand(rows, *vectors.shape[1:])
+            else:
+                vectors = vectors.repeat_interleave(rows // len(vectors), 0, output_size=rows)
+        vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
+        return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
+
+    def _maps(
+        self,
+        state: NoisePass,
+        held: dict[Any, Any],
+        at: tuple[int, ...],
+        start: int,
+        stop: int,
+        device: torch.device,
+    ) -> Tensor:
+        """The maps of these samples, kept until others are asked for; each call in a forward pass has its own."""
+        forward, call = state.forward, 0
         if forward is not None and forward.serves():
             call = forward.calls.get(self.key, 0)
             forward.calls[self.key] = call + 1
         asked = (at, start, stop)
         if held.get((self.key, call), (None,))[0] != asked:
+            seed = state.settings[self.key].seed
             held[self.key, call] = (asked, self.shared_maps(at, start, stop, seed, device, call))
         return held[self.key, call][1]
 
@@ -138,93 +183,51 @@ class Noise(nn.Module):
             drawn = drawn.view(examples, *at, self.layout.dim)
         else:
             self.ask(state, examples, at)
-            ready = forward.draws.pop(self.key, None)  # serves once, since each call draws anew
-            if ready is not None and ready.shape[:-1] == (examples, *at):
-                drawn = ready
-            else:
+            drawn = forward.draws.pop(self.key, None)  # serves once, since each call draws anew
+            if drawn is None or drawn.shape[:-1] != (examples, *at):
                 drawn = self.draw_rows(examples, at, generator, state.share)
         if times == 1:
             return drawn
-        return (
-            drawn.repeat_interleave(times, 0)
-            if self.layout.examples_first
-            else drawn.repeat(times, *(1,) * (drawn.ndim - 1))
-        )
+        if self.layout.examples_first:
+            return drawn.repeat_interleave(times, 0)
+        return drawn.repeat(times, *(1,) * (drawn.ndim - 1))
 
     def ask(self, state: NoisePass, rows: int, at: tuple[int, ...]) -> None:
         """Tell the pass at which positions this layer draws."""
-
-    def _spread(
-        self, state: NoisePass, x: Tensor, position: tuple[int, ...], batch_axis: int | None, rows: int
-    ) -> Tensor:
-        """The noise laid out to multiply ``x``; ``position`` holds the sizes of the axes that are neither batch nor feature."""
-        if state.rows and state.rows.get(self.key) != rows:
-            raise Unfolded
-        at = position if self.site == "position" else (1,) * len(position)
-        mode = state.settings[self.key].mode
-        if mode == "mean":
-            held = state.kept()
-            if (self.key, "mean") not in held:
-                with torch.no_grad():
-                    held[self.key, "mean"] = self.mean()
-            vectors = held[self.key, "mean"].view(1, *(1,) * len(at), self.layout.dim)
-        elif mode == "shared":
-            vectors = self._shared(state, at, x.device)
-            if rows % len(vectors):
-                raise FlowBNNError(
-                    f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
-                )
-            if len(vectors) == 1:
-                vectors = vectors.expand(rows, *vectors.shape[1:])
-            else:
-                vectors = vectors.repeat_interleave(rows // len(vectors), 0, output_size=rows)
-        else:
-            vectors = self._sampled(state, rows, at)
-            if self.site == "channel" and batch_axis == 0:
-                shape = [1] * (len(at) + 2)
-                shape[0], shape[self.layout.feature_axis] = rows, self.layout.dim
-                return vectors.view(shape).to(x.dtype)
-        vectors = vectors[0] if batch_axis is None else vectors.movedim(0, batch_axis)
-        return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
-
-    def _batch_axis(self, x: Tensor) -> int | None:
-        return self.layout.batch_axis if x.ndim > self.layout.unbatched_ndim else None
-
-    def _entering(self, state: NoisePass) -> int:
-        """How many samples enter the batch at this layer; 1 where none does."""
-        return state.entry[1] if state.entry[0] == self.key else 1
 
     def multiply(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Multiply the layer's inputs by one draw, or by the pieces of one draw where their widths differ.
 
         A tensor that is given twice (self-attention) comes back as one, which torch's fast paths look for.
         """
-        state = pass_of(self)
-        repeat, off = self._entering(state), state.settings[self.key].mode == "off"
+        state, layout = pass_of(self), self.layout
+        off = state.settings[self.key].mode == "off"
+        repeat = state.entry[1] if state.entry[0] == self.key else 1  # samples that enter the batch here
         if off and repeat == 1:
             return inputs
-        axis = self._batch_axis(inputs[0])
+        axis = layout.batch_axis if inputs[0].ndim > layout.unbatched_ndim else None
         rows = inputs[0].shape[axis] * repeat if axis is not None else 1
         noise: dict[tuple[int, ...], Tensor] = {}
         results: list[Tensor] = []
         offset = 0
         for index, x in enumerate(inputs):
-            if not self.layout.split and index and x is inputs[index - 1]:
+            if not layout.split and index and x is inputs[index - 1]:
                 results.append(results[-1])
                 continue
-            grown = _repeated(x, axis, repeat)
+            product = x if repeat == 1 else _repeated(x, axis, repeat)
             if not off:
-                feature = x.ndim + self.layout.feature_axis
-                position = tuple([n for i, n in enumerate(x.shape) if i != axis and i != feature])
-                at = position if self.site == "position" else (1,) * len(position)
+                at: tuple[int, ...] = (1,) * (x.ndim - (1 if axis is None else 2))
+                if self.site == "position":
+                    feature = x.ndim + layout.feature_axis
+                    at = tuple([n for i, n in enumerate(x.shape) if i != axis and i != feature])
                 if at not in noise:
-                    noise[at] = self._spread(state, x, position, axis, rows)
+                    noise[at] = self._noise(state, x, at, axis, rows)
                 piece = noise[at]
-                if self.layout.split:
-                    piece = piece.narrow(self.layout.feature_axis, offset, self.layout.split[index])
-                    offset += self.layout.split[index]
-                grown = grown * piece
-            results.append(grown)
+                if layout.split:
+                    piece = piece.narrow(layout.feature_axis, offset, layout.split[index])
+                    offset += layout.split[index]
+                product = product * piece
+            results.append(product)
         return tuple(results)
 
     # -------------------- hooks
@@ -237,45 +240,44 @@ class Noise(nn.Module):
             noisy = self.multiply(tuple(given))
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             return (*noisy, *args[3:]), kwargs
-        if args:
-            return (self._multiply_input(args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs), None)
-        if name is None:
+        if not args and not kwargs:
             return args, kwargs
-        return args, {**kwargs, name: self._multiply_input(kwargs[name])}
+        name = "" if args else next(iter(kwargs))
+        x = args[0] if args else kwargs[name]
+        if isinstance(x, Tensor):
+            (x,) = self.multiply((x,))
+        elif isinstance(x, PackedSequence):
+            x = self._multiply_packed(x)
+        else:
+            raise FlowBNNError(
+                f"noise multiplies a tensor, but this layer was given a {type(x).__name__}; leave it plain with None in the rules"
+            )
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
     def pass_through_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
         """Forward hook of a layer whose every output reads one input: multiply there, around the bias."""
-        state = pass_of(self)
-        repeat, off = self._entering(state), state.settings[self.key].mode == "off"
+        state, layout = pass_of(self), self.layout
+        off = state.settings[self.key].mode == "off"
+        repeat = state.entry[1] if state.entry[0] == self.key else 1
         if off and repeat == 1:
             return None
-        axis = self._batch_axis(output)
+        axis = layout.batch_axis if output.ndim > layout.unbatched_ndim else None
         rows = output.shape[axis] * repeat if axis is not None else 1
-        output = _repeated(output, axis, repeat)
+        output = output if repeat == 1 else _repeated(output, axis, repeat)
         if off:
             return output
-        feature = self.layout.feature_axis
-        noise = self._spread(state, output, (1,) * (output.ndim - (1 if axis is None else 2)), axis, rows)
-        noise = noise.repeat_interleave(self.layout.fan_out, feature) if self.layout.fan_out > 1 else noise
+        noise = self._noise(state, output, (1,) * (output.ndim - (1 if axis is None else 2)), axis, rows)
+        if layout.fan_out > 1:
+            noise = noise.repeat_interleave(layout.fan_out, layout.feature_axis)
         bias: Any = getattr(module, "bias", None)
         if bias is None:
             return output * noise
-        bias = bias.to(output.dtype).view(-1, *(1,) * (-1 - feature))
+        bias = bias.to(output.dtype).view(-1, *(1,) * (-1 - layout.feature_axis))
         return output * noise + bias * (1.0 - noise)  # twice as fast as a broadcast addcmul on a CPU
 
     def output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of a layer that reads no real-valued features."""
         return self.multiply((output,))[0]
-
-    def _multiply_input(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self.multiply((x,))[0]
-        if isinstance(x, PackedSequence):
-            return self._multiply_packed(x)
-        raise FlowBNNError(
-            f"noise multiplies a tensor, but this layer was given a {type(x).__name__}; leave it plain with None in the rules"
-        )
 
     def _multiply_packed(self, packed: PackedSequence) -> PackedSequence:
         """One vector per sequence; a packed batch interleaves its sequences, so the vectors are gathered step by step."""
@@ -283,17 +285,15 @@ class Noise(nn.Module):
         mode = state.settings[self.key].mode
         if mode == "off":
             return packed
-        if self._entering(state) != 1:
+        if state.entry[0] == self.key and state.entry[1] != 1:
             raise FlowBNNError("samples cannot enter the batch at a packed sequence")
         flat = packed.data
-        if self.site == "position":
-            noise = self._spread(state, flat, (), 0, flat.shape[0])
-        else:
-            noise = self._spread(state, flat, (), 0, int(packed.batch_sizes[0]))
-            if mode != "mean":
-                noise = noise if packed.sorted_indices is None else noise[packed.sorted_indices]
-                steps = [torch.arange(int(n), device=flat.device) for n in packed.batch_sizes]
-                noise = noise[torch.cat(steps)]
+        by_sequence = self.site == "channel"
+        noise = self._noise(state, flat, (), 0, int(packed.batch_sizes[0]) if by_sequence else len(flat))
+        if by_sequence and mode != "mean":
+            noise = noise if packed.sorted_indices is None else noise[packed.sorted_indices]
+            steps = [torch.arange(int(n), device=flat.device) for n in packed.batch_sizes]
+            noise = noise[torch.cat(steps)]
         return packed._replace(data=flat * noise)
 
     # -------------------- copies
@@ -319,7 +319,7 @@ class Noise(nn.Module):
 
 def _repeated(x: Tensor, axis: int | None, times: int) -> Tensor:
     """The batch repeated, one block per sample, where this layer is the one that lets the samples in."""
-    if times == 1 or axis is None:
+    if axis is None:
         return x
     sizes = [1] * x.ndim
     sizes[axis] = times

@@ -39,10 +39,13 @@ class NoiseGroup:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the root."""
         state = governing(self.layers[0])
-        if state is None or [layer for layer in self.layers if layer.key not in state.settings]:
-            state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in self.layers})
-            state.passing = True
-            state.__enter__()
+        for layer in self.layers:
+            if state is None or layer.key not in state.settings:  # no pass governs all layers
+                state = NoisePass({one.key: pass_of(one).settings[one.key] for one in self.layers})
+                state.passing = True
+                state.__enter__()
+                break
+        assert state is not None
         sizes: tuple[int, ...] = ()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
@@ -55,7 +58,8 @@ class NoiseGroup:
                 prepared = state.prepared.pop(layer.key, None)
                 if prepared is not None and state.gradients == torch.is_grad_enabled():
                     draws[layer.key] = prepared
-        state.forward = Forward(self, sizes, draws, state.forward)
+        held = {} if state.held is None else state.held
+        state.forward = Forward(self, sizes, draws, state.forward, held)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the root, called also when the pass fails."""

@@ -1,7 +1,7 @@
 """Noise from a flow: the stochastic part of Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flowbnn.distributions import (
     Base,
-    DiagonalNormal,
     Divergence,
     Flow,
     MixtureBase,
@@ -79,7 +78,8 @@ class InputNoise(Noise):
         self.start: Any = known if isinstance(self.base, NormalBase) else None
         # a subclass may have another distribution
         self.mixed = known if type(self.base) is MixtureBase else None
-        self.rest: list[Transform] = parts[1:]
+        # after the base, or after the affine map that is one with it
+        self.rest: list[Transform] = parts[1:] if self.start or self.mixed else [self.transform]
         self.normalising = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
     @property
@@ -93,18 +93,37 @@ class InputNoise(Noise):
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
-        half = self._half
-        with self._in_full_precision():
-            return self._end(self._begin(shape, generator, half), half is not None)
+        device, half = self._autocast()
+        with nullcontext() if half is None else torch.autocast(device, enabled=False):
+            return self.push(self._begin(shape, generator, half), False, half is not None)[0]
 
     def draw_rows(
         self, rows: int, at: tuple[int, ...], generator: torch.Generator | None, share: Share | None
     ) -> Tensor:
         if share is None or self.reads_batch:
             return super().draw_rows(rows, at, generator, share)
-        half = self._half
-        with self._in_full_precision():
-            return self._end(self.begin_rows(rows, at, generator, share, half), half is not None)
+        device, half = self._autocast()
+        with nullcontext() if half is None else torch.autocast(device, enabled=False):
+            start = self.begin_rows(rows, at, generator, share, half)
+            return self.push(start, False, half is not None)[0]
+
+    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+        if self.reads_batch or not self.draws_plainly or (self.start is None and self.mixed is None):
+            return super().draw_each(at, generators)
+        device, half = self._autocast()
+        with nullcontext() if half is None else torch.autocast(device, enabled=False):
+            # the normals one by one, and all that follows at once
+            mean, deviation = self._normals()
+            shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
+            for source in generators:
+                if self.mixed is not None:
+                    which.append(components_of(len(mean), at, mean.device, source))
+                normal.append(standard_normal(shape, mean.dtype, mean.device, source))
+            if self.mixed is None:
+                start = torch.addcmul(mean, torch.stack(normal), deviation)
+            else:
+                start = chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal))
+            return self.push(start, False, half is not None)[0]
 
     def begin_rows(
         self,
@@ -119,6 +138,37 @@ class InputNoise(Noise):
             return self._begin((rows, *at), generator, half)
         return share.of(rows, lambda number: self._begin((number, *at), generator, half))
 
+    def _begin(
+        self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
+    ) -> Tensor:
+        """Draws of the base, pushed through the affine map that follows a normal or a mixture of normals."""
+        if self.start is None and self.mixed is None:
+            return reparameterized(self.base.distribution(), shape, generator)
+        mean, deviation = self._normals()
+        if self.mixed is not None:
+            return NormalMixture(mean, deviation).rsample(shape, generator)
+        normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
+        if half is not None and not self.rest and torch.compiler.is_compiling():
+            # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
+            normal = normal.to(half).to(mean.dtype)
+        return torch.addcmul(mean, normal, deviation)
+
+    def _normals(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
+        base, affine, _ = self.start or self.mixed
+        first = base if self.mixed is None else base.distribution()
+        return affine.push_normal(first.loc, first.scale)[:2]
+
+    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What the flow makes of the draws that it starts from; ``coarse``: as in :class:`flowbnn.kernels.Group`."""
+        total: Tensor | None = None
+        for part in self.rest:
+            z, found = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
+            if log_det and found is not None:
+                found = found if part.event_dim == 1 else sum_rightmost(found, 1 - part.event_dim)
+                total = found if total is None else total + found
+        return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
+
     @property
     def chain(self) -> Chain | None:
         """The flow after the learnable Gaussian, where it is one chain of planar and LU maps."""
@@ -129,38 +179,12 @@ class InputNoise(Noise):
         """Where one chain is drawn anew at every position, one pass tells how to draw ahead of the next."""
         if self.chain is None or not self.draws_plainly:
             return
-        half = self._half is not None
+        half = self._autocast()[1] is not None
         forward = state.forward
         if state.asked.get(self.key, (at, half))[1] != half and forward is not None:
             forward.draws.pop(self.key, None)  # drawn ahead for another precision
         if not torch.compiler.is_compiling():
             state.asked[self.key] = (at, half)
-
-    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
-        if self.reads_batch or not self.draws_plainly or self._opening is None:
-            return super().draw_each(at, generators)
-        coarse = self._half is not None
-        with self._in_full_precision():  # the normals one by one, and all that follows at once
-            mean, deviation = self._normals()
-            shape, which, normal = torch.Size((*at, self.layout.dim)), [], []
-            for source in generators:
-                if self.mixed is not None:
-                    which.append(components_of(len(mean), at, mean.device, source))
-                normal.append(standard_normal(shape, mean.dtype, mean.device, source))
-            if self.mixed is None:
-                return self._end(torch.addcmul(mean, torch.stack(normal), deviation), coarse)
-            return self._end(chosen_normal(mean, deviation, torch.stack(which), torch.stack(normal)), coarse)
-
-    @property
-    def _opening(self) -> Any:
-        """Base, affine map and prior where the noise begins as a learnable Gaussian or a mixture of them, else None."""
-        return self.mixed if self.start is None else self.start
-
-    def _normals(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of the learnable Gaussian, or of all components: base and affine map in one, for half the launches."""
-        base, affine, _ = self._opening
-        first = base.distribution()
-        return affine.push_normal(first.loc, first.scale)[:2]
 
     @property
     def draws_plainly(self) -> bool:
@@ -170,48 +194,15 @@ class InputNoise(Noise):
     @property
     def reads_batch(self) -> bool:
         """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
-        return any(not getattr(part, "started", False) for part in self.normalising)
+        return bool(self.normalising) and any(
+            not getattr(part, "started", False) for part in self.normalising
+        )
 
-    @property
-    def _device(self) -> str:
-        return next(
-            self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
-        ).device.type
-
-    @property
-    def _half(self) -> torch.dtype | None:
-        """Of the product that the noise goes into, which rounds it; None where that is as good as the noise."""
-        return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
-
-    def _in_full_precision(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._half is None else torch.autocast(self._device, enabled=False)
-
-    def _begin(
-        self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
-    ) -> Tensor:
-        if self._opening is None:
-            return reparameterized(self.base.distribution(), shape, generator)
-        mean, deviation = self._normals()
-        if self.mixed is not None:
-            return NormalMixture(mean, deviation).rsample(shape, generator)
-        if half is not None and not self.rest and torch.compiler.is_compiling():
-            # what is multiplied is rounded anyway: the compiled step then keeps half as many bytes for the way back
-            normal = standard_normal(torch.Size((*shape, len(mean))), mean.dtype, mean.device, generator)
-            return torch.addcmul(mean, normal.to(half).to(mean.dtype), deviation)
-        return DiagonalNormal(mean, deviation).rsample(shape, generator)
-
-    def _end(self, z: Tensor, coarse: bool = False) -> Tensor:
-        return self.transform(z)[0] if self._opening is None else self.push(z, False, coarse)[0]
-
-    def push(self, z: Tensor, log_det: bool = True, coarse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What follows the learnable Gaussian; ``coarse``: as in :class:`flowbnn.kernels.Group`."""
-        total: Tensor | None = None
-        for part in self.rest:
-            z, found = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
-            if log_det and found is not None:
-                found = sum_rightmost(found, 1 - part.event_dim)
-                total = found if total is None else total + found
-        return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
+    def _autocast(self) -> tuple[str, torch.dtype | None]:
+        """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""
+        tensors = self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
+        device = next(tensors).device.type
+        return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def mean(self) -> Tensor:
         base = self.base.distribution()

@@ -46,8 +46,9 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
             found[name.rpartition(".")[0]] = module
             continue
         prefix = f"{name}." if name else ""
-        parts = [(prefix + part, child) for part, child in module._modules.items() if child is not None]
-        waiting.extend(parts[::-1])
+        for part, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((prefix + part, child))
     return found
 
 
@@ -75,10 +76,10 @@ def settings_of(
     if mode == "sample" and seed is not None and generator is None:
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         generator = torch.Generator(device).manual_seed(seed)
-    return {
-        layer.key: Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
-        for index, layer in enumerate(layers.values())
-    }
+    settings: dict[int, Setting] = {}
+    for index, layer in enumerate(layers.values()):
+        settings[layer.key] = Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+    return settings
 
 
 @checked

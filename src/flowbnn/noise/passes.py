@@ -143,14 +143,19 @@ class Forward:
         sizes: the first two sizes of what the network was given; none where that is no tensor.
         draws: made ahead for this pass, by the key of their layer.
         outer: the forward pass around it, where the network calls itself.
+        held: where shared draws and means are kept.
     """
 
     def __init__(
-        self, group: Any, sizes: tuple[int, ...], draws: dict[int, Tensor], outer: "Forward | None"
+        self,
+        group: Any,
+        sizes: tuple[int, ...],
+        draws: dict[int, Tensor],
+        outer: "Forward | None",
+        held: dict[Any, Any],
     ) -> None:
-        self.group, self.sizes, self.draws, self.outer = group, sizes, draws, outer
+        self.group, self.sizes, self.draws, self.outer, self.held = group, sizes, draws, outer, held
         self.gradients = torch.is_grad_enabled()
-        self.held: dict[Any, Any] = {}
         self.calls: dict[int, int] = {}  # of layers of site ``position`` in mode ``shared``
 
     def serves(self) -> bool:
@@ -223,12 +228,6 @@ class NoisePass:
     def share(self) -> Share | None:
         return _Process.share if self.shares else None
 
-    def kept(self) -> dict[Any, Any]:
-        """Where shared draws and means are kept."""
-        if self.held is not None:
-            return self.held
-        return {} if self.forward is None else self.forward.held
-
 
 def governing(noise: "Noise") -> NoisePass | None:
     """The innermost pass of this thread that governs this layer."""
@@ -239,8 +238,10 @@ def governing(noise: "Noise") -> NoisePass | None:
 
 
 def pass_of(noise: "Noise") -> NoisePass:
-    """The pass that governs this layer; without one, a layer behaves as it is held itself."""
-    found = governing(noise)
+    """The innermost pass of this thread that governs this layer; without one, a layer behaves as it is held itself."""
+    found = _thread.innermost
+    while found is not None and noise.key not in found.settings:
+        found = found.outer
     return NoisePass({noise.key: noise.setting}) if found is None else found
 
 

@@ -1,6 +1,6 @@
 """The posterior of a stochastic network, and how samples of its outputs are taken.
 
-Draws that all inputs share make a sample one network. There are two ways to run many of them, chosen in :meth:`Sampler.__call__`:
+Draws that all inputs share make a sample one network. There are two ways to run many of them, chosen in :meth:`NoisePosterior.outputs`:
 
 * *plain*: one network after the other, with the noise multiplied into the weights of torch's own linear layers and convolutions and by
   the hooks elsewhere; or the samples folded into the batch, as so many blocks of rows, where that is the same;
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,9 +58,32 @@ class NoisePosterior(Posterior):
     compiles = True
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
         if "sampler" not in prediction.drawn:
             prediction.drawn["sampler"] = Sampler(prediction)
-        return prediction.drawn["sampler"](inputs, samples)
+        sampler: Sampler = prediction.drawn["sampler"]
+        inputs, limit = prediction.ready(inputs), prediction.limit
+        if sampler.generator is not None:  # every batch its own draws
+            sampler.generator.manual_seed(prediction.seed + prediction.batch)
+        assert limit is not None
+        plan = limit.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
+        outputs = compiled_outputs(prediction, sampler.state, inputs, samples, plan)
+        if outputs is not None:
+            return outputs
+        size = even(rows(inputs), limit.rows)
+        if not plan.fold or (prediction.shared and plan.absorbs(size, prediction.device)):
+            return sampler.one_by_one(inputs, samples, plan)
+        for layer in sampler.channels:  # drawn here once, for the hooks to look up
+            if layer.key in plan.times and layer.key not in sampler.held:
+                _, number, seed, _ = sampler.state.settings[layer.key]
+                tensor = next(chain(layer.parameters(), layer.buffers()), None)
+                source = torch.Generator(prediction.device if tensor is None else tensor.device)
+                sampler.held[layer.key] = layer.draw((number,), source.manual_seed(seed))
+        try:
+            return sampler.folded(inputs, samples, plan)
+        except Unfolded:
+            plan.fold = ""
+            return sampler.one_by_one(inputs, samples, plan)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
@@ -301,26 +325,10 @@ class Sampler:
         mode: Any = "shared" if prediction.shared else "sample"
         samples = prediction.samples if prediction.shared else 1
         settings = settings_of(self.model, mode, samples, prediction.seed, self.generator)
-        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held={}))
-
-    def __call__(self, inputs: Any, samples: range) -> Tensor:
-        """Outputs ``[len(samples), batch, ...]`` of these samples."""
-        prediction = self.prediction
-        inputs = prediction.ready(inputs)
-        if self.generator is not None:  # every batch its own draws
-            self.generator.manual_seed(prediction.seed + prediction.batch)
-        assert prediction.limit is not None
-        plan = prediction.limit.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
-        outputs = compiled_outputs(prediction, self.state, inputs, samples, plan)
-        if outputs is not None:
-            return outputs
-        size = even(rows(inputs), prediction.limit.rows)
-        if plan.fold and not (prediction.shared and plan.absorbs(size, prediction.device)):
-            try:
-                return self.folded(inputs, samples, plan)
-            except Unfolded:
-                plan.fold = ""
-        return self.one_by_one(inputs, samples, plan)
+        self.held: dict[Any, Any] = {}  # shared draws of the layers, by their keys
+        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held=self.held))
+        layers = noise_layers(self.model).values() if prediction.shared else ()
+        self.channels = [layer for layer in layers if layer.site == "channel"]
 
     def one_by_one(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
         """One network after the other, over all rows."""
