@@ -130,7 +130,10 @@ class ELBO:
         if samples > 1:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
         layers = noise_layers(model)
-        state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
+        settings = {}
+        for layer in layers.values():
+            settings[layer.key] = pass_of(layer).settings[layer.key]
+        state = NoisePass(settings)
         first = next(iter(tensors_of(inputs)), None)
         rows = 0 if first is None or first.ndim == 0 else first.shape[0]
         share = current_share()

@@ -6,7 +6,6 @@ mixtures (:class:`~flowbnn.noise.batched_mixture.Mixtures`): each block has its 
 block draw for themselves, which means the same.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +20,7 @@ from flowbnn.noise.base import Noise
 from flowbnn.noise.batched_gaussian import Gaussians, draw
 from flowbnn.noise.batched_mixture import Mixtures
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.passes import Forward, NoisePass, governing, innermost, pass_of
+from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
 __all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
 
@@ -73,15 +72,13 @@ class NoiseGroup:
         """This pass's draw of a layer for ``rows`` examples, ``[rows, dim]``."""
         forward, generator = state.forward, state.settings[noise.key].generator
         assert forward is not None
-        block, kind = [], _kind(noise)
-        if kind is not None:
-            block = [
-                layer
-                for layer in self.layers
-                if _kind(layer) is kind and batchable(layer, state) and layer.key not in forward.draws
-            ]
+        kind, block, generators = _kind(noise), [], []
+        for layer in self.layers if kind is not None else ():
+            if _kind(layer) is kind and batchable(layer, state) and layer.key not in forward.draws:
+                block.append(layer)
+                generators.append(state.settings[layer.key].generator)
         fits = len(block) > 1 and any(layer is noise for layer in block)
-        if fits and kind is not None and kind.alike(block, _generators(block, state)):
+        if fits and kind is not None and kind.alike(block, generators):
             with in_full_precision(block):
                 drawn = kind(block).draws(rows, generator, state.share)
             forward.draws.update({layer.key: some for layer, some in zip(block, drawn, strict=True)})
@@ -90,7 +87,10 @@ class NoiseGroup:
         return forward.draws[noise.key]
 
 
-def _kind(noise: Noise) -> type[Gaussians] | type[Mixtures] | None:
+Kind = type[Gaussians] | type[Mixtures]
+
+
+def _kind(noise: Any) -> Kind | None:
     """What the noise begins as; None where that is not for many layers at once."""
     if not isinstance(noise, InputNoise):
         return None
@@ -99,13 +99,9 @@ def _kind(noise: Noise) -> type[Gaussians] | type[Mixtures] | None:
 
 def batchable(noise: Any, state: NoisePass) -> bool:
     """Whether a layer that begins as a normal or a mixture may be drawn with others."""
-    if noise.site != "channel" or noise.reads_batch or not noise.draws_plainly:
+    if noise.site != "channel" or not noise.draws_plainly or (noise.normalising and noise.reads_batch):
         return False
     return state.settings[noise.key].mode == "sample"
-
-
-def _generators(layers: Iterable[Noise], state: NoisePass | None = None) -> list[torch.Generator | None]:
-    return [(state or pass_of(layer)).settings[layer.key].generator for layer in layers]
 
 
 def in_full_precision(layers: list[Any]) -> AbstractContextManager[Any]:
@@ -129,46 +125,62 @@ class Divergences(dict[str, Divergence]):
 
 def divergences(layers: dict[str, Noise]) -> Divergences:
     """KL and entropy of every layer that has them."""
-    return _joined(layers, {}, [])
+    return _joined(
+        layers, {noise.key: pass_of(noise).settings[noise.key] for noise in layers.values()}, {}, []
+    )
 
 
-def _blocks(layers: dict[str, Noise]) -> list[tuple[type[Gaussians] | type[Mixtures], dict[str, Any]]]:
+def _blocks(layers: dict[str, Any], settings: dict[int, Setting]) -> list[tuple[Kind, dict[str, Any]]]:
     """The layers that can be laid end to end, as many draws for the KL of each; a block has at least two."""
-    blocks: list[tuple[type[Gaussians] | type[Mixtures], dict[str, Any]]] = []
-    for kind in (Gaussians, Mixtures):
-        block: dict[str, Any] = {name: noise for name, noise in layers.items() if _kind(noise) is kind}
-        sampled = [noise.kl_samples for noise in block.values() if kind is Mixtures or noise.rest]
-        if len(set(sampled)) > 1:
+    blocks: list[tuple[Kind, dict[str, Any]]] = []
+    kinds: dict[Kind, dict[str, Any]] = {Gaussians: {}, Mixtures: {}}
+    for name, noise in layers.items():
+        kind = _kind(noise)
+        if kind is not None:
+            kinds[kind][name] = noise
+    for kind, block in kinds.items():
+        samples, generators = [], []
+        for noise in block.values():
+            generators.append(settings[noise.key].generator)
+            if kind is Mixtures or noise.rest:
+                samples.append(noise.kl_samples)
+        if len(set(samples)) > 1:
             block = {name: noise for name, noise in block.items() if kind is Gaussians and not noise.rest}
-        if len(block) > 1 and kind.alike(list(block.values()), _generators(block.values())):
+            generators = [settings[noise.key].generator for noise in block.values()]
+        if len(block) > 1 and kind.alike(list(block.values()), generators):
             blocks.append((kind, block))
     return blocks
 
 
-def _joined(layers: dict[str, Noise], known: dict[str, Divergence], totals: list[Divergence]) -> Divergences:
+def _joined(
+    layers: dict[str, Noise],
+    settings: dict[int, Setting],
+    known: dict[str, Divergence],
+    totals: list[Divergence],
+) -> Divergences:
     """What is known already, with its totals, and the other layers': in blocks where that goes, else one by one."""
-    parts = dict(known)
-    totals = list(totals)
-    for kind, block in _blocks({name: noise for name, noise in layers.items() if name not in known}):
+    parts, others = dict(known), {}
+    for name, noise in layers.items():
+        if name not in known:
+            others[name] = noise
+    for kind, block in _blocks(others, settings) if others else ():
         members = list(block.values())
         with in_full_precision(members):
-            each, total = kind(members).divergences(_generators(members)[0])
+            each, total = kind(members).divergences(settings[members[0].key].generator)
         parts |= dict(zip(block, each, strict=True))
         totals.append(total)
+    ordered: dict[str, Divergence] = {}
     for name, noise in layers.items():
-        if name not in parts:
+        part = parts.get(name)
+        if part is None:
             part = noise.divergence()
-            if part is not None:
-                parts[name] = part
-                totals.append(part)
+            if part is None:
+                continue
+            totals.append(part)
+        ordered[name] = part
     if len(totals) > 1:
-        totals = [
-            Divergence(
-                torch.stack([part.kl for part in totals]).sum(),
-                torch.stack([part.entropy for part in totals]).sum(),
-            )
-        ]
-    ordered = {name: parts[name] for name in layers if name in parts}
+        kls, entropies = zip(*totals, strict=True)
+        totals = [Divergence(torch.stack(kls).sum(), torch.stack(entropies).sum())]
     return Divergences(ordered, totals[0] if totals else None)
 
 
@@ -189,26 +201,33 @@ def ahead(layers: dict[str, Noise], rows: int, state: NoisePass) -> Divergences 
     state.gradients = torch.is_grad_enabled()
     parts: dict[str, Divergence] = {}
     totals: list[Divergence] = []
-    for kind, every in _blocks(layers):
-        block = {name: noise for name, noise in every.items() if batchable(noise, state)}
-        if len(block) > 1:
-            members = list(block.values())
+    blocks = _blocks(layers, state.settings)
+    for kind, block in blocks:
+        names, members = [], []
+        for name, noise in block.items():
+            if batchable(noise, state):
+                names.append(name)
+                members.append(noise)
+        if len(members) > 1:
+            generator = state.settings[members[0].key].generator
             with in_full_precision(members):
-                draws, each, total = kind(members).ahead(rows, _generators(members)[0], state.share)
-            state.prepared.update({noise.key: drawn for noise, drawn in zip(members, draws, strict=True)})
-            parts |= dict(zip(block, each, strict=True))
+                draws, each, total = kind(members).ahead(rows, generator, state.share)
+            for name, noise, drawn, part in zip(names, members, draws, each, strict=True):
+                state.prepared[noise.key], parts[name] = drawn, part
             totals.append(total)
-    return _joined(layers, parts, totals) if totals else _ahead_at_positions(layers, rows, state)
+    if totals:
+        return _joined(layers, state.settings, parts, totals)
+    together = next((block for kind, block in blocks if kind is Gaussians), None)
+    return None if together is None or not state.asked else _at_positions(layers, together, rows, state)
 
 
-def _ahead_at_positions(layers: dict[str, Noise], rows: int, state: NoisePass) -> Divergences | None:
+def _at_positions(
+    layers: dict[str, Noise], together: dict[str, Any], rows: int, state: NoisePass
+) -> Divergences | None:
     """The same where noise is drawn anew at every position, which pays on a device with kernels for many flows at once.
 
-    An earlier pass over as many rows has told how many positions each layer has. None where there was none, or nothing to gain.
+    An earlier pass over as many rows has told how many positions each layer has. None where there is nothing to gain.
     """
-    together = next((block for kind, block in _blocks(layers) if kind is Gaussians), None)
-    if together is None or not state.asked:
-        return None
     block = Gaussians(list(together.values()))
     drawn = [
         noise
@@ -218,7 +237,7 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int, state: NoisePass) -
     if not drawn or any(noise.chain is None for noise in block.flows) or not kernels.available(block.mean):
         return None
     with in_full_precision(block.layers):
-        generator = _generators(block.layers)[0]
+        generator = state.settings[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
         normal = standard_normal(
             torch.Size((block.fresh, sum(sizes))), block.mean.dtype, block.mean.device, generator
@@ -233,7 +252,7 @@ def _ahead_at_positions(layers: dict[str, Noise], rows: int, state: NoisePass) -
         parts, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
     for noise, (x, _) in zip(drawn, draws, strict=True):
         state.prepared[noise.key] = x.view(rows, *state.asked[noise.key][0], noise.layout.dim)
-    return _joined(layers, dict(zip(together, parts, strict=True)), [total])
+    return _joined(layers, state.settings, dict(zip(together, parts, strict=True)), [total])
 
 
 def shared_draws(layers: list[Noise], state: NoisePass, device: torch.device) -> list[Tensor]:

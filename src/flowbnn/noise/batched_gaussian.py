@@ -29,16 +29,21 @@ class Gaussians:
     """Layers whose noise begins as a learnable Gaussian, end to end: those without a flow first, so that the flows lie together."""
 
     def __init__(self, layers: list[Any]) -> None:
-        self.order = sorted(range(len(layers)), key=lambda i: len(layers[i].rest) > 0)
-        self.layers = [layers[i] for i in self.order]
-        self.flows = [noise for noise in self.layers if noise.rest]
+        plain: list[int] = []
+        flows: list[int] = []
+        for place, noise in enumerate(layers):
+            (flows if noise.rest else plain).append(place)
+        self.order = plain + flows
+        self.layers = [layers[place] for place in self.order]
+        self.flows = self.layers[len(plain) :]
         self.fresh = self.flows[0].kl_samples if self.flows else 0
         self.frame = frame_of(self.layers)
-        affines = [noise.start[1] for noise in self.layers]
-        self.mean, self.deviation, self.log_scale = gather(
-            self.frame, [a.shift for a in affines], [a.raw_log_scale for a in affines]
-        )
-        self.cut = len(self.mean) - sum([noise.layout.dim for noise in self.flows])
+        shifts, raws = [], []
+        for noise in self.layers:
+            shifts.append(noise.start[1].shift)
+            raws.append(noise.start[1].raw_log_scale)
+        self.mean, self.deviation, self.log_scale = gather(self.frame, shifts, raws)
+        self.cut = sum(self.frame.sizes[: len(plain)])
 
     @staticmethod
     def alike(layers: list[Any], generators: list[torch.Generator | None]) -> bool:
@@ -52,16 +57,29 @@ class Gaussians:
         return True
 
     def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
-        """Draws of all layers from normal numbers, ``[draws, numbers]``, and the log-dets of the flows after the first ``rows``."""
-        starts = draw(self.mean, self.deviation, normal, len(self.mean) - normal.shape[1])
-        cut = self.cut - (len(self.mean) - normal.shape[1])
-        plain = len(self.layers) - len(self.flows)
-        draws = list(starts[:, :cut].split(self.frame.sizes[:plain], -1)) if cut else []
-        log_dets = None
-        if self.flows:
-            pushed, log_dets = push_all(self.flows, starts[:, cut:] if cut else starts, rows < len(normal))
-            draws += pushed
-        return draws, None if log_dets is None else log_dets[:, rows:]
+        """Draws of all layers from normal numbers, ``[draws, numbers]``, and the log-dets of the flows after the first ``rows``.
+
+        The flows go at once where the device has kernels for that, else one by one.
+        """
+        first, plain = len(self.mean) - normal.shape[1], len(self.layers) - len(self.flows)
+        starts, log_det = draw(self.mean, self.deviation, normal, first), rows < len(normal)
+        parts = list(starts.split(self.frame.sizes if first == 0 else self.frame.sizes[plain:], -1))
+        if not self.flows:
+            return parts, None
+        draws, parts = parts[: -len(self.flows)], parts[-len(self.flows) :]
+        if kernels.available(starts):
+            chains = [noise.chain for noise in self.flows if noise.chain is not None]
+            if len(chains) == len(self.flows):
+                group = Group(chains, starts[:, self.cut - first :], log_det)
+                ends, log_dets = kernels.evaluate_many([group])[0]
+                draws += ends.split(self.frame.sizes[plain:], -1)
+                return draws, None if log_dets is None else log_dets[:, rows:]
+        volumes = []
+        for noise, start in zip(self.flows, parts, strict=True):
+            end, volume = noise.push(start, log_det)
+            draws.append(end)
+            volumes.append(volume)
+        return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
     def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> list[Tensor]:
         """Draws ``[rows, dim]`` of each layer."""
@@ -73,6 +91,8 @@ class Gaussians:
 
     def restored(self, values: list[Any]) -> list[Any]:
         """One value for each layer, in the order in which the layers were given."""
+        if not self.flows or len(self.flows) == len(values):
+            return values
         return [values[self.order.index(place)] for place in range(len(values))]
 
     def divergences(self, generator: torch.Generator | None) -> tuple[list[Divergence], Divergence]:
@@ -107,17 +127,6 @@ class Gaussians:
         )
         each = [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
         return self.restored(each), Divergence(kls.sum(), entropies.sum())
-
-
-def push_all(flows: list[Any], starts: Tensor, log_det: bool = True) -> tuple[list[Tensor], Tensor | None]:
-    """The flows of several layers at once where the device has kernels for that, else one by one."""
-    sizes = [noise.layout.dim for noise in flows]
-    chains = [noise.chain for noise in flows if noise.chain is not None]
-    if len(chains) == len(flows) and kernels.available(starts):
-        ends, log_dets = kernels.evaluate_many([Group(chains, starts, log_det)])[0]
-        return list(ends.split(sizes, -1)), log_dets
-    pushed = [noise.push(start, log_det) for noise, start in zip(flows, starts.split(sizes, -1), strict=True)]
-    return [x for x, _ in pushed], torch.stack([log_dets for _, log_dets in pushed]) if log_det else None
 
 
 def share_normal(
@@ -157,26 +166,25 @@ class Frame(NamedTuple):
 
 def frame_of(layers: list[Any]) -> Frame:
     """The frame of layers whose noise starts as a learnable Gaussian."""
-    bases, affines, priors = zip(*[noise.start for noise in layers], strict=True)
-    return Frame(
-        tuple([noise.layout.dim for noise in layers]),
-        affines[0].bound,
-        tuple([float(noise.count) for noise in layers]),
-        centers(affines),
-        torch.cat([base.loc for base in bases]),
-        torch.cat([base.scale for base in bases]),
-        torch.cat([prior.loc for prior in priors]),
-        torch.cat([prior.scale for prior in priors]),
-    )
+    sizes, counts, affines = [], [], []
+    constants: tuple[list[Tensor], ...] = ([], [], [], [])
+    for noise in layers:
+        base, affine, prior = noise.start
+        sizes.append(noise.layout.dim)
+        counts.append(float(noise.count))
+        affines.append(affine)
+        for tensors, tensor in zip(constants, (base.loc, base.scale, prior.loc, prior.scale), strict=True):
+            tensors.append(tensor)
+    return Frame(tuple(sizes), affines[0].bound, tuple(counts), centers(affines), *map(torch.cat, constants))
 
 
 def centers(affines: Any) -> Any:
     """The centers of affine maps: one number, or a vector where they differ."""
-    center = affines[0].center
-    if all(other.center == center for other in affines):
-        return center
-    # made on the device, so that a compiled or recorded step has no copy from the host in it
-    return torch.cat([torch.full_like(a.shift, a.center, requires_grad=False) for a in affines])
+    for affine in affines:
+        if affine.center != affines[0].center:
+            # made on the device, so that a compiled or recorded step has no copy from the host in it
+            return torch.cat([torch.full_like(a.shift, a.center, requires_grad=False) for a in affines])
+    return affines[0].center
 
 
 def _on_cpu(value: Tensor) -> bool:
@@ -219,7 +227,7 @@ class _Gather(torch.autograd.Function):
         shift += (loc - center) * factor
         ctx.frame, ctx.kept = frame, (log_scale, factor)
         ctx.save_for_backward(*parameters)
-        return tuple(torch.from_numpy(part) for part in (shift, scale * factor, log_scale))
+        return torch.from_numpy(shift), torch.from_numpy(scale * factor), torch.from_numpy(log_scale)
 
     @staticmethod
     def backward(ctx: Any, of_mean: Tensor, of_deviation: Tensor, of_log_scale: Tensor) -> Any:
@@ -384,5 +392,5 @@ class _Summarize(torch.autograd.Function):
             volume = change[len(sizes) - flows :, None] / len(pull)
             of_log_dets = torch.from_numpy(np.repeat(volume, len(pull), 1))
         of_log_scale = np.repeat(change, sizes)
-        parts = (torch.from_numpy(part) for part in (of_mean, of_deviation, of_log_scale))
-        return None, None, None, *parts, of_log_dets, *of_ends
+        numbers = map(torch.from_numpy, (of_mean, of_deviation, of_log_scale))
+        return None, None, None, *numbers, of_log_dets, *of_ends

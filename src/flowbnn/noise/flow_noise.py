@@ -63,6 +63,9 @@ class InputNoise(Noise):
         super().__init__(layout, site)
         self.base, self.transform, self.prior = base, transform, prior
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
+        # how many vectors the KL of this layer counts
+        self.count = 1 if site == "channel" or positions == "mean" else int(positions)
+        self.draws_plainly = type(self).draw is InputNoise.draw  # not as a subclass does
         self._look()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -82,11 +85,6 @@ class InputNoise(Noise):
         self.rest: list[Transform] = parts[1:] if self.start or self.mixed else [self.transform]
         self.normalising = tuple(m for m in self.transform.modules() if isinstance(m, ActNorm | BatchNorm))
 
-    @property
-    def count(self) -> int:
-        """How many vectors the KL of this layer counts."""
-        return 1 if self.site == "channel" or self.positions == "mean" else int(self.positions)
-
     def posterior(self) -> Flow:
         """The distribution of one noise vector."""
         return Flow(self.base.distribution(), self.transform)
@@ -95,7 +93,10 @@ class InputNoise(Noise):
         """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            return self.push(self._begin(shape, generator, half), False, half is not None)[0]
+            z = self._begin(shape, generator, half)
+            for part in self.rest:
+                z, _ = part.push(z, False, half is not None) if isinstance(part, PlanarLU) else part(z)
+            return z
 
     def draw_rows(
         self, rows: int, at: tuple[int, ...], generator: torch.Generator | None, share: Share | None
@@ -185,11 +186,6 @@ class InputNoise(Noise):
             forward.draws.pop(self.key, None)  # drawn ahead for another precision
         if not torch.compiler.is_compiling():
             state.asked[self.key] = (at, half)
-
-    @property
-    def draws_plainly(self) -> bool:
-        """Whether :meth:`draw` is the one of this class, and not a subclass's."""
-        return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:

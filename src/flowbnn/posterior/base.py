@@ -38,7 +38,17 @@ from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, Positive, checked, options, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.batches import Collected, call, failure, grouped, is_batch, move, sharing, split_batch
+from flowbnn.posterior.batches import (
+    Collected,
+    call,
+    check_finite,
+    failure,
+    grouped,
+    is_batch,
+    move,
+    sharing,
+    split_batch,
+)
 from flowbnn.posterior.forward import Forward, Kept, casting, device_of, dtype_of, evaluating
 from flowbnn.posterior.views import View, averaged
 from flowbnn.predictive.base import NotFinite
@@ -124,7 +134,7 @@ class Prediction(Forward):
 
     Attributes:
         samples, seed, shared, half, device: as the options and the network have them.
-        total: rows of the whole loader, 0 where it does not say.
+        total: rows of the whole loader, 0 where it does not say or there is none.
         batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
         stack: contexts of the posterior's own that last as long as the prediction.
     """
@@ -249,11 +259,13 @@ class Posterior:
 
     def collect(self, inputs: Any, options: PredictOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Outputs ``[samples, rows, ...]`` for all inputs, the samples that each had (if adaptive), and the targets (if any)."""
-        single = is_batch(inputs)  # a loader of one batch, which is this process's own affair
-        loader = [(inputs, None)] if single else inputs
-        self._refuse(loader, options)
-        with sharing(loader, options.sharded and not single, options.shared) as share:
-            collected, shown = Collected(share), options.progress and not single and is_main_process()
+        self._refuse(inputs, options)
+        if is_batch(inputs):  # one batch, which is this process's own affair
+            check_finite(inputs)
+            with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
+                return *self._sampled(inputs, prediction), None
+        with sharing(inputs, bool(options.sharded), options.shared) as share:
+            collected, shown = Collected(share), options.progress and is_main_process()
             with Prediction(self.model, options, self.default_samples, self.kept) as prediction:
                 prediction.total = collected.expected
                 batches = track(share, "predicting") if shown else share
@@ -262,11 +274,11 @@ class Posterior:
                     collected.add(*self._sampled(some, prediction), targets)
             return collected.gathered()
 
-    def _refuse(self, loader: Any, options: PredictOptions) -> None:
+    def _refuse(self, inputs: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
         kind, trouble = type(self).__name__, {}
-        if not hasattr(loader, "__iter__"):
-            trouble["inputs"] = f"predict takes a tensor of inputs or a loader, not a {type(loader).__name__}"
+        if not is_batch(inputs) and not hasattr(inputs, "__iter__"):
+            trouble["inputs"] = f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}"
         if self.only_shared and not options.shared:
             trouble["shared"] = f"a draw of a {kind} serves all inputs; leave shared=True"
         if options.compile is True and not self.compiles:
@@ -293,8 +305,10 @@ class Posterior:
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         """The predictive distribution that the likelihood makes of outputs."""
         likelihood = self.likelihood
-        if {value.device for value in likelihood.parameters()} - {outputs.device}:
-            likelihood = deepcopy(likelihood).to(outputs.device)
+        for value in likelihood.parameters():
+            if value.device != outputs.device:
+                likelihood = deepcopy(likelihood).to(outputs.device)
+                break
         with torch.no_grad():
             if spent is None:
                 return likelihood.predictive(outputs)

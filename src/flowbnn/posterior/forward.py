@@ -71,7 +71,10 @@ class Kept:
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
     """The precision of the network's weights, which its inputs are brought to."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return None
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -104,8 +107,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), have it called.
     """
-    flags = [(module, module.training) for module in parts_of(model)]
-    if [module for module, training in flags if training]:
+    flags, training = [], False
+    for module in parts_of(model):
+        flags.append((module, module.training))
+        training = training or module.training
+    if training:
         model.eval()
     try:
         with torch.no_grad():

@@ -327,8 +327,10 @@ class Sampler:
         settings = settings_of(self.model, mode, samples, prediction.seed, self.generator)
         self.held: dict[Any, Any] = {}  # shared draws of the layers, by their keys
         self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held=self.held))
-        layers = noise_layers(self.model).values() if prediction.shared else ()
-        self.channels = [layer for layer in layers if layer.site == "channel"]
+        self.channels: list[Noise] = []  # layers whose vectors serve all inputs
+        for layer in noise_layers(self.model).values() if prediction.shared else ():
+            if layer.site == "channel":
+                self.channels.append(layer)
 
     def one_by_one(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
         """One network after the other, over all rows."""
@@ -354,12 +356,13 @@ class Sampler:
 
     def folded(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
         """Several samples in one pass, as blocks of the batch."""
-        limit, result, start = self.prediction.limit, None, 0
+        limit, total, result, start = self.prediction.limit, rows(inputs), None, 0
         assert limit is not None
-        while start < rows(inputs):
+        while start < total:
             at_once = min(len(samples), limit.rows)
-            stop = min(start + max(1, limit.rows // at_once), rows(inputs))
-            some, count, first = take(inputs, start, stop), stop - start, samples.start
+            stop = min(start + max(1, limit.rows // at_once), total)
+            some = inputs if stop - start == total else take(inputs, start, stop)
+            count, first = stop - start, samples.start
             while first < samples.stop:
                 last = min(first + at_once, samples.stop)
                 blocks = last - first
@@ -376,9 +379,9 @@ class Sampler:
                 outputs = checked_rows(outputs, blocks * count).reshape(blocks, count, *outputs.shape[1:])
                 if result is None:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)
-                    if (blocks, count) == (len(samples), rows(inputs)):
+                    if (blocks, count) == (len(samples), total):
                         return outputs.to(dtype)
-                    result = outputs.new_empty((len(samples), rows(inputs), *outputs.shape[2:]), dtype=dtype)
+                    result = outputs.new_empty((len(samples), total, *outputs.shape[2:]), dtype=dtype)
                 result[first - samples.start : last - samples.start, start:stop] = outputs
                 first = last
             start = stop if first >= samples.stop else start
