@@ -1,12 +1,11 @@
 """Stochastic layers: input noise from flows, dropout, and the handles on them."""
 
-from flowbnn.noise.axes import align_batch_axes
-from flowbnn.noise.base import Noise, Site
+from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
-from flowbnn.noise.dropout import DropoutNoise
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout, absorbs, layout_of, register_layer, weight_scale, wrappable
 from flowbnn.noise.modes import (
+    align_batch_axes,
     freeze,
     hold_noise,
     noise_layers,

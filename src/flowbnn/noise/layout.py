@@ -141,7 +141,7 @@ def layout_of(module: nn.Module) -> Layout:
     )
 
 
-# -------------------- scaling.py
+# -------------------- noise multiplied into weights
 
 FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -1,18 +1,23 @@
-"""Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate."""
+"""Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate, find its batch axes."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.batches import apply, call, rows
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise.base import Noise
 from flowbnn.noise.passes import Mode, NoisePass, Setting
 from flowbnn.options import Count, NonNegative, checked
 
 __all__ = [
+    "align_batch_axes",
     "freeze",
     "hold_noise",
     "noise_layers",
@@ -201,3 +206,105 @@ def parameter_groups(
         for name, (parameters, lr, decay) in parts.items()
     ]
     return [group for group in groups if group["params"]]
+
+
+# -------------------- the axis of the examples
+
+
+def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
+    """Find the axis of the examples in every layer that takes noise.
+
+    A sequence-first layer has it on axis 1, and a layer whose input is the same whatever the examples are (the embedding of positions)
+    has none: one draw then serves them all. Rules that name a ``batch_axis`` are left alone.
+
+    Args:
+        inputs: a batch; some of its rows are run with the noise off.
+
+    Returns:
+        The layers that the network never calls.
+    """
+    count = min(3, rows(inputs) // 2)
+    layers = noise_layers(model)
+    more = _observed(model, inputs if count < 2 else apply(inputs, lambda tensor: tensor[:count]))
+    idle = [name for name in layers if more and name not in more]
+    if count < 2:
+        return idle
+    # others: what depends on the examples changes
+    fewer = _observed(model, apply(inputs, lambda tensor: tensor[count : 2 * count - 1]))
+    for name, layer in layers.items():
+        first, second = more.get(name), fewer.get(name)
+        if first is None or second is None or first.ndim != second.ndim or layer.recipe is None:
+            continue
+        if layer.recipe.batch_axis is not None:
+            continue
+        axes = [
+            axis
+            for axis, (a, b) in enumerate(zip(first.shape, second.shape, strict=True))
+            if a != b and a * (count - 1) == b * count
+        ]
+        if first.shape == second.shape and first.numel() and torch.equal(first, second):
+            warnings.warn(
+                FlowBNNWarning(
+                    f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
+                    "leave it plain with None in the rules if that is not meant",
+                    kind="axis",
+                    layer=name,
+                )
+            )
+            layer.layout = layer.layout._replace(batch_axis=None)
+            layer.recipe = replace(layer.recipe, batch_axis="none")
+        elif len(axes) == 1 and axes[0] not in (
+            layer.layout.batch_axis,
+            first.ndim + layer.layout.feature_axis,
+        ):
+            layer.layout = layer.layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
+            layer.recipe = replace(layer.recipe, batch_axis=axes[0])
+    _order_folded_rows(model, inputs, count, more)
+    return idle
+
+
+def _order_folded_rows(model: nn.Module, inputs: Any, count: int, seen: dict[str, Tensor]) -> None:
+    """Where rows are time steps or frames of examples: whether those of one example follow each other."""
+    folded = {
+        name: layer
+        for name, layer in noise_layers(model).items()
+        if name in seen
+        and layer.layout.batch_axis == 0
+        and seen[name].shape[0] > count
+        and not seen[name].shape[0] % count
+    }
+    if not folded:
+        return
+    changed = apply(inputs, lambda tensor: torch.cat([tensor[count : count + 1], tensor[1:count]]))
+    for name, other in _observed(model, changed).items():
+        if name in folded and other.shape == seen[name].shape:
+            differs = (other != seen[name]).flatten(1).any(1).nonzero().flatten().tolist()
+            if differs == list(range(0, len(other), count)):
+                folded[name].layout = folded[name].layout._replace(examples_first=False)
+
+
+def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """What each noisy layer multiplies at its first call; nothing where the network fails on these inputs."""
+    seen: dict[str, Tensor] = {}
+    training = [module for module in model.modules() if module.training]
+
+    def record(name: str, side: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        value = output if side == "output" else next(iter((*args, *kwargs.values())), None)
+        seen.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
+
+    handles = []
+    for name, layer in noise_layers(model).items():
+        hook = partial(record, name, layer.layout.side)
+        handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+    try:
+        with torch.no_grad(), noise_mode(model, "off"):
+            model.eval()
+            call(model, inputs)
+    except Exception:  # a network made for one size of batch: take its layers at their word
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in training:
+            module.training = True
+    return seen

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.noise.base import Noise, Site
-from flowbnn.noise.dropout import DropoutNoise
+from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
 from flowbnn.options import Count, Ge, Interval, Le, Positive, check, options
