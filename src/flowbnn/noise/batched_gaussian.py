@@ -67,16 +67,18 @@ class Gaussians:
         if not self.flows:
             return parts, None
         draws, parts = parts[: -len(self.flows)], parts[-len(self.flows) :]
-        if kernels.available(starts):
-            chains = [noise.chain for noise in self.flows if noise.chain is not None]
-            if len(chains) == len(self.flows):
-                group = Group(chains, starts[:, self.cut - first :], log_det)
-                ends, log_dets = kernels.evaluate_many([group])[0]
-                draws += ends.split(self.frame.sizes[plain:], -1)
-                return draws, None if log_dets is None else log_dets[:, rows:]
-        volumes = []
-        for noise, start in zip(self.flows, parts, strict=True):
-            end, volume = noise.push(start, log_det)
+        chains = [noise.chain for noise in self.flows]
+        together = [chain for chain in chains if chain is not None]
+        if len(together) == len(chains) and kernels.available(starts):
+            group = Group(together, starts[:, self.cut - first :], log_det)
+            ends, log_dets = kernels.evaluate_many([group])[0]
+            draws += ends.split(self.frame.sizes[plain:], -1)
+            return draws, None if log_dets is None else log_dets[:, rows:]
+        volumes: list[Any] = []
+        for noise, chain, start in zip(self.flows, chains, parts, strict=True):
+            end, volume = (
+                noise.push(start, log_det) if chain is None else kernels.evaluate(chain, start, log_det)
+            )
             draws.append(end)
             volumes.append(volume)
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
