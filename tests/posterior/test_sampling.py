@@ -132,7 +132,7 @@ def test_position_draws_keep_only_what_the_chunk_needs():
     sizes = []
     (layer,) = noise_layers(model).values()
     model.register_forward_hook(
-        lambda *_: sizes.append(sum(v.numel() for _, v in pass_of(layer).kept().values()))
+        lambda *_: sizes.append(sum(v.numel() for _, v in pass_of(layer).held.values()))
     )
     torch.testing.assert_close(sample_outputs(model, x, 8, seed=0, max_batch=4), whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= 4 * 3 * 16 * 16
