@@ -65,7 +65,6 @@ class InputNoise(Noise):
         self.positions, self.kl_samples, self.label = positions, kl_samples, label
         # how many vectors the KL of this layer counts
         self.count = 1 if site == "channel" or positions == "mean" else int(positions)
-        self.draws_plainly = type(self).draw is InputNoise.draw  # not as a subclass does
         self._look()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -186,6 +185,11 @@ class InputNoise(Noise):
             forward.draws.pop(self.key, None)  # drawn ahead for another precision
         if not torch.compiler.is_compiling():
             state.asked[self.key] = (at, half)
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether :meth:`draw` is the one of this class, and not a subclass's."""
+        return type(self).draw is InputNoise.draw
 
     @property
     def reads_batch(self) -> bool:
