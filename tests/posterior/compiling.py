@@ -50,7 +50,7 @@ def drawing(model, samples, plan="auto", kept=None, **options):
     """
     kept = KEPT.setdefault(model, Kept()) if kept is None else kept
     with Prediction(model, PredictOptions(samples, **options), samples, kept) as prediction:
-        posterior = fb.NoisePosterior(model, fb.Categorical())
+        posterior = noise.NoisePosterior(model, fb.likelihoods.Categorical())
 
         def draw(inputs, low=0, high=samples):
             shown = None
