@@ -16,13 +16,12 @@ from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
 from flowbnn_studies.runner.figures import (
     count_modes_of,
-    curve,
     density_pair,
     density_panels,
     histogram,
     histogram_panels,
-    panel,
     short,
+    training_panels,
 )
 from flowbnn_studies.runner.job import Job, cosine, fit_plain
 from flowbnn_studies.runner.methods import shuffled
@@ -229,9 +228,6 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
     noisy = [key for key in labels if key in ("gaussian", "flow")]
     groups = {"known": "known digits", "novel": f"the unseen {novel}"}
 
-    def lines(name: str, *keys: str) -> list[dict[str, Any]]:
-        return [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
-
     entropies = {label: [part["entropy"] for part in parts.of(key)] for key, label in labels.items()}
     return [
         figure(
@@ -252,14 +248,7 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
             "curves",
             "Training",
             "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation.",
-            {
-                "x_label": "epoch",
-                "panels": [
-                    panel("ELBO", "nats per example", lines("elbo", *noisy)),
-                    panel("Log-likelihood", "nats per example", lines("log_likelihood", *labels)),
-                    panel("KL to the prior", "nats", lines("kl", *noisy)),
-                ],
-            },
+            {"x_label": "epoch", "panels": training_panels(parts, labels, noisy, list(labels))},
         ),
         figure(
             "density",

@@ -15,7 +15,7 @@ from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
-from flowbnn_studies.runner.figures import count_modes_of, curve, density_panels, panel, short
+from flowbnn_studies.runner.figures import count_modes_of, density_panels, short, training_panels
 from flowbnn_studies.runner.job import Job, cosine, fit_plain
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
@@ -209,9 +209,6 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
         scores = {name: part["values"][name] for name in ("accuracy", "ece")}
         fields.append({"label": labels[key], **scores, **part["field"], "bins": part["bins"]})
 
-    def lines(name: str, *keys: str) -> list[dict[str, Any]]:
-        return [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
-
     return [
         figure(
             "field",
@@ -229,11 +226,7 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
             {
                 "x_label": "epoch",
                 "y_label": "nats",
-                "panels": [
-                    panel("ELBO", "nats per example", lines("elbo", *NOISY)),
-                    panel("Log-likelihood", "nats per example", lines("log_likelihood", *NOISY, "longer")),
-                    panel("KL to the prior", "nats", lines("kl", *NOISY)),
-                ],
+                "panels": training_panels(parts, labels, NOISY, (*NOISY, "longer")),
             },
         ),
         figure(

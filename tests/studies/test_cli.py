@@ -54,6 +54,8 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     assert "published" not in done.output  # beside numbers that mean nothing
     assert "a trial run: the numbers mean nothing" in done.output
     assert results["answer"] in done.output
+    kept = {**results, "figures": results["figures"][2:3]}
+    (tmp_path / "two-clusters" / "results.json").write_text(json.dumps(kept))
     page = call("report", tmp_path, "--out", tmp_path / "page.html")
     assert page.exit_code == 0, page.output
     assert results["title"] in (tmp_path / "page.html").read_text()
@@ -121,6 +123,7 @@ def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkey
     ):
         monkeypatch.setattr(f"flowbnn_studies.{study}.seeds", 1)
         monkeypatch.setattr(f"flowbnn_studies.{study}.quick", settings)
+    monkeypatch.setattr("flowbnn_studies.report.page.to_svg", lambda *_: "<svg/>")  # drawn elsewhere
     done = call("demo", "--out", tmp_path, "--quick", "--jobs", "1", "--no-progress")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.html").exists()

@@ -205,18 +205,6 @@ def test_a_finished_run_needs_no_data_to_be_resumed(tmp_path, monkeypatch):
     assert again["rows"] == first["rows"]
 
 
-def test_rows_measured_with_another_rule_are_named(tmp_path):
-    study, settings = small("lenet-fashion", samples=16)
-    first = run(study, settings, tmp_path, only=["best-gaussian-channel"])
-    assert not any("earlier rule" in note for note in first["notes"])
-    for path in tmp_path.glob("lenet-fashion/parts/*.json"):
-        part = json.loads(path.read_text())
-        del part["content"]["adaptive_rule"]
-        path.write_text(json.dumps(part))
-    again = run(study, settings, tmp_path, collect=True)
-    assert any("earlier rule" in note and "Gaussian noise, channel" in note for note in again["notes"])
-
-
 def test_settings_are_named_by_group_and_glob():
     study = get_study("lenet-fashion")
     settings = study.make_settings(**{"flow_*.noise_lr": 1, "plain.optimizer": "sgd", "withhold": True})

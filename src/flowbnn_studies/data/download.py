@@ -7,10 +7,10 @@ import tarfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data.sources import Download
@@ -62,7 +62,7 @@ def _try(url: str, wanted: Download, part: Path, timeout: float, progress: bool)
     with answer, part.open("wb") as file:
         digest = hashlib.md5(usedforsecurity=False)
         length = 0
-        with _Bar(wanted.file, wanted.size, progress) as bar:
+        with _bar(wanted.file, wanted.size, progress) as advance:
             while length <= 2 * wanted.size:  # the checksum decides; this only ends what has no end
                 try:
                     chunk = answer.read(CHUNK)
@@ -73,7 +73,7 @@ def _try(url: str, wanted: Download, part: Path, timeout: float, progress: bool)
                 file.write(chunk)
                 digest.update(chunk)
                 length += len(chunk)
-                bar.advance(len(chunk))
+                advance(len(chunk))
     if digest.hexdigest() != wanted.md5:
         if length < wanted.size:
             return f"gave {length:,} of {wanted.size:,} bytes"
@@ -137,33 +137,24 @@ def _write(content: IO[bytes], target: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-class _Bar:
-    """A bar of bytes on a terminal; nothing elsewhere."""
+@contextmanager
+def _bar(description: str, total: int, shown: bool) -> Iterator[Callable[[int], object]]:
+    """A bar of bytes on a terminal, nothing elsewhere; gives what advances it."""
+    from flowbnn.training.progress import terminal
 
-    def __init__(self, description: str, total: int, shown: bool) -> None:
-        from flowbnn.training.progress import terminal
+    console = terminal() if shown else None
+    if console is None:
+        yield lambda number: None
+        return
+    from rich.errors import LiveError
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = terminal() if shown else None
-        self.bar: Any = None
-        if console is not None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=console, transient=True)
-            self.task = self.bar.add_task(description, total=total)
-
-    def __enter__(self) -> "_Bar":
-        if self.bar is not None:
-            from rich.errors import LiveError
-
-            with suppress(LiveError):  # the caller shows a live display of its own on this console
-                self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def advance(self, number: int) -> None:
-        if self.bar is not None:
-            self.bar.advance(self.task, number)
+    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(description, total=total)
+    with suppress(LiveError):  # the caller shows a live display of its own on this console
+        bar.start()
+    try:
+        yield lambda number: bar.advance(task, number)
+    finally:
+        bar.stop()

@@ -69,12 +69,7 @@ class Source:
 
 
 def _idx(
-    name: str,
-    title: str,
-    classes: str,
-    moments: tuple[float, float],
-    table: str,
-    mirrors: tuple[str, ...],
+    name: str, title: str, classes: str, moments: tuple[float, float], table: str, mirrors: tuple[str, ...]
 ) -> Source:
     """A set of IDX files; the table has, for images and labels of both splits, length and MD5 of the .gz, SHA-256 of its content."""
     files = [f"{stem}-{kind}-ubyte" for stem in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]

@@ -1,7 +1,6 @@
 """Evaluating one trained variant on the test images, on novel ones and on corrupted ones; the same for all methods."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -159,7 +158,6 @@ def evaluate(
         sparing = predict(posterior, images, settings.samples, precision, RULE)
         values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
-        content["adaptive_rule"] = asdict(RULE)
         del sparing
     del known
     values |= by_views(posterior, pictures.test, settings, training, precision)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flowbnn.results import Parts, figure, reliability_figure, summary
-from flowbnn_studies.images.data import KINDS, STRENGTHS
+from flowbnn.results import Parts, figure, reliability_figure
+from flowbnn_studies.images.data import KINDS
 from flowbnn_studies.images.findings import PLAIN, RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
 from flowbnn_studies.images.settings import split_key
@@ -117,15 +117,7 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     """Accuracy and ECE against the strength of each corruption."""
 
     def line(variant: Variant, kind: str, name: str) -> dict[str, Any]:
-        seeds = [part["shift"][kind][name] for part in parts.of(variant.key)]
-        cells = [summary(values) for values in zip(*seeds, strict=True)]
-        spread = [cell["std"] for cell in cells] if len(seeds) > 1 else None
-        return {
-            "label": variant.label,
-            "x": list(STRENGTHS),
-            "mean": [cell["mean"] for cell in cells],
-            "std": spread,
-        }
+        return curve(variant.label, [part["shift"][kind][name] for part in parts.of(variant.key)])
 
     panels = [
         panel(

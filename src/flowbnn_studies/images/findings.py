@@ -7,7 +7,6 @@ from typing import Any
 
 from flowbnn.metrics import calibration_floor
 from flowbnn.results import Metric, Parts, summary
-from flowbnn_studies.images.evaluation import RULE
 from flowbnn_studies.images.published import Published
 from flowbnn_studies.images.settings import METHODS, SITES, ImageSettings, split_key
 from flowbnn_studies.runner.statistics import Paired, paired
@@ -256,19 +255,6 @@ def notes(
             f"right, {floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
         )
     lines += _pace(parts, settings, published)
-    earlier = [
-        v.label
-        for v in present(parts, variants)
-        if any(
-            "adaptive" in part["values"] and part.get("adaptive_rule") != asdict(RULE)
-            for part in parts.of(v.key)
-        )
-    ]
-    if earlier:
-        lines.append(
-            "Adaptive samples and same decisions were measured with an earlier rule, which let an input stop at a tie, in these rows: "
-            f"{', '.join(earlier)}."
-        )
     return lines + parts.warnings({variant.key: variant.label for variant in variants})
 
 

@@ -32,36 +32,15 @@ def _draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
     table = _columns(bins)
     strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / FEW), 0.15, 1.0)
     axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=DASHED, linewidth=1.1)
-    for low, high, confidence, accuracy, alpha in zip(
-        table["low"], table["high"], table["confidence"], table["accuracy"], strength, strict=True
-    ):
+    columns = (table[name] for name in ("low", "high", "confidence", "accuracy"))
+    ink = light("ink")
+    for low, high, confidence, accuracy, alpha in zip(*columns, strength, strict=True):
         if np.isfinite([confidence, accuracy]).all():
-            axes.bar(
-                (low + high) / 2,
-                accuracy,
-                0.86 * (high - low),
-                color=light(colour),
-                alpha=0.45 * alpha,
-                linewidth=0,
-            )
-            axes.vlines(
-                confidence,
-                min(confidence, accuracy),
-                max(confidence, accuracy),
-                color=light("ink"),
-                alpha=alpha,
-            )
-            axes.plot(
-                confidence,
-                accuracy,
-                "o",
-                color=light("ink"),
-                markersize=3.8,
-                alpha=alpha,
-                markeredgewidth=0,
-                clip_on=False,
-                zorder=5,
-            )
+            middle, width = (low + high) / 2, 0.86 * (high - low)
+            axes.bar(middle, accuracy, width, color=light(colour), alpha=0.45 * alpha, linewidth=0)
+            axes.vlines(confidence, *sorted((confidence, accuracy)), color=ink, alpha=alpha)
+            dot: Any = {"markersize": 3.8, "markeredgewidth": 0, "clip_on": False, "zorder": 5}
+            axes.plot(confidence, accuracy, "o", color=ink, alpha=alpha, **dot)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     set_ticks(axes)
@@ -127,20 +106,11 @@ def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
             )
         for label in np.unique(np.concatenate([classes, decided])):
             if np.isfinite(label):
-                style: Any = {
-                    "color": light(CLASSES[int(label) % len(CLASSES)]),
-                    "linewidths": 0,
-                    "rasterized": True,
-                }
-                axes.scatter(
-                    points[classes == label, 0], points[classes == label, 1], s=7, alpha=0.36, **style
-                )
-                axes.scatter(
-                    grid[decided == label, 0],
-                    grid[decided == label, 1],
-                    s=size[decided == label] ** 2,
-                    **style,
-                )
+                colour = light(CLASSES[int(label) % len(CLASSES)])
+                style: Any = {"color": colour, "linewidths": 0, "rasterized": True}
+                (x, y), (left, up) = points[classes == label].T, grid[decided == label].T
+                axes.scatter(x, y, s=7, alpha=0.36, **style)
+                axes.scatter(left, up, s=size[decided == label] ** 2, **style)
         if span is not None:
             axes.set_xlim(*span[0])
             axes.set_ylim(*span[1])

@@ -25,7 +25,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from flowbnn_studies.report.style import COLOURS, RC, light, tick
 
-__all__ = ["Group", "Key", "Panel", "Plot", "Sheet", "extent", "numbers", "set_ticks", "to_png", "to_svg"]
+__all__ = ["DASHED", "Group", "Key", "Panel", "Plot", "Sheet"]
+__all__ += ["extent", "numbers", "pattern", "set_ticks", "to_png", "to_svg"]
 
 Sheet = Figure | SubFigure
 DASHED = (0, (4, 3))
@@ -101,6 +102,11 @@ def set_ticks(axes: Axes, x: int = 5, y: int = 5, integer: bool = False) -> None
             whole = integer and axis is axes.xaxis
             axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole))
         axis.set_major_formatter(FuncFormatter(tick))
+
+
+def pattern(dashes: str) -> Any:
+    """Lengths of dashes and gaps, as matplotlib takes them; none is a solid line."""
+    return (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
 
 
 @contextmanager
@@ -228,36 +234,19 @@ def to_png(plot: Plot, title: str, scale: float = 2.0) -> bytes:
 def _handle(key: Key) -> Any:
     """What stands before a label of the legend."""
 
-    def dot(size: float, marker: str = "o", alpha: float = key.alpha) -> Line2D:
-        return Line2D(
-            [],
-            [],
-            color=light(key.colour),
-            marker=marker,
-            linestyle="none",
-            markersize=size,
-            alpha=alpha,
-            markeredgewidth=0,
-        )
+    def mark(size: float, marker: str = "o", alpha: float = key.alpha, edge: float = 0.0) -> Line2D:
+        style: Any = {"color": light(key.colour), "alpha": alpha, "linestyle": "none"}
+        return Line2D([], [], marker=marker, markersize=size, markeredgewidth=edge, **style)
 
     match key.mark:
         case "sizes":
-            return dot(2.5), dot(9)
+            return mark(2.5), mark(9)
         case "ramp":
-            return tuple(dot(8, "s", alpha) for alpha in (0.15, 0.55, 1.0))
+            return tuple(mark(8, "s", alpha) for alpha in (0.15, 0.55, 1.0))
         case "area":
-            return dot(8, "s")
+            return mark(8, "s")
         case "dot":
-            return dot(6)
+            return mark(6)
         case "cross":
-            return Line2D(
-                [],
-                [],
-                color=light(key.colour),
-                marker="+",
-                linestyle="none",
-                markersize=9,
-                markeredgewidth=1.2,
-            )
-    dashes: Any = (0, tuple(float(part) for part in key.dashes.split())) if key.dashes else "-"
-    return Line2D([], [], color=light(key.colour), linestyle=dashes, alpha=key.alpha)
+            return mark(9, "+", 1.0, edge=1.2)
+    return Line2D([], [], color=light(key.colour), linestyle=pattern(key.dashes), alpha=key.alpha)

@@ -2,18 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.text import Text
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter
-from matplotlib.transforms import Bbox
 
-from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
+from flowbnn_studies.report.canvas import (
+    DASHED,
+    Group,
+    Key,
+    Panel,
+    Plot,
+    Sheet,
+    extent,
+    numbers,
+    pattern,
+    set_ticks,
+)
 from flowbnn_studies.report.style import CLASSES, KINDS, assign_colours, decimal, kind_of, light
 
 __all__ = ["bars", "curves", "front_of", "histogram", "pareto"]
@@ -50,10 +57,6 @@ def _styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, Style]:
     return styles | {label: ("muted", LEVELS[index % len(LEVELS)]) for index, label in enumerate(levels)}
 
 
-def _pattern(dashes: str) -> Any:
-    return (0, tuple(float(part) for part in dashes.split())) if dashes else "-"
-
-
 def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
     lines = {
         line["label"]: (numbers(line["x"]), numbers(line["mean"]), line.get("std")) for line in panel["lines"]
@@ -69,7 +72,7 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
         axes = sheet.subplots()
         for level in panel.get("levels") or []:
             colour, dashes = styles[level["label"]]
-            axes.axhline(level["value"], color=light(colour), linestyle=_pattern(dashes), linewidth=1.3)
+            axes.axhline(level["value"], color=light(colour), linestyle=pattern(dashes), linewidth=1.3)
         for label, (x, mean, std) in lines.items():
             colour, dashes = styles[label]
             if base is not None:
@@ -80,7 +83,7 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
                 low = np.maximum(mean - numbers(std), mean * 0.05) if log else mean - numbers(std)
                 axes.fill_between(x, low, mean + numbers(std), color=light(colour), alpha=0.16, linewidth=0)
             marker = "o" if np.isfinite(mean).sum() < 3 else ""
-            axes.plot(x, mean, color=light(colour), linestyle=_pattern(dashes), marker=marker, markersize=4)
+            axes.plot(x, mean, color=light(colour), linestyle=pattern(dashes), marker=marker, markersize=4)
         if log:
             axes.set_yscale("log")
         places = np.concatenate([np.zeros(0), *(x for x, _, _ in lines.values())])
@@ -135,16 +138,10 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
                 colour = light(colour_of(panel, place))
                 height, edges = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
                 if len(height) and bool(np.isfinite(edges).all()):
-                    axes.stairs(
-                        height, edges, fill=True, color=colour, alpha=0.6 if place == 0 else 0.18, linewidth=0
-                    )
-                    axes.stairs(
-                        height,
-                        edges,
-                        color=colour,
-                        linewidth=1.5 if place else 0.8,
-                        linestyle=_pattern(DASHES[max(0, place - 1) % 4]),
-                    )
+                    shade, width = (0.18, 1.5) if place else (0.6, 0.8)
+                    dashes = pattern(DASHES[max(0, place - 1) % 4])
+                    axes.stairs(height, edges, fill=True, color=colour, alpha=shade, linewidth=0)
+                    axes.stairs(height, edges, color=colour, linewidth=width, linestyle=dashes)
             if span is not None:
                 axes.set_xlim(*span)
             axes.set_ylim(0, 1.05 * top if top > 0 else 1)
@@ -156,20 +153,13 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
         return Panel(panel["title"], draw)
 
     keys = []
-    for place, label in enumerate(labels):
-        if not by_method or place == 0:
-            keys.append(
-                Key(
-                    label,
-                    colour_of({}, place) if not by_method or len(labels) > 1 else "slate",
-                    "area",
-                    alpha=0.5,
-                )
-            )
-        else:
+    for place, label in enumerate(labels if len(labels) > 1 else []):
+        if by_method and place:
             keys.append(Key(f"{label}, in the colour of the method", "ink", "line", DASHES[(place - 1) % 4]))
+        else:
+            keys.append(Key(label, colour_of({}, place), "area", alpha=0.5))
     columns, size = _layout(len(panels))
-    return Plot([Group([make(panel) for panel in panels])], keys if len(labels) > 1 else [], columns, size)
+    return Plot([Group([make(panel) for panel in panels])], keys, columns, size)
 
 
 def bars(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -229,89 +219,59 @@ def front_of(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
     return front
 
 
-# where a label may stand around its dot: across, up, and its alignment there; the nearest places first
-Align = Literal["left", "center", "right"]
-NEAR: tuple[tuple[int, int, Align], ...] = (
-    (8, 0, "left"),
-    (-8, 0, "right"),
-    (6, 9, "left"),
-    (6, -9, "left"),
-    (-6, 9, "right"),
-    (-6, -9, "right"),
-    (0, 12, "center"),
-    (0, -12, "center"),
-)
-SPOTS = [(across * far, up * far, align) for far in (1.0, 1.7, 2.6, 3.6, 4.8) for across, up, align in NEAR]
+# where a label may stand, as the move from its dot in points; the nearest places first
+NEAR = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9), (0, 12), (0, -12))
+SPOTS = [(across * far, up * far) for far in (1.0, 1.7, 2.6, 3.6, 4.8) for across, up in NEAR]
+FRONT, ROOM = (480, 380), np.array([430.0, 315.0])  # the size of a panel, and about that of its axes
+Box = tuple[float, float, float, float]
 
 
-class _Labels(Artist):
-    """Labels that are placed when the picture is drawn, once all sizes are known.
+def _overlaps(box: Box, others: Sequence[Box]) -> int:
+    return sum(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in others)
 
-    Each takes the first spot that covers no dot and no other label and lies inside; a thin line leads to far ones.
-    """
 
-    def __init__(self, axes: Axes, labels: list[str], places: np.ndarray, edge: np.ndarray) -> None:
-        super().__init__()
-        self.set_in_layout(False)
-        self.set_zorder(2.5)  # above the grid and the front, below the dots
-        self.labels, self.places, self.edge = labels, places, edge
-        axes.add_artist(self)
+def _place_labels(
+    dots: np.ndarray, edge: np.ndarray, widths: Sequence[float]
+) -> dict[int, tuple[float, float]]:
+    """For each dot the first spot whose label covers no dot, no other label and no step of the front, and lies inside."""
+    around: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    steps: list[Box] = []  # of the front: across, then down
+    for (x, y), (right, lower) in pairwise(edge):
+        steps += [(x, y - 1, right, y + 1), (right - 1, min(y, lower), right + 1, max(y, lower))]
+    taken: dict[int, Box] = {}
+    spots: dict[int, tuple[float, float]] = {}
+    for index in np.argsort(-dots[:, 1], kind="stable").tolist():
+        others = [*taken.values(), *around[:index], *around[index + 1 :]]
 
-    def draw(self, renderer: Any) -> None:
-        """Place the labels and draw them."""
-        axes: Any = self.axes
-        scale = renderer.points_to_pixels(1.0)
-        pixels = axes.transData.transform(self.places)
-        room = axes.get_window_extent(renderer)
-        dots = [
-            Bbox.from_extents(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in pixels
-        ]
-        steps = []  # of the front: across, then down
-        for (x, y), (next_x, next_y) in pairwise(axes.transData.transform(self.edge)):
-            steps.append(Bbox.from_extents(x, y - 1, next_x, y + 1))
-            steps.append(Bbox.from_extents(next_x - 1, min(y, next_y), next_x + 1, max(y, next_y)))
-        taken: list[Bbox] = []
-        artists: list[Artist] = []
-        for index in np.argsort(-pixels[:, 1], kind="stable"):
-            x, y = pixels[index]
-            others = [*taken, *dots[:index], *dots[index + 1 :]]
-            best: tuple[float, Text, Bbox, bool] | None = None
-            for across, up, align in SPOTS:
-                text = Text(
-                    x + across * scale,
-                    y + up * scale,
-                    self.labels[index],
-                    color=light("ink"),
-                    fontsize=9,
-                    ha=align,
-                    va="center",
-                )
-                text.set_figure(axes.get_figure(root=True))
-                box = text.get_window_extent(renderer).padded(scale)
-                inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
-                score = sum(box.overlaps(other) for other in others) + 0.5 * any(
-                    box.overlaps(step) for step in steps
-                )
-                score += 0 if inside else 3
-                if best is None or score < best[0]:
-                    best = (score, text, box, abs(across) > 9 or abs(up) > 13)
-                if score == 0:
-                    break
-            assert best is not None
-            _, text, box, far = best
-            taken.append(box)
-            artists.append(text)
-            if far:
-                end = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
-                artists.insert(0, Line2D([x, end[0]], [y, end[1]], color=light("faint"), linewidth=0.8))
-        # a ground of the page's colour, so that no line strikes a name through; all grounds first, so that none hides a name
-        grounds = [
-            Rectangle((box.x0, box.y0), box.width, box.height, facecolor=light("surface"), linewidth=0)
-            for box in taken
-        ]
-        for artist in (*grounds, *artists):
-            artist.set_figure(axes.get_figure(root=True))
-            artist.draw(renderer)
+        def box_at(spot: tuple[float, float], index: int = index) -> Box:
+            x, y = dots[index] + spot
+            left = x - widths[index] * (0.5 - 0.5 * np.sign(spot[0]))
+            return (left - 1, y - 6, left + widths[index] + 1, y + 6)
+
+        def score(spot: tuple[float, float], others: Sequence[Box] = others) -> float:
+            box = box_at(spot)
+            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= ROOM[0] and box[3] <= ROOM[1]
+            return _overlaps(box, others) + 0.5 * bool(_overlaps(box, steps)) + (0 if inside else 3)
+
+        spots[index] = min(SPOTS, key=score)
+        taken[index] = box_at(spots[index])
+    return spots
+
+
+def _draw_labels(axes: Axes, labels: Sequence[str], places: np.ndarray, edge: np.ndarray) -> None:
+    """A name beside each dot, on a ground of the page's colour; a thin line leads to far ones."""
+    fractions = axes.transScale + axes.transLimits  # known before the layout is
+    widths = [TextPath((0, 0), label, size=9).get_extents().width for label in labels]
+    spots = _place_labels(fractions.transform(places) * ROOM, fractions.transform(edge) * ROOM, widths)
+    for index, (across, up) in spots.items():
+        far = abs(across) > 9 or abs(up) > 13
+        align = "left" if across > 0 else "right" if across < 0 else "center"
+        style: Any = {"ha": align, "va": "center", "fontsize": 9, "color": light("ink"), "zorder": 2.5}
+        style["bbox"] = {"facecolor": light("surface"), "linewidth": 0, "pad": 1}
+        style["arrowprops"] = {"arrowstyle": "-", "color": light("faint"), "linewidth": 0.8} if far else None
+        move: Any = (across, up)
+        text = axes.annotate(labels[index], places[index], move, textcoords="offset points", **style)
+        text.set_in_layout(False)
 
 
 def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
@@ -348,7 +308,7 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
                 alpha=0.7,
                 zorder=1.5,
             )
-            _Labels(axes, [item["label"] for item in items], places, edge)
+            _draw_labels(axes, [item["label"] for item in items], places, edge)
         for item in items:
             colour = light(colours.get(item["label"], "sky"))
             errors: dict[str, Any] = {}
@@ -383,4 +343,4 @@ def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
         keys.append(Key("± 1 standard deviation over seeds", "muted", "cross"))
     keys += [Key(kind.name, kind.colour, "dot") for kind in KINDS if kind in kinds]
     panels = [_front_panel(panel, colours) for panel in data["panels"]]
-    return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), (480, 380))
+    return Plot([Group(panels)], keys if panels else [], min(2, max(1, len(panels))), FRONT)

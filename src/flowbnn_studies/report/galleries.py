@@ -52,16 +52,8 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
                 numbers(truth["x"]), numbers(truth["y"]), color=light("ink"), linestyle=DASHED, linewidth=1.1
             )
             axes.plot(x, mean, color=colour)
-            points = panel["points"]
-            axes.plot(
-                numbers(points["x"]),
-                numbers(points["y"]),
-                "o",
-                color=light("ink"),
-                markersize=2.2,
-                alpha=0.6,
-                markeredgewidth=0,
-            )
+            dots: Any = {"markersize": 2.2, "alpha": 0.6, "markeredgewidth": 0}
+            axes.plot(*(numbers(panel["points"][axis]) for axis in "xy"), "o", color=light("ink"), **dots)
             for edge in filter(np.isfinite, numbers(data.get("span") or [])):
                 axes.axvline(edge, color=light("faint"), linewidth=0.9)
             if limits is not None:
@@ -106,35 +98,20 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
             if regular and values.size:
                 half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
                 box = (x[0] - half_x, x[-1] + half_x, y[0] - half_y, y[-1] + half_y)
-                axes.imshow(
-                    np.nan_to_num(values),
-                    extent=box,
-                    origin="lower",
-                    cmap=_ramp("sky"),
-                    vmin=0.0,
-                    vmax=top,
-                    interpolation="bilinear",
-                )
+                shading: Any = {"cmap": _ramp("sky"), "vmin": 0.0, "vmax": top, "interpolation": "bilinear"}
+                axes.imshow(np.nan_to_num(values), extent=box, origin="lower", **shading)
             for label in classes:
-                colour = light(CLASSES[label % len(CLASSES)])
-                axes.scatter(
-                    points[labels == label, 0],
-                    points[labels == label, 1],
-                    s=4,
-                    color=colour,
-                    alpha=0.7,
-                    linewidths=0,
-                    rasterized=True,
-                )
+                style: Any = {
+                    "color": light(CLASSES[label % len(CLASSES)]),
+                    "linewidths": 0,
+                    "rasterized": True,
+                }
+                x_of, y_of = points[labels == label].T
+                axes.scatter(x_of, y_of, s=4, alpha=0.7, **style)
             if data.get("ring") is not None and regular:
                 angle = np.linspace(0, 2 * np.pi, 181)
-                axes.plot(
-                    data["ring"] * np.cos(angle),
-                    data["ring"] * np.sin(angle),
-                    color=light("ink"),
-                    linestyle=DASHED,
-                    linewidth=1.1,
-                )
+                circle = data["ring"] * np.array([np.cos(angle), np.sin(angle)])
+                axes.plot(*circle, color=light("ink"), linestyle=DASHED, linewidth=1.1)
             axes.set_aspect("equal")
             axes.grid(False)
             set_ticks(axes)
@@ -295,17 +272,11 @@ def images(data: Data, colours: Mapping[str, str]) -> Plot:
             for chart in charts:
                 likely = sorted(sorted(bars, key=lambda bar: -bar["value"])[:10], key=bars.index)
                 for place, bar in enumerate(likely):
-                    chart.barh(
-                        place,
-                        bar["value"],
-                        height=0.72,
-                        color=light("teal" if bar["value"] == best else "faint"),
-                    )
+                    colour = light("teal" if bar["value"] == best else "faint")
+                    chart.barh(place, bar["value"], height=0.72, color=colour)
                     if bar["value"] >= 0.05 * max(best, 1e-12):
-                        text = decimal(bar["value"], ".2f")
-                        chart.text(
-                            bar["value"] + 0.03, place, text, va="center", fontsize=9, color=light("muted")
-                        )
+                        style: Any = {"va": "center", "fontsize": 9, "color": light("muted")}
+                        chart.text(bar["value"] + 0.03, place, decimal(bar["value"], ".2f"), **style)
                 chart.set_yticks(range(len(likely)), [bar["label"][:14] for bar in likely], fontsize=9)
                 chart.invert_yaxis()
                 chart.set_xlim(0, max(1.0, best) * 1.28)

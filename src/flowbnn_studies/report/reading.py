@@ -17,119 +17,45 @@ Source = Path | str | dict[str, Any]
 
 # What a value must be: a type; a list of one shape; a dictionary of fields ("name?" may be missing or null); the dimensions of an array
 # (null for a gap); or in words: an array as long as a field beside it ("x", "edges-1"), a table ("y x"), "pairs", "increasing" numbers.
+# fmt: off
 _BINS = [{"low": float, "high": float, "confidence?": float, "accuracy?": float, "fraction": float}]
 _LINE = {"label": str, "x": 1, "mean": "x", "std?": "x", "style?": str, "like?": str}
 _NAMED = {"label": str, "value": float}
 _POINTS = {"x": 1, "y": "x"}
 _IMAGE = {"title": str, "pixels": (2, 3)}
+_BAND = {"title": str, "note?": str, "x": 1, "mean": "x", "epistemic": "x", "total": "x", "points": _POINTS}
+_CURVES = {"title": str, "y_label?": str, "better?": str, "lines": [_LINE], "levels?": [_NAMED]}
+_PAIR = {"title": str, "x_label?": str, "y_label?": str, "x": "increasing", "y": "increasing", "density": "y x"}
+_FIELD = {"label": str, "accuracy?": float, "ece?": float, "points": "pairs", "point_class": "points", "grid": "pairs",
+          "grid_class": "grid", "grid_uncertainty?": "grid", "bins": _BINS}
+_DOT = {"label": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}
 FIGURES: dict[str, Any] = {
-    "bands": {
-        "x_label?": str,
-        "span?": 1,
-        "truth?": _POINTS,
-        "panels": [
-            {
-                "title": str,
-                "note?": str,
-                "x": 1,
-                "mean": "x",
-                "epistemic": "x",
-                "total": "x",
-                "points": _POINTS,
-            }
-        ],
-    },
+    "bands": {"x_label?": str, "span?": 1, "truth?": _POINTS, "panels": [_BAND]},
     "bars": {"panels": [{"title": str, "x_label?": str, "bars": [_NAMED], "level?": float}]},
-    "curves": {
-        "x_label?": str,
-        "y_label?": str,
-        "columns?": int,
-        "baseline?": str,
-        "panels": [{"title": str, "y_label?": str, "better?": str, "lines": [_LINE], "levels?": [_NAMED]}],
-    },
-    "density": {
-        "panels": [{"title": str, "x": 1, "posterior": "x", "prior?": "x", "modes?": int}],
-        "pairs?": [
-            {
-                "title": str,
-                "x_label?": str,
-                "y_label?": str,
-                "x": "increasing",
-                "y": "increasing",
-                "density": "y x",
-            }
-        ],
-    },
-    "draws": {
-        "classes?": [str],
-        "images?": [_IMAGE],
-        "panels": [{"title": str, "sides": [{"note?": str, "samples": (2,)}]}],
-    },
-    "field": {
-        "seed?": int,
-        "models": [
-            {
-                "label": str,
-                "accuracy?": float,
-                "ece?": float,
-                "points": "pairs",
-                "point_class": "points",
-                "grid": "pairs",
-            }
-            | {"grid_class": "grid", "grid_uncertainty?": "grid", "bins": _BINS}
-        ],
-    },
-    "histogram": {
-        "x_label?": str,
-        "panels": [{"title": str, "groups": [{"label": str, "edges": 1, "fraction": "edges-1"}]}],
-    },
+    "curves": {"x_label?": str, "y_label?": str, "columns?": int, "baseline?": str, "panels": [_CURVES]},
+    "density": {"panels": [{"title": str, "x": 1, "posterior": "x", "prior?": "x", "modes?": int}], "pairs?": [_PAIR]},
+    "draws": {"classes?": [str], "images?": [_IMAGE],
+              "panels": [{"title": str, "sides": [{"note?": str, "samples": (2,)}]}]},
+    "field": {"seed?": int, "models": [_FIELD]},
+    "histogram": {"x_label?": str,
+                  "panels": [{"title": str, "groups": [{"label": str, "edges": 1, "fraction": "edges-1"}]}]},
     "images": {"panels": [_IMAGE | {"bars?": [{"label": str, "value?": float}]}]},
-    "map": {
-        "label?": str,
-        "top?": float,
-        "x?": 1,
-        "y?": 1,
-        "points?": "pairs",
-        "point_class?": "points",
-        "ring?": float,
-        "panels": [{"title": str, "note?": str, "values": (2,)}],
-    },
-    "pareto": {
-        "panels": [
-            {"title": str, "x_label?": str, "y_label?": str}
-            | {"items": [{"label": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}]}
-        ]
-    },
+    "map": {"label?": str, "top?": float, "x?": 1, "y?": 1, "points?": "pairs", "point_class?": "points", "ring?": float,
+            "panels": [{"title": str, "note?": str, "values": (2,)}]},
+    "pareto": {"panels": [{"title": str, "x_label?": str, "y_label?": str, "items": [_DOT]}]},
     "reliability": {"models": [{"label": str, "ece?": float, "bins": _BINS}]},
 }
 _VALUE = {"mean?": float, "std?": float, "per_seed?": 1, "published?": float}
+_METRIC = {"key": str, "label": str, "format?": str, "better?": str, "definition?": str, "group?": str}
+_ROW = {"key": str, "label": str, "values": dict, "cited?": str, "reference?": str, "unfinished?": str}
 _RESULTS: dict[str, Any] = {
-    "study": str,
-    "title": str,
-    "question": str,
-    "answer": str,
-    "source?": str,
-    "command?": str,
-    "created?": str,
-    "seconds?": float,
-    "device?": str,
-    "versions?": dict,
-    "settings?": dict,
-    "seeds": list,
-    "metrics": [
-        {"key": str, "label": str, "format?": str, "better?": str, "definition?": str, "group?": str}
-    ],
-    "rows": [
-        {"key": str, "label": str, "values": dict, "cited?": str, "reference?": str, "unfinished?": str}
-    ],
-    "comparisons?": [
-        {"title": str, "metric": str, "mean": float, "low?": float, "high?": float, "p?": float}
-    ],
-    "headline?": [str],
-    "trial?": str,
+    "study": str, "title": str, "question": str, "answer": str, "source?": str, "command?": str, "created?": str,
+    "seconds?": float, "device?": str, "versions?": dict, "settings?": dict, "seeds": list, "metrics": [_METRIC], "rows": [_ROW],
+    "comparisons?": [{"title": str, "metric": str, "mean": float, "low?": float, "high?": float, "p?": float}],
+    "headline?": [str], "trial?": str, "notes?": [str],
     "figures": [{"kind": str, "title": str, "caption?": str, "published?": str, "data": dict}],
-    "notes?": [str],
 }
+# fmt: on
 _WORDS = {str: "a string", float: "a number", int: "a number", dict: "an object", list: "a list"}
 
 

@@ -6,19 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "CLASSES",
-    "COLOURS",
-    "KINDS",
-    "RC",
-    "Kind",
-    "assign_colours",
-    "decimal",
-    "duration",
-    "kind_of",
-    "light",
-    "tick",
-]
+__all__ = ["CLASSES", "COLOURS", "KINDS", "RC", "Kind"]
+__all__ += ["assign_colours", "decimal", "duration", "kind_of", "light", "tick"]
 
 # Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value and the page replaces it
 # by the name, so that a figure follows the reader's scheme. Hues are those of Okabe and Ito (2008), darkened to stand out on white.
@@ -84,46 +73,20 @@ KINDS = (
 )
 
 # For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.
+# fmt: off
 RC: dict[str, Any] = {
-    "figure.dpi": 72,
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10.5,
-    "text.color": COLOURS["ink"][0],
-    "axes.facecolor": "none",
-    "axes.edgecolor": COLOURS["faint"][0],
-    "axes.labelcolor": COLOURS["muted"][0],
-    "axes.labelsize": 10.5,
-    "axes.titlesize": 10,
-    "axes.titlecolor": COLOURS["muted"][0],
-    "axes.titlelocation": "left",
-    "axes.titlepad": 5,
-    "axes.linewidth": 0.9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["line"][0],
-    "grid.linewidth": 0.9,
-    "xtick.color": COLOURS["faint"][0],
-    "ytick.color": COLOURS["faint"][0],
-    "xtick.labelcolor": COLOURS["muted"][0],
-    "ytick.labelcolor": COLOURS["muted"][0],
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "figure.constrained_layout.h_pad": 0.04,
-    "figure.constrained_layout.w_pad": 0.04,
+    "figure.dpi": 72, "figure.facecolor": "none", "savefig.facecolor": "none", "svg.fonttype": "none", "text.parse_math": False,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5, "text.color": COLOURS["ink"][0],
+    "axes.facecolor": "none", "axes.edgecolor": COLOURS["faint"][0], "axes.linewidth": 0.9, "axes.axisbelow": True,
+    "axes.labelcolor": COLOURS["muted"][0], "axes.labelsize": 10.5, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": 10, "axes.titlecolor": COLOURS["muted"][0], "axes.titlelocation": "left", "axes.titlepad": 5,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": COLOURS["line"][0], "grid.linewidth": 0.9,
+    **{f"{axis}tick.color": COLOURS["faint"][0] for axis in "xy"}, **{f"{axis}tick.labelsize": 10 for axis in "xy"},
+    **{f"{axis}tick.labelcolor": COLOURS["muted"][0] for axis in "xy"}, "xtick.major.size": 3, "ytick.major.size": 0,
+    "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "legend.frameon": False,
+    "figure.constrained_layout.h_pad": 0.04, "figure.constrained_layout.w_pad": 0.04,
 }
+# fmt: on
 
 
 def light(name: str) -> str:

@@ -47,35 +47,19 @@ class Source:
     link: str = ""
 
 
+# fmt: off
 SOURCES = (
-    Source(
-        "Xiong's report",
-        "Weijiang Xiong (supervisor: Markus Heinonen)",
-        "Normalizing Flows for Implicit Bayesian Neural Networks (project report)",
-    ),
-    Source(
-        "Ahn and Lee's lecture",
-        "Sungsoo Ahn and Kimin Lee",
-        "Bayesian Deep Learning (slides of lecture 8 of KAIST's EE807, Recent Advances in Deep Learning)",
-    ),
-    Source(
-        "Ravenda's report",
-        "Federico Ravenda",
-        "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)",
-    ),
-    Source(
-        "Trinh et al. 2020",
-        "Trung Trinh, Samuel Kaski and Markus Heinonen",
-        "Scalable Bayesian neural networks by layer-wise input augmentation (2020)",
-        "https://arxiv.org/abs/2010.13498",
-    ),
-    Source(
-        "Blundell et al. 2015",
-        "Charles Blundell, Julien Cornebise, Koray Kavukcuoglu and Daan Wierstra",
-        "Weight Uncertainty in Neural Networks (2015)",
-        "https://arxiv.org/abs/1505.05424",
-    ),
+    Source("Xiong's report", "Weijiang Xiong (supervisor: Markus Heinonen)",
+           "Normalizing Flows for Implicit Bayesian Neural Networks (project report)"),
+    Source("Ahn and Lee's lecture", "Sungsoo Ahn and Kimin Lee",
+           "Bayesian Deep Learning (slides of lecture 8 of KAIST's EE807, Recent Advances in Deep Learning)"),
+    Source("Ravenda's report", "Federico Ravenda", "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)"),
+    Source("Trinh et al. 2020", "Trung Trinh, Samuel Kaski and Markus Heinonen",
+           "Scalable Bayesian neural networks by layer-wise input augmentation (2020)", "https://arxiv.org/abs/2010.13498"),
+    Source("Blundell et al. 2015", "Charles Blundell, Julien Cornebise, Koray Kavukcuoglu and Daan Wierstra",
+           "Weight Uncertainty in Neural Networks (2015)", "https://arxiv.org/abs/1505.05424"),
 )
+# fmt: on
 
 
 def explain(texts: Iterable[str]) -> list[tuple[str, str]]:

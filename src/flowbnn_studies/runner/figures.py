@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics import marginal
 from flowbnn.noise import InputNoise, noise_layers
-from flowbnn.results import summary
+from flowbnn.results import Parts, summary
 
 __all__ = [
     "count_modes_of",
@@ -18,8 +18,8 @@ __all__ = [
     "histogram",
     "histogram_panels",
     "panel",
-    "short",
 ]
+__all__ += ["short", "training_panels"]
 
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
@@ -89,6 +89,25 @@ def histogram_panels(
 def panel(title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A panel of curves."""
     return {"title": title, "y_label": unit, "log": False, "lines": list(lines), **more}
+
+
+def training_panels(
+    parts: Parts, labels: Mapping[str, str], noisy: Sequence[str], trained: Sequence[str]
+) -> list[dict[str, Any]]:
+    """ELBO and KL of the ``noisy`` variants and the log-likelihood of all that were ``trained``, over epochs."""
+    panels = (
+        ("elbo", "ELBO", "nats per example", noisy),
+        ("log_likelihood", "Log-likelihood", "nats per example", trained),
+        ("kl", "KL to the prior", "nats", noisy),
+    )
+    return [
+        panel(
+            title,
+            unit,
+            [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys],
+        )
+        for name, title, unit, keys in panels
+    ]
 
 
 def _farthest(noise: InputNoise, number: int) -> list[int]:
