@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
 from flowbnn.methods import METHODS
-from flowbnn_studies import _STUDIES, get_study, run_study
+from flowbnn_studies import get_study, run_study
+from flowbnn_studies.runner.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,7 +112,7 @@ def test_the_skeletons_of_contributing_run(tmp_path):
         assert results["answer"] == "The mean is 3.0."
     finally:
         METHODS.pop("snapshots", None)
-        _STUDIES.pop("slope", None)
+        STUDIES.pop("slope", None)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
