@@ -9,15 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-
-if TYPE_CHECKING:
-    from flowbnn.noise.base import Noise
 
 __all__ = [
     "Forward",
@@ -229,7 +226,16 @@ class NoisePass:
         return _Process.share if self.shares else None
 
 
-def governing(noise: "Noise") -> NoisePass | None:
+class Governed(Protocol):
+    """What a pass has to know of a noise module."""
+
+    key: int
+
+    @property
+    def setting(self) -> Setting: ...
+
+
+def governing(noise: Governed) -> NoisePass | None:
     """The innermost pass of this thread that governs this layer."""
     found = _thread.innermost
     while found is not None and noise.key not in found.settings:
@@ -237,7 +243,7 @@ def governing(noise: "Noise") -> NoisePass | None:
     return found
 
 
-def pass_of(noise: "Noise") -> NoisePass:
+def pass_of(noise: Governed) -> NoisePass:
     """The innermost pass of this thread that governs this layer; without one, a layer behaves as it is held itself."""
     found = _thread.innermost
     while found is not None and noise.key not in found.settings:
