@@ -219,7 +219,7 @@ class ImageSet:
 
 
 def _shares(counts: list[int], total: int) -> list[int]:
-    """``total`` divided in proportion to ``counts``, in whole numbers: the largest remainders are rounded up.
+    """``total`` divided in proportion to ``counts``, in integers: the largest remainders are rounded up.
 
     >>> _shares([50, 30, 20], 5)
     [3, 1, 1]
