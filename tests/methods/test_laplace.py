@@ -329,7 +329,7 @@ def test_draws_have_the_covariance_and_the_density(structure):
     posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
         network, truth.batches(inputs, labels), **QUIET
     )
-    draws, count = posterior.draws(800, seed=0), 800
+    draws, count = posterior.draws(2000, seed=0), 2000
     flat, spread = truth.flat(draws, posterior.names), truth.covariance(posterior)
     centre = truth.flat({name: value[None] for name, value in posterior.centre.items()}, posterior.names)[0]
     found = (flat - centre).T @ (flat - centre) / count

@@ -29,11 +29,12 @@ def test_one_seed_has_no_spread_and_a_gap_no_mean():
 
 
 def test_a_paired_comparison_by_hand():
-    # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- 4.3027 / sqrt(3)
+    # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- t / sqrt(3); two degrees of freedom have t in closed form
+    t = 0.95 * math.sqrt(2 / (1 - 0.95**2))
     found = paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert found.mean == 2.0
-    assert found.low == pytest.approx(2 - 4.3027 / math.sqrt(3), abs=1e-4)
-    assert found.high == pytest.approx(2 + 4.3027 / math.sqrt(3), abs=1e-4)
+    assert found.low == pytest.approx(2 - t / math.sqrt(3), abs=1e-12)
+    assert found.high == pytest.approx(2 + t / math.sqrt(3), abs=1e-12)
     assert not found.clear
     assert paired([2.0, 4.0, 6.0], [1.0, 2.9, 5.1]).clear
 

@@ -68,7 +68,7 @@ def real_nvp(dim: int, layers: int, compress: bool = True, seed: int = 0) -> Com
 def test_a_trained_real_nvp_finds_its_way_back(layers: int, rate: float, data_scale: float) -> None:
     # fast training amplifies the last bits, which differ from machine to machine: the median of three starts is what is held
     errors = []
-    for seed in range(3 if rate > 1e-3 else 1):
+    for seed in range(5 if rate > 1e-3 else 1):
         flow = real_nvp(19, layers, seed=seed)
         losses = train(flow, bent_data(19, 128, data_scale), rate=rate)
         assert losses[-1] < 0.9 * losses[0]
