@@ -33,7 +33,6 @@ Every file of a method has the same order: the method with its formula, paper an
 """
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import fields
@@ -105,7 +104,6 @@ class Method:
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    @abstractmethod
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> Posterior:
         """The posterior of a copy of ``network`` given the data.
@@ -116,6 +114,7 @@ class Method:
             given: as in :class:`FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``seed``, ``checkpoint``, ``resume``,
                 ``precision``, ``progress`` and the rest.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define fit(network, loader, ...)")
 
     def setup(
         self, network: nn.Module, loader: Iterable[Any], given: dict[str, Any], description: str = "training"
