@@ -82,6 +82,12 @@ class Candidate:
     most_weights: int | None = None
     short: Callable[[int, int | None], Mapping[str, Any]] | None = None
 
+    @property
+    def method_name(self) -> str:
+        """The method's name, node noise with its kind: ``mc-dropout``, ``node-noise-planar``."""
+        kind = self.settings.get("kind")
+        return f"{self.method.name}-{kind}" if isinstance(kind, str) else self.method.name
+
     def make(
         self, specific: Mapping[str, Any] | None = None, batches: int | None = None, **common: Any
     ) -> Method:

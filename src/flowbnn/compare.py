@@ -240,7 +240,8 @@ def _choose(methods: Any, **common: Any) -> tuple[list[tuple[Candidate, Method]]
             key = re.sub(r"[^a-z0-9]+", "-", (label or one.name).lower()).strip("-") or "method"
             while key in chosen:
                 key += "-again"
-            candidate = Candidate(key, label or repr(one), type(one), like.family, held_out=like.held_out)
+            name = label or repr(one)
+            candidate = Candidate(key, name, type(one), like.family, vars(one), held_out=like.held_out)
             chosen[key] = (candidate, one)
         else:
             raise FlowBNNError(
@@ -285,16 +286,18 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary for each method, the lowest NLL first: ``key``, ``label``, and the mean of every metric by its key."""
+        """One dictionary for each method, the lowest NLL first: ``key``, ``label``, ``method``, and the mean of every metric."""
         return [
-            {"key": row["key"], "label": row["label"]}
+            {name: row[name] for name in ("key", "label", "method")}
             | {name: cell["mean"] for name, cell in row["values"].items()}
             for row in self.table_rows()
         ]
 
     def table_rows(self) -> list[dict[str, Any]]:
         """The rows of ``results.json``."""
-        return [self.parts.row(one.key, one.label, self.metrics) for one in self.ranked]
+        return [
+            self.parts.row(one.key, one.label, self.metrics, method=one.method_name) for one in self.ranked
+        ]
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -372,6 +375,7 @@ class Comparison:
             means = {axis: cell["mean"] for axis, cell in cells.items()}
             return {
                 "label": one.label,
+                "method": one.method_name,
                 **means,
                 **{f"{axis}_std": cell["std"] for axis, cell in cells.items()},
             }

@@ -121,15 +121,20 @@ class Parts:
         return [a for a, _ in both], [b for _, b in both]
 
     def row(
-        self, key: str, label: str, metrics: Iterable[Metric], published: Mapping[str, float] | None = None
+        self,
+        key: str,
+        label: str,
+        metrics: Iterable[Metric],
+        published: Mapping[str, float] | None = None,
+        method: str = "",
     ) -> dict[str, Any]:
-        """A row of the table, with published values beside ours."""
+        """A row of the table: the method by its kebab-case name, and published values beside ours."""
         cells = {
             metric.key: summary(self.values(key, metric.key), (published or {}).get(metric.key))
             for metric in metrics
             if any(value is not None for value in self.values(key, metric.key))
         }
-        return {"key": key, "label": label, "values": cells}
+        return {"key": key, "label": label, "method": method, "values": cells}
 
     def warnings(self, labels: Mapping[str, str]) -> list[str]:
         """What the fits warned about, by key, with the number of seeds; layers with the same problem share a line."""

@@ -52,7 +52,8 @@ def test_candidates_are_found_by_key_or_method():
         "bayes-by-backprop",
         "bayes-by-backprop-mixture",
     ]
-    assert all(candidate.key.startswith(candidate.method.name) for candidate in CANDIDATES)
+    assert all(candidate.key.startswith(candidate.method_name) for candidate in CANDIDATES)
+    assert CANDIDATES[-1].method_name == "node-noise-planar"
     assert [candidate.key for candidate in find_candidates(["laplace", "map"])] == ["map", "laplace"]
     assert [candidate.key for candidate in find_candidates(["laplace*"])] == ["laplace", "laplace-all"]
     with pytest.raises(FlowBNNError, match="did you mean 'laplace'"):

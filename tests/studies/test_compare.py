@@ -140,6 +140,10 @@ def test_numbers_are_compared_too():
     methods = {"dropped": fb.MCDropout(epochs=2)}
     found = fb.compare(nn.Linear(1, 1), loader, loader, methods=methods, epochs=2, samples=3, progress=False)
     assert {"rmse", "nll", "coverage_90"} <= set(found.rows[0])
+    assert {row["label"]: row["method"] for row in found.rows} == {
+        "Maximum likelihood": "mle",
+        "dropped": "mc-dropout",
+    }
     assert "accuracy" not in found.rows[0]
 
 

@@ -107,7 +107,10 @@ class MethodStudy(Study):
 
     def rows(self, settings: Any, parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
         """A row for each method that has numbers."""
-        return [parts.row(one.key, one.label, metrics) for one in self.measured(settings, parts)]
+        return [
+            parts.row(one.key, one.label, metrics, method=one.method_name)
+            for one in self.measured(settings, parts)
+        ]
 
     def refusals(self, parts: Parts) -> dict[str, str]:
         """Why methods are not in the table, by key."""
