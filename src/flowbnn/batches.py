@@ -1,13 +1,26 @@
-"""Batches of inputs: a tensor, or a tuple or mapping of tensors, with the examples on the first axis."""
+"""Batches of inputs: a tensor, or a tuple or mapping of tensors, with the examples on the first axis; networks called with them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["apply", "call", "repeat_each", "rows", "tensors_of"]
+__all__ = ["apply", "call", "device_of", "dtype_of", "repeat_each", "rows", "split_batch", "tensors_of"]
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """``(inputs, targets)`` of a batch; targets are None for a bare tensor.
+
+    The inputs may be a tensor, a tuple (passed as ``model(*inputs)``) or a mapping (``model(**inputs)``).
+    """
+    if not isinstance(batch, list | tuple):
+        return batch, None
+    if len(batch) <= 2:
+        return batch[0], batch[1] if len(batch) == 2 else None
+    return tuple(batch[:-1]), batch[-1]
 
 
 def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -71,3 +84,16 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     raise FlowBNNError(
         f"the network returns a {type(outputs).__name__}; flowbnn needs one tensor of outputs, so wrap it in a module that picks it"
     )
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The precision of the network's weights, which its inputs are brought to."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    tensor = next(iter(model.parameters()), None)
+    return tensor.device if tensor is not None else torch.device("cpu")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of
 from flowbnn.diagnostics.cost import PeakMemory, clock
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import (
@@ -34,7 +35,6 @@ from flowbnn.methods import (
 )
 from flowbnn.methods.base import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
-from flowbnn.posterior.forward import device_of
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import Parts
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flowbnn.batches import device_of
 from flowbnn.candidates import (
     CANDIDATES,
     PLAIN,
@@ -34,7 +35,6 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import Method
 from flowbnn.methods.base import LikelihoodName
 from flowbnn.options import Count, File, Positive, Seed, checked
-from flowbnn.posterior.forward import device_of
 from flowbnn.results import (
     CLASSIFICATION,
     Metric,

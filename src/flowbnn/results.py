@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.posterior.batches import is_batch, split_batch, tensors_of
+from flowbnn.posterior.batches import is_batch, tensors_of
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 
 __all__ = [

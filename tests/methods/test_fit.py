@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 import flowbnn as fb
+from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.posterior.batches import count_data, split_batch
+from flowbnn.posterior.batches import count_data
 from flowbnn.training import load_tensors, save_tensors
 
 

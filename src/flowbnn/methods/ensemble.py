@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of, dtype_of
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian, Likelihood, log_variance
 from flowbnn.methods.base import FitOptions, Method, register_method
@@ -24,7 +25,6 @@ from flowbnn.methods.fitting import first_batch, fit_point, prepare
 from flowbnn.options import Count, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import move
-from flowbnn.posterior.forward import device_of, dtype_of
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History

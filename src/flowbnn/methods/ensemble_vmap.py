@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.fitting import (
@@ -24,8 +25,8 @@ from flowbnn.methods.fitting import (
     undisturbed,
     validator,
 )
-from flowbnn.posterior.batches import apply, call, move, rows, split_batch
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating
+from flowbnn.posterior.batches import apply, call, move, rows
+from flowbnn.posterior.forward import evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, train
 from flowbnn.training.randomness import loader_generators

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.options import Count, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import apply, call, check_finite, count_data, failure, move, split_batch
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating
+from flowbnn.posterior.batches import apply, call, check_finite, count_data, failure, move
+from flowbnn.posterior.forward import evaluating
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators

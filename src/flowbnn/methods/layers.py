@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.methods.fitting import undisturbed
-from flowbnn.posterior.batches import call, move, split_batch
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating
+from flowbnn.posterior.batches import call, move
+from flowbnn.posterior.forward import evaluating
 from flowbnn.training.finite import explain_single_row
 
 __all__ = ["normalizers", "own_dropout", "refresh", "trained_parameters", "without_dropout"]

@@ -33,23 +33,14 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, Positive, checked, options, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.batches import (
-    Collected,
-    call,
-    check_finite,
-    failure,
-    grouped,
-    is_batch,
-    move,
-    sharing,
-    split_batch,
-)
-from flowbnn.posterior.forward import Forward, Kept, casting, device_of, dtype_of, evaluating
+from flowbnn.posterior.batches import Collected, call, check_finite, failure, grouped, is_batch, move, sharing
+from flowbnn.posterior.forward import Forward, Kept, casting, evaluating
 from flowbnn.posterior.views import View, averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from flowbnn.batches import apply, call, repeat_each, rows, tensors_of
+from flowbnn.batches import apply, call, repeat_each, rows, split_batch, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.distributed import WorkerLost, is_connection_loss, pick_rows
 from flowbnn.training.randomness import Randomness, loader_generators
@@ -39,22 +39,9 @@ __all__ = [
     "rows",
     "shapes",
     "sharing",
-    "split_batch",
     "take",
     "tensors_of",
 ]
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """``(inputs, targets)`` of a batch; targets are None for a bare tensor.
-
-    The inputs may be a tensor, a tuple (passed as ``model(*inputs)``) or a mapping (``model(**inputs)``).
-    """
-    if not isinstance(batch, list | tuple):
-        return batch, None
-    if len(batch) <= 2:
-        return batch[0], batch[1] if len(batch) == 2 else None
-    return tuple(batch[:-1]), batch[-1]
 
 
 def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -16,20 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import dtype_of
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.noise import Noise, NoisePass, Setting, absorbs, noise_layers, settings_of, shared_draws
 from flowbnn.posterior.base import Prediction
 from flowbnn.posterior.batches import call, divisible, move, pad, repeat, rows, take
-from flowbnn.posterior.forward import (
-    Recording,
-    checked,
-    compiled,
-    dtype_of,
-    even,
-    parts_of,
-    uncompilable,
-    unguarded,
-)
+from flowbnn.posterior.forward import Recording, checked, compiled, even, parts_of, uncompilable, unguarded
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 __all__ = [

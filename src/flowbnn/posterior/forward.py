@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from flowbnn.batches import device_of, dtype_of
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import Noise, NoisePass, noise_layers, settings_of
 from flowbnn.posterior.batches import call, divisible, move, pad, rows, take, tensors_of
@@ -29,8 +30,6 @@ __all__ = [
     "casting",
     "checked",
     "compiled",
-    "device_of",
-    "dtype_of",
     "evaluating",
     "even",
     "out_of_memory",
@@ -67,19 +66,6 @@ class Kept:
 
 
 # -------------------- the network
-
-
-def dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The precision of the network's weights, which its inputs are brought to."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return None
-
-
-def device_of(model: nn.Module) -> torch.device:
-    tensor = next(iter(model.parameters()), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of
 from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import (
@@ -40,7 +41,7 @@ from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import call, divisible, move, repeat, rows, take
 from flowbnn.posterior.compiled import compiled_outputs
-from flowbnn.posterior.forward import Recording, TrialDraws, device_of, even, out_of_memory, parts_of
+from flowbnn.posterior.forward import Recording, TrialDraws, even, out_of_memory, parts_of
 from flowbnn.posterior.forward import checked as checked_rows
 
 __all__ = ["NoisePosterior", "Plan", "Sampler", "plan_for"]

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import Block, Diagonal, Full, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
 from flowbnn.methods.laplace.layers import CoveredLayer, Survey, shares_weights
 from flowbnn.methods.laplace.output_hessian import OutputHessian, output_hessian
-from flowbnn.posterior.batches import move, split_batch, take
-from flowbnn.posterior.forward import device_of, dtype_of
+from flowbnn.posterior.batches import move, take
 
 __all__ = ["Curvature", "Problem", "patches"]
 

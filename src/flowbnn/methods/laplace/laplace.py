@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
+from flowbnn.batches import device_of
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare
@@ -24,7 +25,6 @@ from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import newton_step, with_prior
 from flowbnn.options import Ge, NonNegative, Positive, options, takes
-from flowbnn.posterior.forward import device_of
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.methods.laplace.blocks import Shapes
 from flowbnn.methods.laplace.jacobian import ROW_BYTES
 from flowbnn.posterior.batches import call, rows, take
-from flowbnn.posterior.forward import device_of, evaluating
+from flowbnn.posterior.forward import evaluating
 
 __all__ = [
     "CoveredLayer",

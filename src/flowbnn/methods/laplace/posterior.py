@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import device_of, dtype_of
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
@@ -15,7 +16,7 @@ from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.batches import call, move, take
-from flowbnn.posterior.forward import device_of, dtype_of, evaluating
+from flowbnn.posterior.forward import evaluating
 from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
 from flowbnn.training import History
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
-from flowbnn.posterior.batches import join, move, split_batch, take, tensors_of
-from flowbnn.posterior.forward import device_of, dtype_of
+from flowbnn.posterior.batches import join, move, take, tensors_of
 from flowbnn.training import check_finite_batch
 
 __all__ = ["Data", "NetworkPotential", "NoisePotential", "WeightPotential", "gather", "noise_sites"]
