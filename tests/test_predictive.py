@@ -183,7 +183,6 @@ class TestCategorical:
         assert logits.grad is not None
         assert torch.isfinite(logits.grad).all()
         assert logits.grad.abs().sum() > 0
-        assert not prediction.detach().probabilities.requires_grad
 
     def test_half_precision_is_raised(self) -> None:
         prediction = CategoricalPredictive(
@@ -200,12 +199,9 @@ PREDICTIVES = [
 
 @pytest.mark.parametrize("prediction", PREDICTIVES, ids=lambda p: type(p).__name__)
 class TestShared:
-    def test_cut_and_join(self, prediction) -> None:
+    def test_cut(self, prediction) -> None:
         assert len(prediction) == 5
         assert prediction.num_samples == 3
-        joined = type(prediction).cat([prediction[:2], prediction[2:]])
-        assert torch.equal(joined.samples, prediction.samples)
-        assert torch.equal(joined.epistemic, prediction.epistemic)
         assert torch.equal(prediction[-1].samples, prediction.samples[:, 4:])
         assert torch.equal(prediction[torch.tensor([3, 0])].samples, prediction.samples[:, [3, 0]])
         assert torch.equal(prediction[prediction.samples[0, :, 0] > -9].samples, prediction.samples)
@@ -237,7 +233,7 @@ class TestShared:
             assert prediction.uncertainty(name).shape[0] == 5
 
     def test_bad_arguments(self, prediction) -> None:
-        with pytest.raises(FlowBNNError, match="unknown uncertainty 'epistemc'; did you mean 'epistemic'"):
+        with pytest.raises(FlowBNNError, match="by must be .*, got 'epistemc'; did you mean 'epistemic'"):
             prediction.decide(0.5, by="epistemc")
         with pytest.raises(FlowBNNError, match="abstain_above must be a number"):
             prediction.decide(math.nan)
@@ -245,13 +241,6 @@ class TestShared:
             prediction.quantiles(1.5)
         with pytest.raises(FlowBNNError, match="quantiles must be one or more"):
             prediction.quantiles([])
-        with pytest.raises(FlowBNNError, match="0 kinds in 0 parts"):
-            type(prediction).cat([])
-        fewer = prediction._each(lambda tensor: tensor[:2])
-        with pytest.raises(FlowBNNError, match="same samples and outputs"):
-            type(prediction).cat([prediction, fewer])
-        with pytest.raises(FlowBNNError, match="one kind"):
-            type(prediction).cat(PREDICTIVES)
 
 
 @pytest.mark.parametrize(

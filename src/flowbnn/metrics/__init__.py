@@ -5,11 +5,17 @@ checks its input, gives a plain ``float`` (or plain Python data) and states its 
 different numbers in different papers.
 """
 
-from flowbnn.metrics.calibration import ReliabilityBin, calibration_error, calibration_floor, reliability
-from flowbnn.metrics.classification import accuracy, brier_score, negative_log_likelihood
-from flowbnn.metrics.novelty import novelty_aupr, novelty_auroc
+from flowbnn.metrics.classification import (
+    ReliabilityBin,
+    accuracy,
+    brier_score,
+    calibration_error,
+    calibration_floor,
+    negative_log_likelihood,
+    reliability,
+)
+from flowbnn.metrics.ranking import RiskCoverage, novelty_aupr, novelty_auroc, risk_coverage
 from flowbnn.metrics.regression import interval_coverage, root_mean_squared_error
-from flowbnn.metrics.selective import RiskCoverage, risk_coverage
 
 __all__ = [
     "ReliabilityBin",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.metrics.checks import as_float, average, check_finite, check_values
+from flowbnn.metrics.checks import average, check_values
 from flowbnn.options import checked
 
 __all__ = ["interval_coverage", "root_mean_squared_error"]
@@ -21,13 +21,13 @@ def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     >>> root_mean_squared_error(torch.tensor([[1.0], [2.0]]), torch.tensor([4.0, 6.0]))  # sqrt((9 + 16) / 2)
     3.5355...
     """
-    predictions = _matrix(predictions, "predictions")
-    targets = check_values(targets, predictions.shape).to(predictions.device)
+    predictions = check_values(predictions, "predictions")
+    targets = check_values(targets, "targets", predictions.shape).to(predictions.device)
     return math.sqrt(average((predictions - targets).square()))
 
 
 @checked
-def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
+def interval_coverage(low: torch.Tensor, high: Tensor, targets: Tensor) -> float:
     r"""Share of targets inside their interval: :math:`\frac{1}{BD} \sum_{id} 1[l_{id} \le y_{id} \le h_{id}]`.
 
     A calibrated interval of mass 0.9 covers 0.9 of unseen targets; below is overconfident, above underconfident.
@@ -35,20 +35,8 @@ def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
     >>> interval_coverage(torch.zeros(4, 1), torch.ones(4, 1), torch.tensor([0.5, 1.0, 1.5, -1.0]))
     0.5
     """
-    low, high = _matrix(low, "low"), _matrix(high, "high")
+    low, high = check_values(low, "low"), check_values(high, "high")
     if low.shape != high.shape or (low > high).any():
         raise FlowBNNError("low and high must have one shape, and low must not lie above high", kind="value")
-    targets = check_values(targets, low.shape).to(low.device)
+    targets = check_values(targets, "targets", low.shape).to(low.device)
     return average((low <= targets) & (targets <= high))
-
-
-def _matrix(values: torch.Tensor, name: str) -> Tensor:
-    values = as_float(values, name)
-    if values.ndim != 2 or not values.numel():
-        raise FlowBNNError(
-            f"{name} must be [B, D] with at least one row, not {list(values.shape)}",
-            kind="shape",
-            argument=name,
-        )
-    check_finite(values, name)
-    return values

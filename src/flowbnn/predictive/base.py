@@ -1,26 +1,22 @@
-r"""The contract of a predictive, and what all of them share.
-
-A predictive holds the outputs of S samples for B inputs, **samples first**: ``[S, B, K]``. It stands for the equal mixture of the S
-sampled predictions, :math:`p(y \mid x) = \frac1S \sum_s p(y \mid x, z_s)`, and every number it gives is one of that mixture, with
-the batch axis first: mean, variance, entropy ``[B, ...]``.
-"""
+"""The contract of a predictive, and what all of them share."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Hint, Interval, check
 
-__all__ = ["Predictive", "check_samples", "check_shape", "quantile_levels", "spent_samples"]
+__all__ = ["NotFinite", "Predictive", "check_finite", "check_samples", "quantile_levels"]
 
 
 class Predictive(ABC):
-    """What every predictive can do: be cut, joined and moved along its inputs, and name its uncertainties.
+    """What every predictive can do: be cut along its inputs, be moved, and name its uncertainties.
 
     A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
     defines ``samples``, ``sampling_error``, ``nll``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go through
@@ -38,10 +34,6 @@ class Predictive(ABC):
         made = cls.__new__(cls)
         made._tensors, made._spent = tensors, spent
         return made
-
-    def _each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        spent = None if self._spent is None else function(self._spent)
-        return self._of(*(function(tensor) for tensor in self._tensors), spent=spent)
 
     @property
     @abstractmethod
@@ -99,23 +91,8 @@ class Predictive(ABC):
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Self:
         """The same predictive for some of the inputs; one integer gives a predictive of one input."""
         chosen = [index] if isinstance(index, int) else index
-        return self._each(lambda tensor: tensor[:, chosen])
-
-    @classmethod
-    def cat(cls, parts: Sequence[Self]) -> Self:
-        """Predictives of several batches as one; all need the same number of samples."""
-        parts = list(parts)
-        kinds = {(type(part), part.num_samples, part._tensors[0].shape[-1]) for part in parts}
-        if len(kinds) != 1:
-            raise FlowBNNError(
-                f"predictives to join must be of one kind, with the same samples and outputs; there are {len(kinds)} kinds "
-                f"in {len(parts)} parts",
-                kind="shape",
-            )
-        ragged = any(part._spent is not None for part in parts)
-        spent = torch.cat([part.samples_spent for part in parts]).unsqueeze(0) if ragged else None
-        tensors = zip(*(part._tensors for part in parts), strict=True)
-        return parts[0]._of(*(torch.cat(column, 1) for column in tensors), spent=spent)
+        spent = None if self._spent is None else self._spent[:, chosen]
+        return self._of(*(tensor[:, chosen] for tensor in self._tensors), spent=spent)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert, with the arguments of :meth:`torch.Tensor.to`."""
@@ -125,9 +102,6 @@ class Predictive(ABC):
 
     def cpu(self) -> Self:
         return self.to("cpu")
-
-    def detach(self) -> Self:
-        return self._each(Tensor.detach)
 
     @cached_property
     def standard_error(self) -> Tensor:
@@ -146,10 +120,7 @@ class Predictive(ABC):
 
     def uncertainty(self, by: str) -> Tensor:
         """The uncertainty called ``by``, one of :attr:`uncertainties`, as :meth:`decide` compares it."""
-        if by not in self.uncertainties:
-            raise FlowBNNError(
-                f"unknown uncertainty '{by}'{nearest(by, self.uncertainties)}", kind="value", argument="by"
-            )
+        check("by", by, Literal[self.uncertainties])
         return getattr(self, by)
 
     def _samples_text(self) -> str:
@@ -158,60 +129,57 @@ class Predictive(ABC):
             return str(self.num_samples)
         return f"{int(self._spent.min())} to {int(self._spent.max())}, {self._spent.double().mean():.1f} on average"
 
-    def _above(self, threshold: float, by: str) -> Tensor:
-        uncertainty, most = self.uncertainty(by), 1.0 if by in self.shares else math.inf
-        try:
-            limit = float(threshold)  # a quantile of other inputs' uncertainties is a tensor
-        except (TypeError, ValueError, RuntimeError):
-            limit = math.nan
-        if not (0.0 <= limit <= most or limit == math.inf):
-            bounds = "from 0 to 1" if by in self.shares else "of at least 0"
-            raise FlowBNNError(
-                f"abstain_above must be a number {bounds} by={by!r}, or infinity to answer always, got {shown(threshold)}",
-                kind="value",
-                argument="abstain_above",
-            )
-        return uncertainty > limit
+    def _above(self, threshold: float | Tensor, by: str) -> Tensor:
+        uncertainty = self.uncertainty(by)
+        if isinstance(threshold, Tensor):  # such as a quantile of other inputs' uncertainties
+            threshold = threshold.item()
+        if threshold != math.inf:
+            bounds = Interval(ge=0, le=1) if by in self.shares else Interval(ge=0)
+            check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to answer always")])
+        return uncertainty > threshold
 
 
 class NotFinite(FlowBNNError):
-    """Samples that hold NaN or infinity, for ``inputs`` of ``total`` inputs."""
-
-    def __init__(self, inputs: int, total: int) -> None:
-        message = (
-            f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
-        )
-        super().__init__(message, kind="not finite", inputs=inputs, total=total)
+    """Samples that hold NaN or infinity, for ``inputs`` of ``total`` inputs, which its fields say."""
 
 
-def check_samples(bad: Tensor) -> None:
-    """Refuse samples; ``bad`` is ``[S, B, K]``, true where one cannot be used."""
+def check_finite(bad: Tensor) -> None:
+    """Refuse samples; ``bad`` is ``[S, B, K]``, true where one is not finite."""
     if bad.any():
-        raise NotFinite(int(bad.any(-1).any(0).sum()), bad.shape[1])
+        inputs, total = int(bad.any(-1).any(0).sum()), bad.shape[1]
+        line = f"samples are not finite for {inputs} of {total} inputs; look for NaN in the inputs or weights"
+        raise NotFinite(line, kind="not finite", inputs=inputs, total=total)
 
 
-def check_shape(values: Tensor, name: str, wanted: str) -> None:
-    if values.ndim != 3 or not values.shape[0]:
-        raise FlowBNNError(
-            f"{name} must be {wanted}, samples first, with at least one sample, not {list(values.shape)}; flatten other axes into B",
-            kind="shape",
-            argument=name,
-        )
+def check_samples(
+    values: Any, name: str, wanted: str, spent: Tensor | None = None, least: int = 0, most: float = math.inf
+) -> tuple[Tensor, Tensor | None]:
+    """Samples ``[S, B, K]`` in at least single precision, and those spent on each input, ``[1, B]``.
 
-
-def spent_samples(spent: Tensor | None, values: Tensor) -> Tensor | None:
-    """The samples spent on each input, ``[1, B]``; None when each had all of ``values`` ``[S, B, ...]``."""
-    if spent is None:
-        return None
-    samples, inputs = values.shape[:2]
-    fits = spent.shape == (inputs,) and not spent.is_floating_point()
-    if not fits or (inputs and (int(spent.min()) < 1 or int(spent.max()) > samples)):
-        raise FlowBNNError(
-            f"spent must be a vector of {inputs} integers from 1 to {samples}, not {spent.dtype} {list(spent.shape)}",
-            kind="value",
-            argument="spent",
-        )
-    return spent.to(values.device, torch.int64).unsqueeze(0)
+    Args:
+        wanted: their shape, for the message.
+        spent: samples that each input had, ``[B]``; None where each had all.
+        least: the smallest K.
+        most: the largest K.
+    """
+    trouble = ""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        given = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        trouble = f"{name} must be a floating point tensor, not {given}"
+    elif values.ndim != 3 or not len(values) or not least <= values.shape[-1] <= most:
+        single = values.ndim == 3 and values.shape[-1] < least
+        advice = "for one logit per input use from_bernoulli" if single else "flatten other axes into B"
+        trouble = f"{name} must be {wanted}, samples first, with at least one sample, not {list(values.shape)}; {advice}"
+    elif spent is not None:
+        samples, inputs = values.shape[:2]
+        fits = spent.shape == (inputs,) and not spent.is_floating_point()
+        if not fits or not bool(((spent >= 1) & (spent <= samples)).all()):
+            given = f"{spent.dtype} {list(spent.shape)}"
+            trouble = f"spent must be a vector of {inputs} integers from 1 to {samples}, not {given}"
+    if trouble:
+        raise FlowBNNError(trouble, kind="value", argument=name)
+    spent = None if spent is None else spent.to(values.device, torch.int64).unsqueeze(0)
+    return values.to(torch.promote_types(values.dtype, torch.float32)), spent
 
 
 def quantile_levels(q: float | Sequence[float], closed: bool) -> list[float]:

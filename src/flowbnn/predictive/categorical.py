@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import accuracy, brier_score, calibration_error
-from flowbnn.metrics.checks import as_float, average, check_classes, check_probabilities
+from flowbnn.metrics.checks import average, check_classes, check_probabilities
 from flowbnn.options import Probability, checked
-from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
+from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
 __all__ = ["ABSTAIN", "CategoricalPredictive"]
 
@@ -42,17 +41,10 @@ class CategoricalPredictive(Predictive):
     shares = ("entropy", "risk")
 
     def __init__(self, logits: Tensor, spent: Tensor | None = None) -> None:
-        logits = as_float(logits, "logits")
-        check_shape(logits, "logits", "[S, B, C]")
-        if logits.shape[-1] < 2:
-            raise FlowBNNError(
-                "logits have a single class; for one logit per input use CategoricalPredictive.from_bernoulli",
-                kind="shape",
-                argument="logits",
-            )
-        self._tensors, self._spent = (logits,), spent_samples(spent, logits)
+        logits, self._spent = check_samples(logits, "logits", "[S, B, C]", spent, least=2)
+        self._tensors = (logits,)
         self._tensors = (self._present(F.log_softmax(logits, dim=-1), math.nan),)
-        check_samples(self._present(self._tensors[0], 0.0).isnan())
+        check_finite(self._present(self._tensors[0], 0.0).isnan())
 
     @classmethod
     def from_probabilities(cls, probabilities: Tensor) -> Self:
@@ -61,10 +53,9 @@ class CategoricalPredictive(Predictive):
         >>> CategoricalPredictive.from_probabilities(torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]])).probabilities
         tensor([[0.7500, 0.2500]])
         """
-        probabilities = as_float(probabilities, "probabilities")
-        check_shape(probabilities, "probabilities", "[S, B, C]")
-        check_samples(~torch.isfinite(probabilities))
-        return cls(torch.log(check_probabilities(probabilities)))
+        probabilities, _ = check_samples(probabilities, "probabilities", "[S, B, C]")
+        check_finite(~torch.isfinite(probabilities))
+        return cls(torch.log(check_probabilities(probabilities, ndim=3)))
 
     @classmethod
     def from_bernoulli(cls, logits: Tensor, spent: Tensor | None = None) -> Self:
@@ -73,15 +64,8 @@ class CategoricalPredictive(Predictive):
         >>> CategoricalPredictive.from_bernoulli(torch.zeros(3, 1)).probabilities
         tensor([[0.5000, 0.5000]])
         """
-        logits = as_float(logits, "logits")
-        if logits.ndim == 2:
-            logits = logits.unsqueeze(-1)
-        if logits.ndim != 3 or logits.shape[-1] != 1:
-            raise FlowBNNError(
-                f"Bernoulli logits must be [S, B] or [S, B, 1], not {list(logits.shape)}",
-                kind="shape",
-                argument="logits",
-            )
+        logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
+        logits, _ = check_samples(logits, "Bernoulli logits", "[S, B] or [S, B, 1]", most=1)
         return cls(torch.cat([torch.zeros_like(logits), logits], dim=-1), spent)
 
     @property

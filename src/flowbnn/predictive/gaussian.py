@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import root_mean_squared_error
-from flowbnn.metrics.checks import as_float, average, check_values
+from flowbnn.metrics.checks import average, check_values
 from flowbnn.numerics import monotone_root
 from flowbnn.options import Probability, checked
-from flowbnn.predictive.base import Predictive, check_samples, check_shape, quantile_levels, spent_samples
+from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
 __all__ = ["Decision", "GaussianPredictive", "Interval"]
 
@@ -50,15 +50,13 @@ class GaussianPredictive(Predictive):
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
 
     def __init__(self, mean: Tensor, variance: Tensor | float, spent: Tensor | None = None) -> None:
-        mean = as_float(mean, "mean")
-        check_shape(mean, "mean", "[S, B, D]")
+        mean, self._spent = check_samples(mean, "mean", "[S, B, D]", spent)
         variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device).expand(mean.shape)
-        self._tensors, self._spent = (mean, variance), spent_samples(spent, mean)
-        check_samples(
-            ~(torch.isfinite(self._present(mean, 0.0)) & torch.isfinite(self._present(variance, 1.0)))
-        )
+        self._tensors = (mean, variance)
+        present, spread = self._present(mean, 0.0), self._present(variance, 1.0)
+        check_finite(~(torch.isfinite(present) & torch.isfinite(spread)))
         self._tensors = (self._present(mean, math.nan), self._present(variance, math.nan))
-        if (self._present(variance, 1.0) <= 0).any():
+        if (spread <= 0).any():
             raise FlowBNNError(
                 "variance must be above 0 everywhere; is it a log-variance or a standard deviation?",
                 kind="value",
@@ -173,7 +171,7 @@ class GaussianPredictive(Predictive):
         }
 
     def _targets(self, targets: Tensor) -> Tensor:
-        return check_values(targets, self.samples.shape[1:]).to(self.samples)
+        return check_values(targets, "targets", self.samples.shape[1:]).to(self.samples)
 
     def __repr__(self) -> str:
         _, inputs, outputs = self.samples.shape
