@@ -33,13 +33,8 @@ def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Ten
     if name == "digits":
         digits = load_digits()
         return SmallConv(1, 9).to(device), [part.to(device) for part in (*digits.train, *digits.test)]
-    train, test = load_images(name, "train", root), load_images(name, "test", root)
-    parts = [
-        train.normalized(device),
-        train.labels.to(device),
-        test.normalized(device),
-        test.labels.to(device),
-    ]
+    train, test = (load_images(name, split, root).to(device) for split in ("train", "test"))
+    parts = [train.normalized(), train.labels, test.normalized(), test.labels]
     return LeNet(train.images.shape[1], len(train.classes)).to(device), parts
 
 

@@ -1,6 +1,6 @@
 """Image data: published files, checked, and what is done to them."""
 
-from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, corrupt, mirrored, moved, novel_noise
+from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, Moved, corrupt, mirrored, novel_noise
 from flowbnn_studies.data.images import ImageSet, Normalize, device_loader
 from flowbnn_studies.data.load import data_folder, load_images
 
@@ -8,12 +8,12 @@ __all__ = [
     "CORRUPTIONS",
     "CropAndFlip",
     "ImageSet",
+    "Moved",
     "Normalize",
     "corrupt",
     "data_folder",
     "device_loader",
     "load_images",
     "mirrored",
-    "moved",
     "novel_noise",
 ]

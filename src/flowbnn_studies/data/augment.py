@@ -8,9 +8,8 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Ge, Interval, check, checked, options
-from flowbnn_studies.data.images import usable_device
 
-__all__ = ["CORRUPTIONS", "CropAndFlip", "corrupt", "mirrored", "moved", "novel_noise"]
+__all__ = ["CORRUPTIONS", "CropAndFlip", "Moved", "corrupt", "mirrored", "novel_noise"]
 
 
 @options
@@ -18,25 +17,22 @@ class CropAndFlip:
     r"""Move every image of a batch by up to ``padding`` pixels, mirror half of them, and cut a hole into each.
 
     Each output pixel is read from its place in the input, :math:`y_{ij} = x_{i + d_y,\; \pm j + d_x}`, by one gather for the
-    whole batch: no loop, nothing padded, nothing waited for on a GPU. The same augmentation as padding by ``padding`` and
+    whole batch: no loop, nothing padded, nothing waited for on a GPU. The same augmentation as padding by reflection and
     cropping at random, with cutout as in DeVries and Taylor (2017, arXiv:1708.04552): the hole's centre is any pixel, so
-    part of it may lie outside.
+    part of it may lie outside. Holes are zero.
 
     Args:
         padding: the largest move, in both directions, each equally likely.
         flip: mirror left and right with probability one half.
         cutout: side of the square hole; 0 cuts none.
-        mode: what is seen beyond the border: its mirror image (``"reflect"``) or ``fill`` (``"zeros"``).
-        fill: the value of holes, and of what is beyond the border in mode ``"zeros"``.
 
     >>> images = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
-    >>> shift = CropAndFlip(padding=1, flip=True, mode="zeros")
     >>> draws = torch.tensor([[0.9], [0.5], [0.9], [0.0], [0.0]])  # one row down, no column, no flip
-    >>> shift.apply(images, draws)[0, 0]
+    >>> CropAndFlip(padding=1).apply(images, draws)[0, 0]
     tensor([[ 4,  5,  6,  7],
             [ 8,  9, 10, 11],
             [12, 13, 14, 15],
-            [ 0,  0,  0,  0]], dtype=torch.uint8)
+            [ 8,  9, 10, 11]], dtype=torch.uint8)
     >>> CropAndFlip()(torch.rand(8, 3, 32, 32)).shape
     torch.Size([8, 3, 32, 32])
     """
@@ -46,8 +42,6 @@ class CropAndFlip:
     padding: Annotated[int, Ge(0)] = 4
     flip: bool = True
     cutout: Annotated[int, Ge(0)] = 0
-    mode: Literal["reflect", "zeros"] = "reflect"
-    fill: float = 0.0
 
     def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The images ``[B, C, H, W]``, each under a draw of its own; type, device and memory format stay."""
@@ -64,43 +58,29 @@ class CropAndFlip:
 
     def apply(self, images: Tensor, draws: Tensor) -> Tensor:
         """The images under the given draws."""
-        if images.ndim != 4:
-            raise FlowBNNError(f"CropAndFlip takes images [B, C, H, W], not shape {tuple(images.shape)}")
-        number, _, height, width = images.shape
-        if images.dtype == torch.uint8 and self.fill not in range(256):
+        if images.ndim != 4 or self.padding >= min(images.shape[2:]):
             raise FlowBNNError(
-                f"holes in images of bytes are filled by an integer from 0 to 255, not {self.fill}"
+                f"images [B, C, H, W] with sides above {self.padding} can be moved by as many pixels, not {tuple(images.shape)}"
             )
-        if self.mode == "reflect" and self.padding >= min(height, width):
-            raise FlowBNNError(f"images of {height}x{width} cannot be reflected by {self.padding} pixels")
+        number, _, height, width = images.shape
         down, right, mirrored, hole_row, hole_column = draws.unsqueeze(-1)
         rows = torch.arange(height, device=images.device).expand(number, height)
         columns = torch.arange(width, device=images.device).expand(number, width)
         moves = 2 * self.padding + 1
-        from_rows = rows + (down * moves).long() - self.padding
-        from_columns = columns + (right * moves).long() - self.padding
-        covered = None
-        if self.mode == "zeros" and self.padding:
-            covered = _outside(from_rows, height).unsqueeze(2) | _outside(from_columns, width).unsqueeze(1)
-        from_rows, from_columns = self._inside(from_rows, height), self._inside(from_columns, width)
+        from_rows = _reflected(rows + (down * moves).long() - self.padding, height)
+        from_columns = _reflected(columns + (right * moves).long() - self.padding, width)
         if self.flip:
             from_columns = torch.where(mirrored < 0.5, width - 1 - from_columns, from_columns)
-        if self.cutout:
-            hole = _hole(rows, hole_row, self.cutout).unsqueeze(2) & _hole(
-                columns, hole_column, self.cutout
-            ).unsqueeze(1)
-            covered = hole if covered is None else covered | hole
         moved = _gather(images, from_rows.unsqueeze(2) * width + from_columns.unsqueeze(1))
-        return moved if covered is None else moved.masked_fill_(covered.unsqueeze(1), self.fill)
-
-    def _inside(self, places: Tensor, length: int) -> Tensor:
-        if self.mode == "zeros":
-            return places.clamp(0, length - 1)
-        return length - 1 - (length - 1 - places.abs()).abs()
+        if not self.cutout:
+            return moved
+        down_hole, across_hole = _hole(rows, hole_row, self.cutout), _hole(columns, hole_column, self.cutout)
+        return moved.masked_fill_((down_hole.unsqueeze(2) & across_hole.unsqueeze(1)).unsqueeze(1), 0)
 
 
-def _outside(places: Tensor, length: int) -> Tensor:
-    return (places < 0) | (places >= length)
+def _reflected(places: Tensor, length: int) -> Tensor:
+    """Places beyond either end of an axis, mirrored back onto it."""
+    return length - 1 - (length - 1 - places.abs()).abs()
 
 
 def _hole(places: Tensor, where: Tensor, side: int) -> Tensor:
@@ -133,39 +113,32 @@ def mirrored(images: Tensor) -> Tensor:
 
 @options
 class Moved:
-    """What :func:`moved` gives."""
+    """A view for ``posterior.predict(images, views=[mirrored, Moved(1, 1), Moved(-1, -1)])``: images ``[..., C, H, W]`` moved by so
+    many pixels, with their mirror image beyond the border, as :class:`CropAndFlip` moves them in training.
+
+    >>> Moved(0, 1)(torch.tensor([[[1, 2, 3]]]))
+    tensor([[[2, 1, 2]]])
+    >>> Moved(-1, 0)(torch.tensor([[[1, 2], [3, 4], [5, 6]]]))
+    tensor([[[3, 4],
+             [5, 6],
+             [3, 4]]])
+    """
 
     down: int
     right: int
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.ndim < 3:
+        fits = images.ndim >= 3 and abs(self.down) < images.shape[-2] and abs(self.right) < images.shape[-1]
+        if not fits:
             raise FlowBNNError(
-                f"moved takes images [..., C, H, W] or [B, H, W], not shape {tuple(images.shape)}"
+                f"images of shape {tuple(images.shape)} cannot be moved by {self.down}, {self.right}"
             )
         for axis, move in ((-2, self.down), (-1, self.right)):
-            length = images.shape[axis]
-            if move and abs(move) >= length:
-                size = "x".join(str(side) for side in images.shape[-2:])
-                raise FlowBNNError(f"images of {size} cannot be moved by {move} pixels")
             if move:
+                length = images.shape[axis]
                 places = torch.arange(length, device=images.device) - move
-                images = images.index_select(axis, length - 1 - (length - 1 - places.abs()).abs())
+                images = images.index_select(axis, _reflected(places, length))
         return images
-
-
-def moved(down: int, right: int) -> Moved:
-    """A view for ``posterior.predict(images, views=[mirrored, moved(1, 1), moved(-1, -1)])``: images ``[..., H, W]`` moved by so many
-    pixels, with their mirror image beyond the border, as :class:`CropAndFlip` moves them in training.
-
-    >>> moved(0, 1)(torch.tensor([[[1, 2, 3]]]))
-    tensor([[[2, 1, 2]]])
-    >>> moved(-1, 0)(torch.tensor([[[1, 2], [3, 4], [5, 6]]]))
-    tensor([[[3, 4],
-             [5, 6],
-             [3, 4]]])
-    """
-    return Moved(down, right)
 
 
 CORRUPTIONS: dict[str, tuple[float, ...]] = {
@@ -202,17 +175,11 @@ def corrupt(images: Tensor, kind: str, strength: int, generator: torch.Generator
     """
     check("kind", kind, Literal["noise", "blur", "brightness", "contrast"])
     check("strength", strength, Annotated[int, Interval(ge=1, le=5)])
-    if images.ndim < 3 or not images.is_floating_point():
+    unit = images.ndim >= 3 and images.is_floating_point()
+    if not unit or not bool(((images >= 0) & (images <= 1)).all()):
         raise FlowBNNError(
-            f"corrupt takes real images [..., C, H, W] in [0, 1], not {images.dtype} of shape {tuple(images.shape)}; "
-            "ImageSet.to_unit gives them"
-        )
-    if images.numel() == 0:
-        return images.clone()
-    low, high = (float(value) for value in images.aminmax())
-    if not (low >= 0 and high <= 1):
-        raise FlowBNNError(
-            f"corrupt takes images in [0, 1], these go from {low:.3g} to {high:.3g}: corrupt first and normalize then"
+            f"corrupt takes real images [..., C, H, W] in [0, 1], as ImageSet.to_unit gives them, not {images.dtype} of shape "
+            f"{tuple(images.shape)}: corrupt first and normalize then"
         )
     amount = CORRUPTIONS[kind][int(strength) - 1]
     if kind == "noise":
@@ -220,19 +187,15 @@ def corrupt(images: Tensor, kind: str, strength: int, generator: torch.Generator
         noise = torch.randn(images.shape, generator=generator, device=source, dtype=images.dtype)
         changed = images + amount * noise.to(images.device)
     elif kind == "blur":
-        changed = _blur(images, amount)
+        # along columns and rows, one matrix product for each, which holds the repeated borders too
+        down, across = (_filter(side, amount).to(images) for side in images.shape[-2:])
+        changed = down @ images @ across.mT
     elif kind == "brightness":
         changed = _brighten(images, amount)
     else:
         mean = images.mean((-2, -1), keepdim=True)
         changed = amount * (images - mean) + mean
     return changed.clamp(0, 1)
-
-
-def _blur(images: Tensor, deviation: float) -> Tensor:
-    """A Gaussian filter along columns and rows: one matrix product for each, which holds the repeated borders too."""
-    height, width = images.shape[-2:]
-    return _filter(height, deviation).to(images) @ images @ _filter(width, deviation).to(images).mT
 
 
 def _filter(length: int, deviation: float) -> Tensor:
@@ -252,19 +215,10 @@ def _brighten(images: Tensor, amount: float) -> Tensor:
 
 
 @checked
-def novel_noise(
-    number: Count,
-    shape: Sequence[int],
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
+def novel_noise(number: Count, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
     """Images that show nothing, ``[number, *shape]``: every pixel uniform in [0, 1], as a novelty no network should trust.
 
     >>> novel_noise(2, (3, 32, 32), torch.Generator().manual_seed(0)).shape
     torch.Size([2, 3, 32, 32])
     """
-    if not all(length > 0 for length in shape):
-        raise FlowBNNError(f"novel_noise makes images of some size, not of {tuple(shape)}")
-    place = usable_device("cpu" if device is None else device)
-    noise = torch.rand(number, *shape, generator=generator, device=generator.device if generator else place)
-    return noise if device is None else noise.to(place)
+    return torch.rand(number, *shape, generator=generator, device=generator.device if generator else None)

@@ -38,10 +38,8 @@ def _read(path: Path, most: int) -> bytes:
                 return packed.read(most + 1)
         with path.open("rb") as plain:
             return plain.read(most + 1)
-    except EOFError:
-        raise damaged(path, "ends in the middle of its gzip stream: it is truncated") from None
-    except (gzip.BadGzipFile, zlib.error):
-        raise damaged(path, "is not a whole gzip file: it is damaged") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise damaged(path, "is not a whole gzip file: it is truncated or damaged") from None
     except OSError as error:
         raise FlowBNNError(f"{path} cannot be read: {error.strerror or error}") from None
 

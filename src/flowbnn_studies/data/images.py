@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowbnn.data import Augment, TensorLoader
+from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
 
@@ -32,20 +33,21 @@ class Normalize:
     def __init__(
         self, mean: Sequence[float], deviation: Sequence[float], dtype: torch.dtype = torch.float32
     ) -> None:
-        if len(mean) != len(deviation) or not all(value > 0 for value in deviation):
-            raise FlowBNNError("mean and deviation have one number for each channel, deviations above 0")
-        if not dtype.is_floating_point:
-            raise FlowBNNError(f"normalized images are real numbers, which {dtype} is not")
+        known = len(mean) == len(deviation) and all(value > 0 for value in deviation)
+        if not known or not dtype.is_floating_point:
+            raise FlowBNNError(
+                "mean and deviation have one number for each channel, deviations above 0, and the dtype is a real one"
+            )
         self.mean, self.deviation, self.dtype = tuple(mean), tuple(deviation), dtype
         self._constants: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.ndim < 3 or images.shape[-3] != len(self.mean):
+        known = images.dtype == torch.uint8 or images.is_floating_point()
+        if not known or images.ndim < 3 or images.shape[-3] != len(self.mean):
             raise FlowBNNError(
-                f"images have {len(self.mean)} channels on their third axis from the end, not shape {tuple(images.shape)}"
+                f"images [..., {len(self.mean)}, H, W] are bytes or real numbers in [0, 1], not {images.dtype} of shape "
+                f"{tuple(images.shape)}"
             )
-        if images.dtype != torch.uint8 and not images.is_floating_point():
-            raise FlowBNNError(f"images are bytes (uint8) or real numbers in [0, 1], not {images.dtype}")
         scale, shift = self._on(images.device, images.dtype == torch.uint8)
         return torch.addcmul(shift, images.to(scale.dtype), scale).to(self.dtype)
 
@@ -115,18 +117,13 @@ class ImageSet:
     deviation: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if self.images.ndim != 4 or self.images.dtype != torch.uint8:
+        images, labels = self.images, self.labels
+        pixels = images.ndim == 4 and images.dtype == torch.uint8
+        paired = labels.shape == images.shape[:1] and labels.dtype == torch.int64
+        if not (pixels and paired and len(self.mean) == len(self.deviation) == images.shape[1]):
             raise FlowBNNError(
-                f"an ImageSet holds bytes [N, C, H, W], not {self.images.dtype} of shape {tuple(self.images.shape)}"
-            )
-        if self.labels.shape != self.images.shape[:1] or self.labels.dtype != torch.int64:
-            raise FlowBNNError(
-                f"an ImageSet of {len(self.images)} images has as many int64 labels, not {self.labels.dtype} "
-                f"of shape {tuple(self.labels.shape)}"
-            )
-        if not len(self.mean) == len(self.deviation) == self.images.shape[1]:
-            raise FlowBNNError(
-                f"mean and deviation have one number for each of {self.images.shape[1]} channels"
+                "an ImageSet holds bytes [N, C, H, W], N int64 labels and C means and deviations, not "
+                f"{images.dtype} {tuple(images.shape)}, {labels.dtype} {tuple(labels.shape)} and {len(self.mean)}"
             )
 
     def __len__(self) -> int:
@@ -143,41 +140,29 @@ class ImageSet:
         place = usable_device(device)
         return replace(self, images=self.images.to(place), labels=self.labels.to(place))
 
-    def normalizer(self, dtype: torch.dtype = torch.float32) -> Normalize:
+    def normalizer(self) -> Normalize:
         """What turns images (bytes, or real numbers in [0, 1]) into what a network trained on this set takes.
 
         Corrupted images, noise and images of other sets go through the normalizer of the set the network knows.
         """
-        return Normalize(self.mean, self.deviation, dtype)
+        return Normalize(self.mean, self.deviation)
 
-    def normalized(
-        self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def normalized(self) -> Tensor:
         """All images as ``(x / 255 - mean) / deviation``."""
-        return self.normalizer(dtype)(self._images_on(device))
+        return self.normalizer()(self.images)
 
-    def to_unit(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    def to_unit(self) -> Tensor:
         """All images as real numbers from 0 to 1."""
-        return self._images_on(device).to(dtype) / 255
-
-    def _images_on(self, device: torch.device | str | None) -> Tensor:
-        return self.images if device is None else self.images.to(usable_device(device))
+        return self.images.float() / 255
 
     def subset(self, indices: Tensor | Sequence[int] | slice) -> "ImageSet":
         """Some of the images: their places, a mask with one truth for each, or a slice."""
-        if not isinstance(indices, slice):
-            indices = torch.as_tensor(indices, device=self.images.device)
-            if indices.numel() == 0 and indices.dtype != torch.bool:
-                indices = indices.long()
-            if indices.ndim != 1 or indices.is_floating_point():
-                raise FlowBNNError("a subset is given by a list of indices, a mask or a slice")
-            if indices.dtype == torch.bool and len(indices) != len(self):
-                raise FlowBNNError(f"a mask has one entry for each of {len(self)} images, not {len(indices)}")
-            if indices.dtype != torch.bool and not bool(
-                ((indices >= -len(self)) & (indices < len(self))).all()
-            ):
-                raise FlowBNNError(f"the indices of a subset are below {len(self)}, the number of images")
-        return replace(self, images=self.images[indices], labels=self.labels[indices])
+        if isinstance(indices, Sequence):
+            indices = torch.tensor(indices, dtype=None if indices else torch.int64)
+        try:
+            return replace(self, images=self.images[indices], labels=self.labels[indices])
+        except (IndexError, TypeError) as error:
+            raise FlowBNNError(f"a subset is places below {len(self)}, a mask or a slice: {error}") from None
 
     @checked
     def split(self, validation: Count = 5000, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
@@ -205,10 +190,8 @@ class ImageSet:
         The mean and deviation follow, exactly: zeros dilute both moments.
         """
         number, channels, height, width = self.images.shape
-        if channels != 1:
-            raise FlowBNNError(f"in_colour takes grey images, of one channel; these have {channels}")
-        if size < height or size < width:
-            raise FlowBNNError(f"in_colour pads to size {size}, but the images are {height}x{width}")
+        if channels != 1 or size < max(height, width):
+            raise FlowBNNError(f"in_colour pads grey images to size {size}, not {channels}x{height}x{width}")
         top, left = (size - height) // 2, (size - width) // 2
         padded = self.images.new_zeros(number, 1, size, size)
         padded[:, :, top : top + height, left : left + width] = self.images
@@ -237,12 +220,8 @@ def device_loader(
     batch_size: int,
     device: torch.device | str | None = None,
     *,
-    shuffle: bool = False,
-    augment: Augment | None = None,
-    generator: torch.Generator | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
-    drop_last: bool = False,
-    channels_last: bool = False,
+    **options: Any,
 ) -> TensorLoader:
     """A whole image set on a device, in bytes, and batches of it that are augmented and normalized there.
 
@@ -250,27 +229,15 @@ def device_loader(
         data: the set; CIFAR-10's training images take 154 MB on the device.
         batch_size: images in a batch.
         device: None leaves the set where it is.
-        shuffle, augment, generator, drop_last: as in :class:`TensorLoader`.
         prepare: bytes to what the network takes; None is the set's own :meth:`~ImageSet.normalizer`. Images of a
             set that the network was not trained on go through the normalizer of the one it was.
-        channels_last: keep images and batches in the channels-last memory format.
+        options: ``shuffle``, ``augment``, ``generator`` and ``drop_last`` of :class:`TensorLoader`.
 
     >>> images = torch.full((4, 1, 8, 8), 255, dtype=torch.uint8)
     >>> data = ImageSet(images, torch.arange(4), tuple("abcd"), "white", "train", (0.5,), (0.25,))
     >>> [(len(labels), round(batch.mean().item(), 4)) for batch, labels in device_loader(data, 3, "cpu")]
     [(3, 2.0), (1, 2.0)]
     """
-    place = data.images.device if device is None else usable_device(device)
-    images = data.images.to(place)
-    if channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    return TensorLoader(
-        images,
-        data.labels.to(place),
-        batch_size=batch_size,
-        shuffle=shuffle,
-        generator=generator,
-        augment=augment,
-        prepare=data.normalizer() if prepare is None else prepare,
-        drop_last=drop_last,
-    )
+    there = data if device is None else data.to(device)
+    prepare = data.normalizer() if prepare is None else prepare
+    return TensorLoader(there.images, there.labels, batch_size=batch_size, prepare=prepare, **options)

@@ -1,7 +1,6 @@
 """MNIST, Fashion-MNIST and CIFAR-10 from a torchvision-style folder, verified to the last byte, or downloaded."""
 
 import hashlib
-import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -124,14 +123,7 @@ def _title(source: Source, piece: Piece, what: str) -> str:
 
 
 def _obtain(source: Source, pieces: tuple[Piece, ...], root: Path, download: bool) -> list[tuple[Path, ...]]:
-    """The files of each piece, downloaded when they are not all there.
-
-    Args:
-        source: the set.
-        pieces: those of one split.
-        root: the folder that holds the set's own folder.
-        download: whether to use the network.
-    """
+    """The files of each piece, downloaded when they are not all there."""
     found = _find(source, pieces, root)
     missing = [path for path in found if not path.is_file()]
     if missing:
@@ -194,7 +186,7 @@ def _unpack(source: Source, archive: Path) -> None:
             f"{archive} is not the published file (MD5 {wanted.md5}); delete it and load again"
         )
     pieces = [piece for split in source.splits.values() for piece in split]
-    files = {f"{piece.files[0]}.bin": piece.count * (1 + math.prod(source.shape)) for piece in pieces}
-    extract(archive, files, archive.parent / f"{source.folder}-bin")
+    names = [f"{piece.files[0]}.bin" for piece in pieces]
+    extract(archive, names, archive.parent / f"{source.folder}-bin")
     if fetched:
         archive.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ class Pictures:
             if images is None:
                 generator = torch.Generator().manual_seed(0)
                 shape = self.tested.images.shape[1:]
-                strange = novel_noise(min(number, len(self.tested)), shape, generator, self.device)
+                strange = novel_noise(min(number, len(self.tested)), shape, generator).to(self.device)
             else:
                 strange = images.images[:number]
             novel[key] = self.learned.normalizer()(strange)

@@ -11,7 +11,7 @@ from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.views import View
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric
-from flowbnn_studies.data import mirrored, moved
+from flowbnn_studies.data import Moved, mirrored
 from flowbnn_studies.images.data import KINDS, STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.figures import histogram
@@ -31,13 +31,13 @@ MOVED = (
 
 
 def _moved_and_mirrored(step: int) -> View:
-    return lambda images: mirrored(moved(step, step)(images))
+    return lambda images: mirrored(Moved(step, step)(images))
 
 
 # five besides the image itself
 VIEWS: tuple[View, ...] = (
     mirrored,
-    *(view for step in (1, -1) for view in (moved(step, step), _moved_and_mirrored(step))),
+    *(view for step in (1, -1) for view in (Moved(step, step), _moved_and_mirrored(step))),
 )
 
 

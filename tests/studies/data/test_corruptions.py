@@ -95,7 +95,7 @@ def test_novel_noise_is_uniform():
     counts = torch.histc(noise, 10, 0, 1)
     # 10,000 in each tenth, standard deviation 95
     assert (counts - 10_000).abs().max() < 5 * 95
-    assert torch.equal(noise, novel_noise(1000, (1, 10, 10), torch.Generator().manual_seed(0), device="cpu"))
+    assert torch.equal(noise, novel_noise(1000, (1, 10, 10), torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,6 @@ def test_novel_noise_is_uniform():
         (lambda: corrupt(torch.full((1, 1, 4, 4), torch.nan), "blur", 1), "in [0, 1]"),
         (lambda: novel_noise(0, (1, 4, 4)), "integer of at least 1, got 0"),
         (lambda: novel_noise(2.5, (1, 4, 4)), "integer of at least 1, got 2.5"),
-        (lambda: novel_noise(2, (1, 0, 4)), "not of (1, 0, 4)"),
-        (lambda: novel_noise(2, (1, 4, 4), device="nowhere"), "nowhere"),
     ],
 )
 def test_bad_requests_are_told_in_a_line(call, words):

@@ -98,7 +98,7 @@ def test_a_silent_mirror_is_given_up(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FlowBNNError, match="cannot be made"):
+    with pytest.raises(FlowBNNError, match="cannot be written"):
         fetch(download("a.bin", RAW, (NOWHERE,)), tmp_path / "file" / "a.bin")
 
 
@@ -108,7 +108,7 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):
     with server({"a.bin": RAW}) as (url, _):
         fetch(download("a.bin", RAW, (url,)), tmp_path / "a.bin")
         assert "a.bin" in screen.getvalue()
-        assert "256.0/256.0 kB" in screen.getvalue()
+        assert "4/" in screen.getvalue()  # chunks
         screen.truncate(0)
         fetch(download("a.bin", RAW, (url,)), tmp_path / "a.bin", progress=False)
     assert "a.bin" not in screen.getvalue()
@@ -184,7 +184,7 @@ def test_only_the_named_regular_files_leave_an_archive(tmp_path):
         links={"x/a.bin": str(outside), "c.bin": str(outside)},
     )
     (tmp_path / "x.tar.gz").write_bytes(raw)
-    extract(tmp_path / "x.tar.gz", {"a.bin": 3}, tmp_path / "out")
+    extract(tmp_path / "x.tar.gz", ["a.bin"], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.bin"]
     assert (tmp_path / "out" / "a.bin").read_bytes() == b"abc"
     assert not (tmp_path / "out" / "a.bin").is_symlink()
@@ -198,11 +198,10 @@ def test_only_the_named_regular_files_leave_an_archive(tmp_path):
         (tar({"a.bin": bytes(10**5)})[:60], "not a whole archive"),
         (b"nothing of the kind", "not a whole archive"),
         (tar({"b.bin": b"abc"}), "lacks a.bin"),
-        (tar({"a.bin": b"abcd"}), "a.bin of 4 bytes"),
     ],
 )
 def test_a_bad_archive_is_told(tmp_path, raw, words):
     (tmp_path / "x.tar.gz").write_bytes(raw)
     with pytest.raises(FlowBNNError, match=words):
-        extract(tmp_path / "x.tar.gz", {"a.bin": 3}, tmp_path / "out")
+        extract(tmp_path / "x.tar.gz", ["a.bin"], tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

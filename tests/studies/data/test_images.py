@@ -20,19 +20,20 @@ def test_normalized_is_the_formula():
         torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (data.mean, data.deviation)
     )
     wanted = (data.images.double() / 255 - mean) / deviation
-    torch.testing.assert_close(data.normalized(dtype=torch.float64), wanted, rtol=0, atol=1e-14)
+    double = Normalize(data.mean, data.deviation, torch.float64)
+    torch.testing.assert_close(double(data.images), wanted, rtol=0, atol=1e-14)
     torch.testing.assert_close(data.normalized().double(), wanted, rtol=0, atol=1e-6)
-    half = data.normalized(dtype=torch.bfloat16)
+    half = Normalize(data.mean, data.deviation, torch.bfloat16)(data.images)
     assert half.dtype == torch.bfloat16
     assert torch.equal(half, data.normalized().bfloat16())
-    torch.testing.assert_close(data.to_unit(dtype=torch.float64), data.images.double() / 255, rtol=0, atol=0)
+    torch.testing.assert_close(data.to_unit(), data.images.float() / 255, rtol=0, atol=0)
 
 
 def test_bytes_and_unit_images_are_normalized_alike():
     data = make()
-    normalize = data.normalizer(torch.float64)
+    normalize = Normalize(data.mean, data.deviation, torch.float64)
     torch.testing.assert_close(
-        normalize(data.to_unit(dtype=torch.float64)), normalize(data.images), rtol=0, atol=1e-14
+        normalize(data.images.double() / 255), normalize(data.images), rtol=0, atol=1e-14
     )
     assert normalize(data.images[0]).shape == (3, 6, 5)
 
@@ -99,7 +100,7 @@ def test_grey_images_in_colour_are_padded_and_repeated():
 
 def test_the_constants_follow_into_colour():
     data = make(channels=1)
-    unit = data.to_unit(dtype=torch.float64)
+    unit = data.images.double() / 255
     data = ImageSet(
         data.images,
         data.labels,
@@ -110,7 +111,7 @@ def test_the_constants_follow_into_colour():
         (float(unit.std(correction=0)),),
     )
     colour = data.in_colour(9)
-    whole = colour.to_unit(dtype=torch.float64)
+    whole = colour.images.double() / 255
     assert colour.mean == pytest.approx(whole.mean((0, 2, 3)).tolist(), abs=1e-12)
     assert colour.deviation == pytest.approx(whole.std((0, 2, 3), correction=0).tolist(), abs=1e-12)
 
@@ -126,8 +127,7 @@ def test_to_another_device_keeps_the_rest():
     "call",
     [
         lambda data: data.to("cuda"),
-        lambda data: data.normalized("cuda:1"),
-        lambda data: data.to_unit("cuda"),
+        lambda data: data.to("cuda:1"),
         lambda data: device_loader(data, 4, "cuda"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_not_there_is_told(call):
         lambda: make(channels=1).in_colour(5),
         lambda: make().normalizer()(torch.zeros(2, 1, 4, 4)),
         lambda: make().normalizer()(torch.zeros(2, 3, 4, 4, dtype=torch.int64)),
-        lambda: make().normalized(dtype=torch.int32),
+        lambda: Normalize([0.5], [1.0], torch.int32),
         lambda: Normalize([0.5], [0.0]),
         lambda: Normalize([0.5, 0.5], [1.0]),
         lambda: ImageSet(
