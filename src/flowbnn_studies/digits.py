@@ -103,10 +103,10 @@ class DigitsStudy(Study):
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (
             Variant("start", "Common start", shown=False),
-            Variant("plain", "Plain", "start"),
-            Variant("dropout", "Dropout", "start", cost=1.5),
-            Variant("gaussian", "Gaussian noise", "start", cost=2),
-            Variant("flow", "Flow noise", "start", cost=4),
+            Variant("plain", "Plain", "mle", "start"),
+            Variant("dropout", "Dropout", "mc-dropout", "start", cost=1.5),
+            Variant("gaussian", "Gaussian noise", "node-noise-gaussian", "start", cost=2),
+            Variant("flow", "Flow noise", "node-noise-planar", "start", cost=4),
         )
 
     def train(self, job: Job) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class DigitsStudy(Study):
             "their images are partly those of the tests here.",
             *parts.warnings(labels),
         ]
-        rows = [parts.row(key, label, METRICS) for key, label in labels.items()]
+        rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, labels), METRICS, rows, figures(parts, labels, settings.novel), notes)
 
 

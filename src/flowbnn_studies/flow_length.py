@@ -82,8 +82,11 @@ class FlowLength(Study):
     # fmt: on
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        lengths = [Variant(f"length-{n}", f"Length {n}", "plain", cost=1 + n) for n in settings.lengths]
-        return (Variant("plain", "Plain MLP", shown=False), *lengths)
+        lengths = [
+            Variant(f"length-{n}", f"Length {n}", "node-noise-planar", "plain", cost=1 + n)
+            for n in settings.lengths
+        ]
+        return (Variant("plain", "Plain MLP", "mle", shown=False), *lengths)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
@@ -136,7 +139,7 @@ class FlowLength(Study):
             *parts.warnings(labels),
             *still_falling(parts, settings.lengths),
         ]
-        rows = [parts.row(key, label, METRICS) for key, label in labels.items()]
+        rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, settings.lengths), METRICS, rows, [curves], notes)
 
 

@@ -88,10 +88,10 @@ class TwoClusters(Study):
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (
-            Variant("plain", "Plain MLP"),
-            Variant("flow", "Flow noise", "plain", cost=4),
-            Variant("gaussian", "Gaussian noise", "plain", cost=2),
-            Variant("longer", "Plain MLP, trained as long", "plain"),
+            Variant("plain", "Plain MLP", "mle"),
+            Variant("flow", "Flow noise", "node-noise-planar", "plain", cost=4),
+            Variant("gaussian", "Gaussian noise", "node-noise-gaussian", "plain", cost=2),
+            Variant("longer", "Plain MLP, trained as long", "mle-longer", "plain"),
         )
 
     def train(self, job: Job) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class TwoClusters(Study):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         labels = self.shown(settings)
-        rows = [parts.row(key, label, CLASSIFICATION, PUBLISHED.get(key)) for key, label in labels.items()]
+        rows = self.rows(settings, parts, CLASSIFICATION, PUBLISHED)
         exact = Parts(
             parts.seeds,
             {("exact", seed): {"values": parts.content["plain", seed]["exact"]} for seed in parts.seeds},

@@ -27,7 +27,7 @@ class Tiny(Study):
         self.stop_at: tuple[str, int] | None = None
 
     def variants(self, settings):
-        return Variant("base", "Base"), Variant("more", "More", "base")
+        return Variant("base", "Base"), Variant("more", "More", after="base")
 
     def train(self, job):
         if (job.variant, job.seed) == self.stop_at:
@@ -39,7 +39,7 @@ class Tiny(Study):
         return {"values": {"score": job.settings.slope * (job.seed + 1) + (job.variant == "more")}}
 
     def findings(self, settings, parts):
-        rows = [parts.row(variant.key, variant.label, [METRIC]) for variant in self.variants(settings)]
+        rows = self.rows(settings, parts, [METRIC])
         return Findings(f"{parts.mean('more', 'score'):.1f}", [METRIC], rows, [])
 
 

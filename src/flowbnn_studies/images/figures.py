@@ -7,7 +7,7 @@ from flowbnn.results import Parts, figure, reliability_figure
 from flowbnn_studies.images.data import KINDS
 from flowbnn_studies.images.findings import PLAIN, RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
-from flowbnn_studies.images.settings import split_key
+from flowbnn_studies.images.settings import NAMES, split_key
 from flowbnn_studies.runner.figures import curve, histogram_panels, panel
 from flowbnn_studies.runner.study import Variant
 
@@ -165,8 +165,8 @@ def _cost(parts: Parts) -> dict[str, Any] | None:
     panels = []
     for name, title in names.items():
         bars = [
-            {"label": method.replace("-", ", "), "value": ratios[name]}
-            for method, ratios in content["ratios"].items()
+            {"label": key.replace("-", ", "), "method": NAMES[key.partition("-")[0]], "value": ratios[name]}
+            for key, ratios in content["ratios"].items()
             if ratios.get(name) is not None
         ]
         if bars:

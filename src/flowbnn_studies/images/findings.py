@@ -61,17 +61,18 @@ def rows(
     last = "best" if any(variant.key.startswith("best-") for variant in shown) else "xiong"
     table = []
     for variant in shown:
-        row = parts.row(variant.key, variant.label, metrics, published.rows.get(variant.key))
+        row = parts.row(variant.key, variant.label, metrics, published.rows.get(variant.key), variant.method)
         recipe, _, method = variant.key.partition("-")
         ratios = costs.get(method, {}) if recipe == last else {}
         row["values"] |= {name: summary([value]) for name, value in ratios.items() if value is not None}
         if variant.key in missing:
             row["unfinished"] = missing[variant.key]
         table.append(row)
-    others = {**published.cited, "To be reached": published.target}
-    for number, (label, values) in enumerate(others.items()):
+    others = (*published.cited, ("To be reached", "", published.target))
+    for number, (label, method, values) in enumerate(others):
         cells = {name: summary([], value) for name, value in values.items()}
-        table.append({"key": f"cited-{number}", "label": label, "values": cells, "cited": "yes"})
+        row = {"key": f"cited-{number}", "label": label, "method": method, "values": cells, "cited": "yes"}
+        table.append(row)
     return table
 
 

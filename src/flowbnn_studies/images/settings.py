@@ -171,6 +171,14 @@ def quick_settings(**changes: Any) -> dict[str, Any]:
 
 
 METHODS = {"gaussian": "Gaussian noise", "flow": "Flow noise", "mixture": "Mixture noise"}
+NAMES = {
+    "plain": "mle",
+    "longer": "mle-longer",
+    "dropout": "mc-dropout",
+    "gaussian": "node-noise-gaussian",
+    "flow": "node-noise-planar",
+    "mixture": "node-noise-mixture",
+}
 
 # Where Xiong's report (section 4 and its code) puts its flows; the rest of the layers carry a learnable Gaussian.
 FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -234,26 +242,30 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         name: of the plain network, for the labels.
         seeds: how many for each of the two recipes.
     """
-    cost = {
-        (method, site): value * (2.0 if site == "position" else 1.0)
-        for site in SITES
-        for method, value in (("gaussian", 2.0), ("flow", 4.0), ("mixture", 3.0))
-    }
-    xiong, best = seeds
-    start: dict[str, Any] = {"after": "xiong-plain", "seeds": xiong}
-    variants = [
-        Variant("xiong-plain", f"{name}, plain", cost=0.5, seeds=xiong),
-        Variant("xiong-longer", f"{name}, plain, trained as long", **start),
-        Variant("xiong-dropout", "Dropout", cost=1.2, **start),
-        *(
-            Variant(f"xiong-{m}-{s}", f"{METHODS[m]}, {s}", cost=value, **start)
-            for (m, s), value in cost.items()
-        ),
-        Variant("best-plain", f"Best: {name}, plain", seeds=best),
-        Variant("best-dropout", "Best: dropout", cost=1.2, seeds=best),
+    cost = {"gaussian": 2.0, "flow": 4.0, "mixture": 3.0}
+    noisy = [(method, site) for site in SITES for method in METHODS]
+
+    def variant(key: str, label: str, **more: Any) -> Variant:
+        recipe, method, site = split_key(key)
+        number = seeds[recipe == "best"]
+        price = cost.get(method, 1.0) * (2.0 if site == "position" else 1.0)
+        return Variant(key, label, NAMES[method], **{"cost": price, "seeds": number, **more})
+
+    start = {"after": "xiong-plain"}
+    xiong = [
+        variant("xiong-plain", f"{name}, plain", cost=0.5),
+        variant("xiong-longer", f"{name}, plain, trained as long", **start),
+        variant("xiong-dropout", "Dropout", cost=1.2, **start),
+        *(variant(f"xiong-{m}-{s}", f"{METHODS[m]}, {s}", **start) for m, s in noisy),
     ]
-    words = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
-    for (method, site), value in cost.items():
-        label = f"Best: {words[method]}, {site}"
-        variants.append(Variant(f"best-{method}-{site}", label, cost=value, seeds=best))
-    return (*variants, Variant("cost", "Cost", shown=False, seeds=1, alone=True))
+    best = [
+        variant("best-plain", f"Best: {name}, plain"),
+        variant("best-dropout", "Best: dropout", cost=1.2),
+        *(variant(f"best-{m}-{s}", f"Best: {_inside(METHODS[m])}, {s}") for m, s in noisy),
+    ]
+    return (*xiong, *best, Variant("cost", "Cost", shown=False, seeds=1, alone=True))
+
+
+def _inside(label: str) -> str:
+    """A label inside a sentence: ``flow noise``, but ``Gaussian noise``."""
+    return label if label.startswith("Gaussian") else label.lower()

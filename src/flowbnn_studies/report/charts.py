@@ -40,7 +40,9 @@ def _styles(panels: list[Data], colours: Mapping[str, str]) -> dict[str, Style]:
     """Colour and dashes of each label: lines of one colour differ in their dashes, published ones are dashed, levels dotted."""
     lines = [line for panel in panels for line in panel["lines"]]
     labels = list(dict.fromkeys(line["label"] for line in lines))
-    own = {**assign_colours(labels), **{label: colours[label] for label in labels if label in colours}}
+    own = assign_colours({"label": label} for label in labels) | {
+        label: colours[label] for label in labels if label in colours
+    }
     like = {line["label"]: line["like"] for line in lines if line.get("like") in own}
     dashed = {line["label"] for line in lines if line.get("style") == "dashed"}
     patterns = [pattern for pattern in DASHES if not dashed or pattern != DASHES[1]]
@@ -172,10 +174,8 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
         def draw(sheet: Sheet) -> None:
             axes = sheet.subplots()
             places = np.arange(len(items))[::-1]
-            shades = [
-                light(colours.get(item["label"]) or assign_colours([item["label"]])[item["label"]])
-                for item in items
-            ]
+            own = assign_colours(items)
+            shades = [light(colours.get(item["label"], own[item["label"]])) for item in items]
             axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
             top = max([*values.tolist(), level or 0.0, 1e-9])
             for place, value in zip(places, values, strict=True):
@@ -337,7 +337,7 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
 def pareto(data: Data, colours: Mapping[str, str]) -> Plot:
     """A dot with error bars for each method, low and left being better, and the line of those that no other beats."""
     items = [item for panel in data["panels"] for item in panel["items"]]
-    kinds = [kind_of(item["label"]) for item in items]
+    kinds = [kind_of(item.get("method")) for item in items]
     keys = [Key("no other method is both cheaper and better", "accent")]
     if any(item.get("x_std") or item.get("y_std") for item in items):
         keys.append(Key("± 1 standard deviation over seeds", "muted", "cross"))

@@ -44,9 +44,9 @@ def make_plot(figure: Data, colours: Mapping[str, str]) -> Plot:
 
 def page_colours(studies: Sequence[Data]) -> dict[str, str]:
     """One colour for each label of a row, the same in all tables and figures of the page; steps of a quantity have a ramp."""
-    colours = assign_colours(row["label"] for study in studies for row in study["rows"])
+    colours = assign_colours(row for study in studies for row in study["rows"])
     for study in studies:
-        own = assign_colours(row["label"] for row in study["rows"])
+        own = assign_colours(study["rows"])
         colours |= {label: colour for label, colour in own.items() if colour.startswith("step")}
     return colours
 

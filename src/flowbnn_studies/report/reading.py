@@ -20,7 +20,7 @@ Source = Path | str | dict[str, Any]
 # fmt: off
 _BINS = [{"low": float, "high": float, "confidence?": float, "accuracy?": float, "fraction": float}]
 _LINE = {"label": str, "x": 1, "mean": "x", "std?": "x", "style?": str, "like?": str}
-_NAMED = {"label": str, "value": float}
+_NAMED = {"label": str, "value": float, "method?": str}
 _POINTS = {"x": 1, "y": "x"}
 _IMAGE = {"title": str, "pixels": (2, 3)}
 _BAND = {"title": str, "note?": str, "x": 1, "mean": "x", "epistemic": "x", "total": "x", "points": _POINTS}
@@ -28,7 +28,7 @@ _CURVES = {"title": str, "y_label?": str, "better?": str, "lines": [_LINE], "lev
 _PAIR = {"title": str, "x_label?": str, "y_label?": str, "x": "increasing", "y": "increasing", "density": "y x"}
 _FIELD = {"label": str, "accuracy?": float, "ece?": float, "points": "pairs", "point_class": "points", "grid": "pairs",
           "grid_class": "grid", "grid_uncertainty?": "grid", "bins": _BINS}
-_DOT = {"label": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}
+_DOT = {"label": str, "method?": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}
 FIGURES: dict[str, Any] = {
     "bands": {"x_label?": str, "span?": 1, "truth?": _POINTS, "panels": [_BAND]},
     "bars": {"panels": [{"title": str, "x_label?": str, "bars": [_NAMED], "level?": float}]},
@@ -47,7 +47,7 @@ FIGURES: dict[str, Any] = {
 }
 _VALUE = {"mean?": float, "std?": float, "per_seed?": 1, "published?": float}
 _METRIC = {"key": str, "label": str, "format?": str, "better?": str, "definition?": str, "group?": str}
-_ROW = {"key": str, "label": str, "values": dict, "cited?": str, "reference?": str, "unfinished?": str}
+_ROW = {"key": str, "label": str, "method?": str, "values": dict, "cited?": str, "reference?": str, "unfinished?": str}
 _RESULTS: dict[str, Any] = {
     "study": str, "title": str, "question": str, "answer": str, "source?": str, "command?": str, "created?": str,
     "seconds?": float, "device?": str, "versions?": dict, "settings?": dict, "seeds": list, "metrics": [_METRIC], "rows": [_ROW],

@@ -1,9 +1,9 @@
 """How the report looks: colours, fonts, and how numbers are written. No other file names a colour by its code."""
 
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 __all__ = ["CLASSES", "COLOURS", "KINDS", "RC", "Kind"]
@@ -51,25 +51,25 @@ STEPS = tuple(f"step{number}" for number in range(1, 9))
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of method: its name in a legend, its colour on every page, and the words by which a label is recognised."""
+    """A kind of method: its name in a legend, its colour on every page, and the methods that belong to it with their variants."""
 
     name: str
     colour: str
-    words: str
+    methods: tuple[str, ...]
 
 
-# The first that matches counts: "multiplicative flows" are variational weights, so they come before flow noise.
+# The first that fits counts: a variant of a method comes before the method.
 KINDS = (
-    Kind("variational weights", "crimson", r"backprop|multiplicative|\bmnf\b"),
-    Kind("Laplace", "amber", r"\blaplace\b"),
-    Kind("ensembles", "olive", r"\bensemble|\bswag\b"),
-    Kind("Markov chains", "violet", r"\bsgld\b|\bhmc\b|\bnuts\b"),
-    Kind("one network, trained as long", "brown", r"trained (as long|longer)"),
-    Kind("dropout", "green", r"\bdropout\b"),
-    Kind("mixture noise", "purple", r"\bmixture\b|\bcomponents\b"),
-    Kind("Gaussian noise", "blue", r"\bgaussian\b|\bno flow\b"),
-    Kind("flow noise", "vermillion", r"\bflows?\b|\bplanar\b|\bstochastic\b"),
-    Kind("one network", "slate", r"\bplain\b|maximum likelihood|\bmle\b|\bmap\b|\btemperature\b|\bsgd\b"),
+    Kind("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
+    Kind("Laplace", "amber", ("laplace",)),
+    Kind("ensembles", "olive", ("deep-ensemble", "swag")),
+    Kind("Markov chains", "violet", ("sgld", "hmc", "nuts")),
+    Kind("dropout", "green", ("mc-dropout",)),
+    Kind("mixture noise", "purple", ("node-noise-mixture",)),
+    Kind("Gaussian noise", "blue", ("node-noise-gaussian",)),
+    Kind("flow noise", "vermillion", ("node-noise",)),
+    Kind("one network, trained as long", "brown", ("mle-longer",)),
+    Kind("one network", "slate", ("mle", "map", "temperature")),
 )
 
 # For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.
@@ -98,40 +98,36 @@ def light(name: str) -> str:
     return COLOURS[name][0]
 
 
-def kind_of(label: str) -> Kind | None:
-    """The kind of method that a label names, if it names one.
+def kind_of(method: str | None) -> Kind | None:
+    """The kind of a method by its kebab-case name, if it is known.
 
-    >>> [kind_of(label).name for label in ("Best: flow noise, channel", "Multiplicative flows", "Plain MLP, trained as long")]
-    ['flow noise', 'variational weights', 'one network, trained as long']
-    >>> kind_of("Length 3")
+    >>> [kind_of(method).name for method in ("node-noise-planar", "mle-longer", "mle")]
+    ['flow noise', 'one network, trained as long', 'one network']
+    >>> kind_of("mine")
     """
-    return next((kind for kind in KINDS if re.search(kind.words, label, re.IGNORECASE)), None)
+    names = {one: kind for kind in reversed(KINDS) for one in kind.methods}
+    while method and method not in names:
+        method = method.rpartition("-")[0]
+    return names.get(method or "")
 
 
-def assign_colours(labels: Iterable[str]) -> dict[str, str]:
-    """A colour for each label: a ramp where the labels differ only in a number, else that of the method, else hues in order.
+def assign_colours(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """A colour for each label: that of its method, a ramp where more than two rows share one method, hues where there is none.
 
-    >>> assign_colours(["flow noise", "Gaussian noise", "mine", "yours"])
-    {'flow noise': 'vermillion', 'Gaussian noise': 'blue', 'mine': 'teal', 'yours': 'indigo'}
-    >>> list(assign_colours(["length 0", "length 6", "length 12"]).values())
+    >>> assign_colours([{"label": "Flow", "method": "node-noise-planar"}, {"label": "mine"}, {"label": "yours"}])
+    {'Flow': 'vermillion', 'mine': 'teal', 'yours': 'indigo'}
+    >>> list(assign_colours({"label": f"length {n}", "method": "node-noise-planar"} for n in (0, 6, 12)).values())
     ['step1', 'step4', 'step6']
     """
-    labels = list(dict.fromkeys(labels))
-    stems = {re.sub(r"\d+(\.\d+)?", "#", label) for label in labels}
-    if 2 < len(labels) <= len(STEPS) and len(stems) == 1 and stems.pop().count("#") == 1:
-        last = 5.0 if len(labels) <= 6 else 7.0
-        places = [round(last * index / (len(labels) - 1) + 1e-9) for index in range(len(labels))]
-        return {label: STEPS[place] for label, place in zip(labels, places, strict=True)}
-    known = {label: kind.colour for label in labels if (kind := kind_of(label))}
-    hues = (
-        "teal",
-        "indigo",
-        "sand",
-        "sky",
-        *(kind.colour for kind in KINDS if kind.colour not in known.values()),
-    )
-    others = [label for label in labels if label not in known]
-    return {label: known.get(label) or hues[others.index(label) % len(hues)] for label in labels}
+    methods = {row["label"]: row.get("method") or "" for row in rows}
+    count = len(methods)
+    if 2 < count <= len(STEPS) and len(set(methods.values())) == 1 and all(methods.values()):
+        last = 5.0 if count <= 6 else 7.0
+        return {label: STEPS[round(last * at / (count - 1) + 1e-9)] for at, label in enumerate(methods)}
+    known = {label: kind.colour for label, method in methods.items() if (kind := kind_of(method))}
+    spare = (kind.colour for kind in KINDS if kind.colour not in known.values())
+    hues = cycle(("teal", "indigo", "sand", "sky", *spare))
+    return {label: known.get(label) or next(hues) for label in methods}
 
 
 def decimal(value: object, form: str = ".3f") -> str:

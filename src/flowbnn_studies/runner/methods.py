@@ -13,7 +13,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import Method, Posterior
 from flowbnn.options import options
-from flowbnn.results import Metric, Parts
+from flowbnn.results import Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
 
@@ -65,7 +65,9 @@ class MethodStudy(Study):
         return find_candidates(settings.methods) if settings.methods else list(CANDIDATES)
 
     def variants(self, settings: Any) -> tuple[Variant, ...]:
-        return tuple(Variant(one.key, one.label, cost=one.cost) for one in self.candidates(settings))
+        return tuple(
+            Variant(one.key, one.label, one.method_name, cost=one.cost) for one in self.candidates(settings)
+        )
 
     def train(self, job: Job) -> dict[str, Any]:
         candidate = next(one for one in self.candidates(job.settings) if one.key == job.variant)
@@ -104,13 +106,6 @@ class MethodStudy(Study):
         if not known and reasons:
             raise FlowBNNError(f"no method could be tried: {reasons[0]}")
         return known
-
-    def rows(self, settings: Any, parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-        """A row for each method that has numbers."""
-        return [
-            parts.row(one.key, one.label, metrics, method=one.method_name)
-            for one in self.measured(settings, parts)
-        ]
 
     def refusals(self, parts: Parts) -> dict[str, str]:
         """Why methods are not in the table, by key."""

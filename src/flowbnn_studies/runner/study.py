@@ -5,7 +5,7 @@ To add one, subclass :class:`Study`: a class of settings, the list of variants, 
 ``results.json``) is the same for all studies and lives in :mod:`flowbnn_studies.runner.run`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ class Variant:
     Args:
         key: short name, used in files.
         label: name in the table and the figures.
+        method: its kebab-case name, from which its colour follows: ``mle``, ``mc-dropout``, ``node-noise-planar``.
         after: key of the variant whose trained network it starts from, or None.
         shown: whether it has a row of its own.
         cost: of one training against the others; the expensive ones are started first, so that all processes end together.
@@ -33,6 +34,7 @@ class Variant:
 
     key: str
     label: str
+    method: str = ""
     after: str | None = None
     shown: bool = True
     cost: float = 1.0
@@ -95,6 +97,22 @@ class Study:
 
     def check(self, settings: Any, jobs: Sequence[Job]) -> None:
         """Raise one line if the jobs cannot be run, before the results of an earlier run are cleared for them."""
+
+    def rows(
+        self,
+        settings: Any,
+        parts: Parts,
+        metrics: Sequence[Metric],
+        published: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> list[dict[str, Any]]:
+        """A row for each variant that is shown and has numbers, with published values by its key."""
+        chosen = [
+            one
+            for one in self.variants(settings)
+            if one.shown and any(p["values"] for p in parts.of(one.key))
+        ]
+        given = published or {}
+        return [parts.row(one.key, one.label, metrics, given.get(one.key), one.method) for one in chosen]
 
     def shown(self, settings: Any) -> dict[str, str]:
         """Keys and labels of the variants that have a row."""

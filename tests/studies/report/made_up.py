@@ -7,6 +7,19 @@ import numpy as np
 Data = dict[str, Any]
 MODELS = ("Plain MLP", "Stochastic MLP")
 RIVALS = ("Maximum likelihood", "MC dropout", "Deep ensemble of 5", "Node noise, planar flow")
+METHODS = {
+    "Plain MLP": "mle",
+    "Plain network": "mle",
+    "Maximum likelihood": "mle",
+    "Stochastic MLP": "node-noise-planar",
+    "Flow noise": "node-noise-planar",
+    "Node noise, planar flow": "node-noise-planar",
+    "Gaussian noise": "node-noise-gaussian",
+    "Dropout": "mc-dropout",
+    "MC dropout": "mc-dropout",
+    "Deep ensemble of 5": "deep-ensemble",
+    **{f"Length {length}": "node-noise-planar" for length in (0, 6, 12)},
+}
 
 
 def figure(kind: str, title: str, caption: str, data: Data) -> Data:
@@ -221,7 +234,10 @@ def draws_figure(labels: tuple[str, ...]) -> Data:
 
 def pareto_figure(labels: tuple[str, ...]) -> Data:
     items = [
-        {"label": label, "x": 1.0 + 0.02 * place, "y": 0.3 - 0.01 * place, "x_std": 0.01, "y_std": 0.02}
+        {
+            **{"label": label, "method": METHODS[label], "x_std": 0.01, "y_std": 0.02},
+            **{"x": 1.0 + 0.02 * place, "y": 0.3 - 0.01 * place},
+        }
         for place, label in enumerate(labels)
     ]
     panel = {"title": "NLL against time", "x_label": "times", "y_label": "NLL", "items": items}
@@ -256,7 +272,8 @@ def base(study: str, title: str, labels: tuple[str, ...]) -> Data:
             "ece": value(0.0943 / (place + 1) ** 2, 0.0051, (0.094, 0.009)[place] if place < 2 else None),
             "parameters": value(1234 + 56 * place),
         }
-        rows.append({"key": label.lower().replace(" ", "-"), "label": label, "values": values})
+        key = label.lower().replace(" ", "-")
+        rows.append({"key": key, "label": label, "method": METHODS[label], "values": values})
     return {
         "schema": 1,
         "study": study,

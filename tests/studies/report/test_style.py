@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from flowbnn.candidates import CANDIDATES
+from flowbnn.methods import METHODS
+from flowbnn_studies import get_study
 from flowbnn_studies.images.settings import image_variants
 from flowbnn_studies.report.page import make_plot, page_colours
 from flowbnn_studies.report.style import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
@@ -19,15 +21,18 @@ def test_every_method_of_every_study_has_its_colour() -> None:
         "flow": "vermillion",
         "mixture": "purple",
     }
-    for variant in image_variants("LeNet", (1, 1)):
-        names = [name for name in expected if name in variant.key.split("-")]
-        if variant.shown and names:
-            kind = kind_of(variant.label)
-            assert kind is not None, variant.label
-            assert kind.colour == expected[names[0]], variant.label
+    variants = [one for one in image_variants("LeNet", (1, 1)) if one.shown]
+    variants += [one for one in get_study("digits").variants(None) if one.shown]
+    variants += get_study("two-clusters").variants(None)
+    for variant in variants:
+        (name,) = [name for name in expected if name in variant.key.split("-")]
+        kind = kind_of(variant.method)
+        assert kind is not None, variant.label
+        assert kind.colour == expected[name], variant.label
     families: dict[str, set[str]] = {}
+    assert all(kind_of(method) is not None for method in METHODS)
     for rival in CANDIDATES:
-        kind = kind_of(rival.label)
+        kind = kind_of(rival.method_name)
         assert kind is not None, rival.label
         families.setdefault(rival.family, set()).add(kind.name)
     assert families.pop("noise") == {"Gaussian noise", "mixture noise", "flow noise"}
@@ -41,14 +46,15 @@ def test_no_two_kinds_share_a_colour_and_no_class_has_that_of_a_method() -> None
     assert not colours & {*CLASSES, "sky", "teal"}
     assert len({light(name) for name in COLOURS}) == len(COLOURS)
     for count in range(3, 9):
-        labels = [f"length {number}" for number in range(count)]
-        assert len(set(assign_colours(labels).values())) == count
+        rows = [{"label": f"length {number}", "method": "node-noise-planar"} for number in range(count)]
+        assert len(set(assign_colours(rows).values())) == count
 
 
 def test_a_label_has_one_colour_on_the_whole_page(
     digits: dict[str, Any], rivals: dict[str, Any], flow_length: dict[str, Any]
 ) -> None:
-    rivals["rows"][0]["label"] = digits["rows"][0]["label"] = "Of my own"
+    for study in (rivals, digits):
+        study["rows"][0] |= {"label": "Of my own", "method": ""}
     colours = page_colours([digits, rivals, flow_length])
     assert colours["Of my own"] == "teal"
     assert [colours[row["label"]] for row in rivals["rows"][1:]] == ["green", "olive", "vermillion"]
