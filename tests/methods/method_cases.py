@@ -174,7 +174,6 @@ CASES: dict[str, Case] = {
             {"prior_scale": "evidence"},
             {"predictive": "probits"},
             {"curvature": "hessian"},
-            {"damping": -1.0},
             {"newton": -1},
             {"layers": 3},
         ),

@@ -20,7 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Block:
     """A Gaussian around zero over some weights.
 
-    Subclasses define ``eigenvalues``, ``to_basis`` and ``from_basis``, and where weights are not one vector ``pack`` and ``unpack``.
+    Subclasses define ``to_basis`` and ``from_basis``, and where weights are not one vector ``pack``, ``unpack`` and ``eigenvalues``.
 
     Args:
         shapes: of the weights, by name.
@@ -38,9 +38,9 @@ class Block:
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
-    @abstractmethod
     def eigenvalues(self) -> Tensor:
         """Of the curvature, in float64."""
+        return self.tensors["values"]
 
     @abstractmethod
     def to_basis(self, values: Tensor) -> Tensor:
@@ -99,10 +99,6 @@ class Diagonal(Block):
 
     kind = "diag"
 
-    @property
-    def eigenvalues(self) -> Tensor:
-        return self.tensors["values"]
-
     def to_basis(self, values: Tensor) -> Tensor:
         return values
 
@@ -127,10 +123,6 @@ class Full(Block):
     def of(cls, shapes: Shapes, curvature: Tensor, dtype: torch.dtype) -> "Full":
         values, vectors = torch.linalg.eigh(curvature)
         return cls(shapes, {"values": values.clamp_min(0.0), "vectors": vectors.to(dtype).contiguous()})
-
-    @property
-    def eigenvalues(self) -> Tensor:
-        return self.tensors["values"]
 
     def to_basis(self, values: Tensor) -> Tensor:
         return values @ self.tensors["vectors"]

@@ -1,7 +1,7 @@
 """Jacobians of a network's outputs in some of its weights: rows of them example by example, and their products with a vector."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from flowbnn.methods.fitting import Called
 from flowbnn.posterior.batches import apply, call, rows, take
 from flowbnn.posterior.forward import out_of_memory
 
-__all__ = ["ROW_BYTES", "Jacobian", "flat_outputs"]
+__all__ = ["Jacobian", "flat_outputs"]
 
 ROW_BYTES = 2**27  # of rows that are held at once
 
@@ -44,14 +44,19 @@ class Jacobian:
     """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        own = dict(model.named_parameters())
         self.caller, self.names = Called(model), names
-        self.values = {f"network.{name}": own[name].detach() for name in names}
+        self.values = {f"network.{name}": model.get_parameter(name).detach() for name in names}
         self.size = sum(value.numel() for value in self.values.values())
-        self.one_by_one = self.backward_twice = False
+        # the ways from the fastest on; one that torch has not for a layer of this network is dropped
+        self.ways_of_rows = [self._rows_by_vmap, self._rows_one_by_one]
+        self.ways_of_push = [self._push_forward, self._push_backward]
 
     def outputs(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         return functional_call(self.caller, dict(values), (inputs,))
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Copies of the weights to differentiate in."""
+        return {name: value.clone().requires_grad_() for name, value in self.values.items()}
 
     def chunks(self, inputs: Any, count: int) -> Iterator[tuple[int, int, int, int]]:
         """First and last example, first and last of ``count`` columns: chunks whose rows fit into ``ROW_BYTES``."""
@@ -65,14 +70,11 @@ class Jacobian:
 
     def rows(self, inputs: Any, columns: Tensor) -> dict[str, Tensor]:
         """``columns[b, k] @ J[b]`` for ``columns`` ``[b, K, C]``, as ``{name: [b, K, ...]}``."""
-        if not self.one_by_one:
-            try:
-                return self._rows_by_vmap(inputs, columns)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if out_of_memory(error):
-                    raise
-                self.one_by_one = True  # recurrent layers, and what else torch cannot map over
-        return self._rows_one_by_one(inputs, columns)
+        return _first_that_works(self.ways_of_rows, inputs, columns)
+
+    def push(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs ``[b, ...]`` of the network, and the Jacobian times ``tangents``."""
+        return _first_that_works(self.ways_of_push, inputs, tangents)
 
     def _rows_by_vmap(self, inputs: Any, columns: Tensor) -> dict[str, Tensor]:
         def rows_of(example: Any, cotangents: Tensor) -> dict[str, Tensor]:
@@ -87,7 +89,7 @@ class Jacobian:
     def _rows_one_by_one(self, inputs: Any, columns: Tensor) -> dict[str, Tensor]:
         rows: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for index in range(len(columns)):
-            leaves = {name: value.clone().requires_grad_() for name, value in self.values.items()}
+            leaves = self.leaves()
             with torch.enable_grad():
                 outputs = self.outputs(leaves, take(inputs, index, index + 1)).flatten()
             for column in columns[index]:
@@ -98,25 +100,6 @@ class Jacobian:
                     rows[name].append(gradient)
         return {name: torch.stack(parts).unflatten(0, columns.shape[:2]) for name, parts in rows.items()}
 
-    def push(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs ``[b, ...]`` of the network, and the Jacobian times ``tangents``.
-
-        By forward differentiation, or where torch has none for a layer by differentiating backward twice: products with the
-        transposed Jacobian are linear in their cotangents, and the derivative in these is the Jacobian.
-        """
-        ways = (self._push_backward,) if self.backward_twice else (self._push_forward, self._push_backward)
-        for way in ways:
-            try:
-                return way(inputs, tangents)
-            except (RuntimeError, NotImplementedError) as error:
-                if out_of_memory(error):
-                    raise
-                self.backward_twice, reason = True, str(error).partition("\n")[0][:120]
-        raise FlowBNNError(
-            f"torch cannot differentiate this network in its weights ({reason}); predict with predictive='sampled'",
-            kind="derivative",
-        )
-
     def _push_forward(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         moved = {f"network.{name}": tangents[name] for name in self.names}
         with _differentiable():
@@ -124,7 +107,8 @@ class Jacobian:
         return outputs[0], outputs[1]
 
     def _push_backward(self, inputs: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        leaves = {name: value.clone().requires_grad_() for name, value in self.values.items()}
+        """By differentiating twice: cotangents times the Jacobian are linear in them, with the Jacobian as derivative."""
+        leaves = self.leaves()
         with torch.enable_grad(), _differentiable():
             outputs = self.outputs(leaves, inputs)
             cotangents = torch.zeros_like(outputs, requires_grad=True)
@@ -133,3 +117,19 @@ class Jacobian:
             )
             pushed = torch.autograd.grad(gradients, cotangents, [tangents[name] for name in self.names])[0]
         return outputs.detach(), pushed
+
+
+def _first_that_works(ways: list[Callable[..., Any]], *args: Any) -> Any:
+    failed: Exception = RuntimeError()
+    for way in tuple(ways):
+        try:
+            return way(*args)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            failed = error
+            if out_of_memory(error):
+                break
+            if len(ways) > 1:
+                ways.remove(way)
+    reason = str(failed).partition("\n")[0][:120]
+    line = f"torch cannot differentiate this network in its weights ({reason}); cover fewer layers, or take predictive='sampled'"
+    raise failed if out_of_memory(failed) else FlowBNNError(line, kind="derivative")

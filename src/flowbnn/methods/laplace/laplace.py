@@ -9,22 +9,20 @@ network is differentiated in evaluation mode, with the running statistics of its
 
 from collections.abc import Iterable
 from dataclasses import field
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from flowbnn.batches import device_of
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import learn_noise, prepare
+from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
 from flowbnn.methods.laplace.curvature import Problem
-from flowbnn.methods.laplace.layers import bytes_needed, check_memory, choose_layers, survey, without_nested
+from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import newton_step, with_prior
-from flowbnn.options import Ge, NonNegative, Positive, options, takes
+from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
 
@@ -51,7 +49,6 @@ class Laplace(Method):
             classes). For a last layer that gives the outputs the first two are the same, at the price of one pass.
         curvature: ``"ggn"``, exact in the outputs, with a backward pass for each class; ``"sampled"``, an unbiased estimate
             of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
-        damping: added to the precision of the posterior.
         newton: steps of Newton's method to the mode under the prior, each with another pass over the data or more; one makes a
             network that is linear in its weights exact, wherever training stopped, if the structure holds the whole curvature
             ("full" always does); with "diag" train first.
@@ -70,19 +67,7 @@ class Laplace(Method):
     per_layer: bool = field(default=False, kw_only=True)
     predictive: PredictiveName = field(default="linearized", kw_only=True)
     curvature: Literal["ggn", "fisher", "sampled"] = field(default="ggn", kw_only=True)
-    damping: NonNegative = field(default=0.0, kw_only=True)
     newton: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
-
-    def memory(self, network: nn.Module, inputs: Any = None) -> int:
-        """Bytes that a fit needs besides the network.
-
-        Args:
-            network: the network.
-            inputs: a few rows, to see which layer is called last; without them it is the network's last one.
-        """
-        seen = survey(network, inputs)
-        layers = choose_layers(network, seen, self.layers, self.structure)
-        return bytes_needed(self.structure, network, layers, seen)
 
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
@@ -92,40 +77,34 @@ class Laplace(Method):
         check_likelihood(likelihood, self.predictive)
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
-        memory = check_memory(self.structure, model, layers, seen)
         scale = None if isinstance(self.prior_scale, str) else float(self.prior_scale)
         point = PointPosterior(model, likelihood)
         if self.epochs:
             point = self.start(model, loader, run, 1.0 / ((scale or 1.0) ** 2 * run.count(loader)))
         model, likelihood = model.eval(), point.likelihood
-        learns_noise = not self.epochs and not _brings_noise(run.likelihood)
-        draws_targets = run.seed is None and self.curvature == "sampled"
-        seed = int(torch.randint(2**31 - 1, ())) if draws_targets else run.seed or 0
+        trained = isinstance(run.likelihood, Likelihood) and any(p.any() for p in run.likelihood.parameters())
+        learns_noise = not self.epochs and not trained
 
         def batches(description: str) -> Any:
             return track(loader, description, run.progress and is_main_process())
 
         problem = Problem(
-            model,
-            layers,
-            seen,
-            likelihood,
-            batches,
-            check,
-            self.structure,
-            self.curvature,
-            seed,
-            run.num_data,
+            model=model,
+            layers=layers,
+            seen=seen,
+            likelihood=likelihood,
+            batches=batches,
+            check=check,
+            structure=self.structure,
+            kind=self.curvature,
+            seed=int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed,
+            total=run.num_data,
         )
-        prior = partial(with_prior, problem, scale=scale, per_layer=self.per_layer, damping=self.damping)
-        devices = [device_of(model)] if device_of(model).type == "cuda" else []
-        with torch.random.fork_rng(devices, enabled=run.seed is not None):
-            if run.seed is not None:
-                torch.manual_seed(run.seed)  # for a loader that shuffles
+        with undisturbed(loader, run.seed):
             if learns_noise:
                 learn_noise(model, likelihood, batches("noise"))
             curvature = problem.measure()
-            blocks, precisions, evidence = prior(curvature)
+            blocks, precisions, evidence = with_prior(problem, curvature, scale, self.per_layer)
             for _ in range(self.newton):
                 moved = newton_step(problem, curvature, blocks, precisions)
                 if moved is None:
@@ -133,7 +112,7 @@ class Laplace(Method):
                 if learns_noise and learn_noise(model, likelihood, batches("noise")):
                     moved = problem.measure()
                 curvature = moved
-                blocks, precisions, evidence = prior(curvature)
+                blocks, precisions, evidence = with_prior(problem, curvature, scale, self.per_layer)
         return LaplacePosterior(
             model,
             likelihood,
@@ -142,12 +121,5 @@ class Laplace(Method):
             log_evidence=evidence,
             precisions=precisions,
             direct=problem.direct,
-            memory=memory,
             history=point.history,
         )
-
-
-def _brings_noise(likelihood: Any) -> bool:
-    """Whether a given likelihood has learned its noise before."""
-    learned = isinstance(likelihood, Gaussian) and likelihood.noise == "learned"
-    return learned and bool(likelihood.log_scale.any())

@@ -1,10 +1,9 @@
-"""Which layers a Laplace approximation covers, whether its structure can serve them, and the memory that it needs for them."""
+"""Which layers a Laplace approximation covers, and what its structure cannot serve or hold in memory."""
 
-import logging
-import os
-import warnings
+import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,57 +15,27 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flowbnn.batches import device_of
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods.laplace.blocks import Shapes
-from flowbnn.methods.laplace.jacobian import ROW_BYTES
 from flowbnn.posterior.batches import call, rows, take
 from flowbnn.posterior.forward import evaluating
 
-__all__ = [
-    "CoveredLayer",
-    "Survey",
-    "bytes_needed",
-    "check_memory",
-    "choose_layers",
-    "shares_weights",
-    "survey",
-    "without_nested",
-]
+__all__ = ["Layers", "Survey", "choose_layers", "shares_weights", "survey", "without_nested"]
 
-REFUSED, WARNED = 1 / 2, 1 / 8  # of the memory that is free
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-
-
-@dataclass(frozen=True)
-class CoveredLayer:
-    """A layer and the shapes of those of its parameters that get a posterior, under the names they have in the network."""
-
-    name: str
-    shapes: Shapes
+Layers = dict[str, Shapes]  # the parameters of each covered layer, under their names in the network
 
 
 @dataclass
 class Survey:
-    """What one small pass showed.
+    """What one small pass showed."""
 
-    Args:
-        order: layers with parameters, in the order in which they were called.
-        calls: how often each was.
-        shapes: of each one's first input.
-        direct: the Linear layer whose output is the network's, where there is one.
-        rows: examples in that pass.
-        batch: examples in the batch they are from.
-        outputs: numbers that the network gives for each.
-    """
-
-    order: list[str] = field(default_factory=list)
-    calls: Counter[str] = field(default_factory=Counter)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    direct: str | None = None
-    rows: int = 0
-    batch: int = 1
-    outputs: int = 1
+    rows: int  # examples in that pass
+    order: list[str] = field(default_factory=list)  # layers with parameters, as they were called
+    calls: Counter[str] = field(default_factory=Counter)  # how often each was
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of each one's first input
+    direct: str | None = None  # the Linear layer whose output is the network's, where there is one
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -93,37 +62,28 @@ def without_nested(model: nn.Module) -> nn.Module:
     return model
 
 
-def survey(model: nn.Module, inputs: Any = None) -> Survey:
-    """Run up to three rows and see which layers are called; without inputs, the layers in the order of the network."""
-    layers = holders(model)
-    if inputs is None:
-        return Survey(list(layers), Counter(layers.keys()))
-    seen, results = Survey(rows=min(3, rows(inputs)), batch=rows(inputs)), dict[str, Any]()
+def survey(model: nn.Module, inputs: Any) -> Survey:
+    """Run up to three rows and see which layers are called."""
+    layers, results = holders(model), dict[str, Any]()
+    seen = Survey(min(3, rows(inputs)))
 
-    def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        seen.calls[name] += 1
-        results[name] = output
-
-    def pre_hook(name: str, module: nn.Module, args: Any) -> None:
+    def before(name: str, module: nn.Module, args: Any) -> None:
         seen.order.append(name)
+        seen.calls[name] += 1
         if args and isinstance(args[0], Tensor):
             seen.shapes.setdefault(name, args[0].shape)
 
-    handles = []
-    for name, module in layers.items():
-        handles.append(module.register_forward_pre_hook(partial(pre_hook, name)))
-        handles.append(module.register_forward_hook(partial(hook, name)))
-    try:
-        with evaluating(model):
-            outputs = call(model, take(inputs, 0, seen.rows))
-    finally:
-        for handle in handles:
-            handle.remove()
-    seen.outputs = outputs[:1].numel()
-    last = seen.order[-1] if seen.order else None
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        results[name] = output
+
+    with ExitStack() as hooks, evaluating(model):
+        for name, module in layers.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
+        outputs = call(model, take(inputs, 0, seen.rows))
+    last = seen.order[-1] if seen.order else ""
     if (
-        last is not None
-        and results.get(last) is outputs
+        results.get(last) is outputs
         and outputs.ndim == 2
         and seen.calls[last] == 1
         and _is_plain(layers[last], (nn.Linear,))
@@ -133,42 +93,42 @@ def survey(model: nn.Module, inputs: Any = None) -> Survey:
     return seen
 
 
-def choose_layers(model: nn.Module, seen: Survey, which: str, structure: str) -> list[CoveredLayer]:
-    """The layers that ``which`` (``"last"``, ``"all"`` or a glob) means, refused where the structure cannot serve one."""
-    layers = holders(model)
-    if which == "last":
-        names = seen.order[-1:]
-    else:
-        names = [name for name in layers if which == "all" or fnmatchcase(name, which)]
+def choose_layers(model: nn.Module, seen: Survey, which: str, structure: str) -> Layers:
+    """The layers that ``which`` (``"last"``, ``"all"`` or a glob) means, refused where the structure cannot serve them."""
+    layers, covered, taken = holders(model), Layers(), set[str]()
+    names = [name for name in layers if which == "all" or fnmatchcase(name, which)]
+    names = seen.order[-1:] if which == "last" else names
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    covered, taken = [], set[str]()
+    problem, fields = "", {"argument": "layers"}
     for name in names:
         module = layers[name]
-        own = {
+        shapes = {
             canonical[id(parameter)]: tuple(parameter.shape)
             for parameter in own_parameters(module)
-            if parameter.is_floating_point() and (which == "last" or parameter.requires_grad)
+            if canonical[id(parameter)] not in taken and (which == "last" or parameter.requires_grad)
         }
-        if not own or (structure == "kron" and isinstance(module, NORMS) and which != name):
+        if not shapes or (structure == "kron" and isinstance(module, NORMS)):
             continue
-        reason = _unfit_for_kron(model, name, module, seen) if structure == "kron" else None
-        if reason is not None:
-            raise FlowBNNError(
+        taken.update(shapes)
+        covered[name] = shapes
+        reason = _unfit_for_kron(model, name, module, seen) if structure == "kron" else ""
+        if reason and not problem:
+            fields = {"layer": name}
+            problem = (
                 f"Kronecker factors do not serve layer '{name}' ({type(module).__name__}), {reason}; Laplace('diag') or "
-                "Laplace('full') can, or leave it out with layers=",
-                layer=name,
+                "Laplace('full') can, or leave it out with layers="
             )
-        fresh = {key: shape for key, shape in own.items() if key not in taken}
-        taken.update(fresh)
-        if fresh:
-            covered.append(CoveredLayer(name, fresh))
-    if not covered:
-        trouble = (
-            "leaves no weights: they are frozen, or of normalization layers, which 'kron' keeps as trained"
+    if not names:
+        problem = f"layers='{which}' matches no layer with weights{nearest(which, ['last', 'all', *layers])}"
+    elif not covered:
+        problem = f"layers='{which}' leaves no weights: they are frozen, or of normalization layers, which 'kron' keeps as trained"
+    if not problem:
+        fields, problem = (
+            {"kind": "memory"},
+            _too_large(structure, covered, available_bytes(device_of(model))),
         )
-        if not names:
-            trouble = f"matches no layer with weights{nearest(which, ['last', 'all', *layers])}"
-        raise FlowBNNError(f"layers='{which}' {trouble}", argument="layers")
+    if problem:
+        raise FlowBNNError(problem, **fields)
     return covered
 
 
@@ -191,80 +151,45 @@ def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...] = PLAIN) -> 
     )
 
 
-def _unfit_for_kron(model: nn.Module, name: str, module: nn.Module, seen: Survey) -> str | None:
+def _unfit_for_kron(model: nn.Module, name: str, module: nn.Module, seen: Survey) -> str:
     if not _is_plain(module):
         return "only Linear and Conv1d, 2d, 3d layers"
     if getattr(module, "groups", 1) != 1:
         return f"which has {module.groups} groups"
     if (other := shares_weights(model, name)) is not None:
         return f"which shares its weights with '{other}'"
-    if seen.calls[name] != 1:
-        return f"which is called {seen.calls[name]} times in one pass"
-    return None
+    return "" if seen.calls[name] == 1 else f"which is called {seen.calls[name]} times in one pass"
 
 
-def bytes_needed(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
-    """Bytes at the peak of a fit: sums in float64, their eigenvectors, and the Jacobians that are held at once."""
-    parameters = [[model.get_parameter(name) for name in layer.shapes] for layer in layers]
-    weights = sum(parameter.numel() for layer in parameters for parameter in layer)
-    element = max(parameter.element_size() for layer in parameters for parameter in layer)
-    row, jacobians = 3 * weights * element, 0
-    if [layer.name for layer in layers] != [seen.direct]:
-        jacobians = max(row, min(ROW_BYTES, row * seen.outputs * seen.batch))
+def _too_large(structure: str, layers: Layers, free: float) -> str:
+    """What is wrong if the matrices need more than half of the free memory."""
+    weights = sum(math.prod(shape) for shapes in layers.values() for shape in shapes.values())
     if structure == "diag":
-        return 8 * 3 * weights + jacobians
-    factors = [weights]
+        return ""
+    sides = [weights]
     if structure == "kron":
-        jacobians = 0
-        factors = [sum(p[0].numel() if p.ndim > 1 else 1 for p in layer) for layer in parameters]
-        factors += [len(layer[0]) if layer[0].ndim else 1 for layer in parameters]
-    # the sums and their eigenvectors, and what finding the largest ones takes
-    return 8 * (2 * sum(size**2 for size in factors) + 4 * max(factors) ** 2) + jacobians
+        sides = [next(iter(shapes.values()))[0] for shapes in layers.values()]
+        sides += [sum(math.prod(shape[1:]) for shape in shapes.values()) for shapes in layers.values()]
+    # the sums in float64 and their eigenvectors, and what finding those of the largest matrix takes
+    needed = 8 * (2 * sum(side**2 for side in sides) + 4 * max(sides) ** 2)
+    if needed <= free / 2:
+        return ""
+    cheaper = "'kron' or 'diag'" if structure == "full" else "'diag'"
+    return (
+        f"a '{structure}' Laplace approximation of {weights:,} weights needs {needed / 2**30:.3g} GiB of memory, and "
+        f"{free / 2**30:.3g} GiB are free: take {cheaper}, or fewer layers (layers='last' or a glob)"
+    )
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """Free memory, or None where it is not known."""
+def available_bytes(device: torch.device) -> float:
+    """Free memory; infinite where it is not known."""
     if device.type == "cuda":
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0] + spare)
-    free = []
-    try:
+        return torch.cuda.mem_get_info(device)[0] + spare
+    free = [math.inf]
+    with suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        free += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")]
         group = Path("/sys/fs/cgroup")  # a container may have less than the machine
         free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    if not free and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    return max(0, min(free)) if free else None
-
-
-def readable(count: float) -> str:
-    """Bytes for people.
-
-    >>> readable(1536), readable(7e12)
-    ('1.5 kB', '6.37 TB')
-    """
-    unit = 0
-    while count >= 1024 and unit < 5:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[unit]}"
-
-
-def check_memory(structure: str, model: nn.Module, layers: list[CoveredLayer], seen: Survey) -> int:
-    """The bytes that are needed: logged always, a warning where they are many, an error where they are too many."""
-    needed, free = bytes_needed(structure, model, layers, seen), available_bytes(device_of(model))
-    weights = sum(model.get_parameter(name).numel() for layer in layers for name in layer.shapes)
-    line = f"a '{structure}' Laplace approximation of {weights:,} weights needs {readable(needed)} of memory"
-    logging.getLogger("flowbnn").info(line)
-    if free is None or needed <= WARNED * free:
-        return needed
-    line += f", and {readable(free)} are free"
-    if needed <= REFUSED * free:
-        warnings.warn(FlowBNNWarning(line, kind="memory", needed=needed, free=free))
-        return needed
-    others = {name: bytes_needed(name, model, layers, seen) for name in ("kron", "diag") if name != structure}
-    cheaper = [f"'{name}' ({readable(less)})" for name, less in others.items() if less < needed]
-    advice = " or ".join([*cheaper, "fewer layers (layers='last' or a glob)"])
-    raise FlowBNNError(f"{line}: take {advice}", kind="memory", needed=needed, free=free)
+    return max(0.0, min(free))

@@ -59,23 +59,24 @@ class Exact:
 
 
 class OuterProducts:
-    """Sums of outer products of gradients ``[b, M, C]``, with the methods of :class:`Exact`."""
+    """Outer products of gradients ``[b, C]``, with the methods of :class:`Exact`."""
+
+    count = 1
 
     def __init__(self, gradients: Tensor) -> None:
-        self.gradients, self.count = gradients, gradients.shape[1]
+        self.gradients = gradients
 
     def total(self) -> Tensor:
-        flat = self.gradients.flatten(0, 1)
-        return flat.T @ flat
+        return self.gradients.T @ self.gradients
 
     def diagonal(self) -> Tensor:
-        return self.gradients.square().sum(1)
+        return self.gradients.square()
 
     def row(self, index: int) -> Tensor:
-        return (self.gradients[..., index : index + 1] * self.gradients).sum(1)
+        return self.gradients[:, index, None] * self.gradients
 
     def columns(self, low: int, high: int) -> Tensor:
-        return self.gradients[:, low:high]
+        return self.gradients.unsqueeze(1)
 
 
 OutputHessian = Exact | OuterProducts
@@ -127,4 +128,4 @@ def output_hessian(
             gradient = noise * variance.rsqrt()
         else:
             gradient = (mean - targets.to(mean).reshape(mean.shape)) / variance
-    return OuterProducts(gradient.unsqueeze(1))
+    return OuterProducts(gradient)

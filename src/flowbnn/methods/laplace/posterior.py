@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -36,7 +37,6 @@ class LaplacePosterior(WeightPosterior):
         log_evidence: Laplace's estimate of the log marginal likelihood of the training data.
         precisions: of the prior, by layer.
         direct: the layer that gives the outputs, where it is the only one covered.
-        memory: bytes that the fit needed.
     """
 
     kind: ClassVar[str] = "laplace"
@@ -51,12 +51,11 @@ class LaplacePosterior(WeightPosterior):
         log_evidence: float,
         precisions: Mapping[str, float],
         direct: str | None,
-        memory: int,
         history: History | None = None,
     ) -> None:
         super().__init__(without_nested(model), likelihood, history)
         self.blocks, self.precisions = blocks, dict(precisions)
-        self.log_evidence, self.direct, self.memory = log_evidence, direct, memory
+        self.log_evidence, self.direct = log_evidence, direct
         self.centre = {name: model.get_parameter(name).detach() for name in self.names}
         self.use(predictive)
 
@@ -176,18 +175,8 @@ class LaplacePosterior(WeightPosterior):
         layer: Any = self.model.get_submodule(self.direct or "")
         outputs, features = joined[:, : layer.out_features], joined[:, layer.out_features :].contiguous()
         result = outputs.new_empty(len(samples), *outputs.shape)
-        with torch.autocast(prediction.device.type, enabled=False):
-            for place, index in enumerate(samples):
-                weight, bias = self._layer_moves(index, prediction, outputs, features)
-                result[place] = torch.addmm(outputs + bias, features, weight)
-        return result
 
-    def _layer_moves(
-        self, index: int, prediction: Prediction, outputs: Tensor, features: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """How far the layer's weight (transposed) and bias are from their centre; some are kept for the next batches."""
-        kept: dict[int, tuple[Tensor, Tensor]] = prediction.keep("moves", dict)
-        if index not in kept:
+        def moves(index: int) -> tuple[Tensor, Tensor]:
             weight = features.new_zeros(features.shape[1], outputs.shape[1])
             bias = outputs.new_zeros(1, outputs.shape[1])
             for moved in self._moves(index, prediction.seed).values():
@@ -195,10 +184,15 @@ class LaplacePosterior(WeightPosterior):
                     weight = moved.T.contiguous().to(features)
                 else:
                     bias = moved[None].to(outputs)
-            if (len(kept) + 1) * weight.nbytes > KEPT:
-                return weight, bias
-            kept[index] = weight, bias
-        return kept[index]
+            return weight, bias
+
+        few = prediction.samples * layer.weight.nbytes <= KEPT
+        with torch.autocast(prediction.device.type, enabled=False):
+            for place, index in enumerate(samples):
+                drawn = partial(moves, index)
+                weight, bias = prediction.keep(("moves", index), drawn) if few else drawn()
+                result[place] = torch.addmm(outputs + bias, features, weight)
+        return result
 
     # saving and loading
 
@@ -210,7 +204,7 @@ class LaplacePosterior(WeightPosterior):
         }
 
     def settings(self) -> dict[str, Any]:
-        names = ("predictive", "log_evidence", "precisions", "direct", "memory")
+        names = ("predictive", "log_evidence", "precisions", "direct")
         blocks = [
             {"kind": block.kind, "prior": block.prior, "names": list(block.shapes)} for block in self.blocks
         ]
@@ -220,11 +214,8 @@ class LaplacePosterior(WeightPosterior):
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         blocks, given = [], dict(settings)
         for index, saved in enumerate(given.pop("blocks")):
-            tensors = {name: state[name] for name in state if name.startswith(f"{index}.")}
-            tensors = {name.partition(".")[2]: value for name, value in tensors.items()}
             shapes = {name: point.model.get_parameter(name).shape for name in saved["names"]}
-            block = BLOCKS[saved["kind"]](shapes, tensors, float(saved["prior"]))
-            if block.eigenvalues.numel() != block.size:
-                raise ValueError(f"the curvature of '{saved['names'][0]}' does not fit its weights")
-            blocks.append(block)
+            start = f"{index}."
+            tensors = {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
+            blocks.append(BLOCKS[saved["kind"]](shapes, tensors, float(saved["prior"])))
         return cls(point.model, point.likelihood, blocks, history=point.history, **given)

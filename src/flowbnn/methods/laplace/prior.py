@@ -67,16 +67,15 @@ def _diagonal(like: Tensor, sizes: list[int], deltas: list[float]) -> Tensor:
 
 
 def with_prior(
-    problem: Problem, curvature: Curvature, scale: float | None, per_layer: bool, damping: float
+    problem: Problem, curvature: Curvature, scale: float | None, per_layer: bool
 ) -> tuple[list[Block], dict[str, float], float]:
     """The blocks with their prior, its precision for each layer, and the log evidence.
 
     Args:
         scale: standard deviation of the prior; None takes the one with the highest evidence, for each layer with ``per_layer``.
-        damping: added to the precision of the blocks after the evidence has been computed.
     """
     layers = problem.layers
-    weights = [[problem.weights[name].detach() for name in layer.shapes] for layer in layers]
+    weights = [[problem.weights[name].detach() for name in shapes] for shapes in layers.values()]
     sizes = [sum(weight.numel() for weight in parts) for parts in weights]
     squares = [sum(float(weight.double().square().sum()) for weight in parts) for parts in weights]
     blocks, matrix = curvature.blocks, curvature.matrix
@@ -99,9 +98,7 @@ def with_prior(
     evidence = curvature.log_likelihood - 0.5 * sum(block.log_det() for block in blocks)
     for size, delta, square in zip(sizes, deltas, squares, strict=True):
         evidence += 0.5 * (size * math.log(delta) - delta * square)
-    for block in blocks:
-        block.prior += damping
-    return blocks, {layer.name: delta for layer, delta in zip(layers, deltas, strict=True)}, evidence
+    return blocks, dict(zip(layers, deltas, strict=True)), evidence
 
 
 def newton_step(
@@ -114,7 +111,7 @@ def newton_step(
     Args:
         curvature, blocks, precisions: at the present weights.
     """
-    priors = {name: precisions[layer.name] for layer in problem.layers for name in layer.shapes}
+    priors = {name: precisions[layer] for layer, shapes in problem.layers.items() for name in shapes}
     weights = problem.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
     slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
