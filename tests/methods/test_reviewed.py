@@ -88,13 +88,12 @@ def test_inputs_are_brought_to_the_precision_of_the_network(
     )
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_an_ensemble_leaves_frozen_weights_as_they_are(together: bool) -> None:
+def test_an_ensemble_leaves_frozen_weights_as_they_are() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     plain[:2].requires_grad_(False)
     before = deepcopy(plain.state_dict())
-    posterior = fb.DeepEnsemble(2, epochs=1, together=together).fit(plain, classes(), **QUIET)
+    posterior = fb.DeepEnsemble(2, epochs=1).fit(plain, classes(), **QUIET)
     for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
         assert torch.equal(posterior.members[name], before[name].expand(2, *before[name].shape))
     assert not torch.equal(*posterior.members["3.weight"])

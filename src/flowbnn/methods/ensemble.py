@@ -5,29 +5,25 @@ Several networks are trained, each from an initialization of its own and in its 
 Each member is a maximum a posteriori fit; the predictive is their mixture, :math:`\frac1M \sum_m p(y \mid x, \hat w_m)`.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import field
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning, some_of
 from flowbnn.likelihoods import Gaussian, Likelihood, log_variance
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.ensemble_vmap import Aside, member_seed, own_order, train_together, why_apart
-from flowbnn.methods.fitting import first_batch, fit_point, prepare
+from flowbnn.methods.fitting import undisturbed
 from flowbnn.options import Count, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import move
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
+from flowbnn.training.randomness import loader_generators
 
 __all__ = ["DeepEnsemble", "EnsemblePosterior", "initialize_anew"]
 
@@ -39,17 +35,14 @@ class DeepEnsemble(Method):
 
     Args:
         members: how many.
-        together: ``True`` stacks the weights of all members and trains them in one pass (``torch.func``), ``False`` trains one
-            after the other, ``"auto"`` stacks where the network, the loader, the optimizer and the options of the run allow it.
-            Both give the same members but for rounding; with dropout, other draws of it.
         initialize: gives a copy of the network its start, in place, with torch's generator seeded for the member; unless given,
             ``reset_parameters`` of all its layers, what is frozen (``requires_grad=False``) excepted. ``lambda network: None`` lets
             all start from the given weights.
         prior_scale: of each member's Gaussian prior, as in :class:`~flowbnn.MAP`.
         epochs: of each member, at least 1.
 
-    ``checkpoint`` names a folder, in which each member (or those that are trained together) has a file; with ``resume=True`` members
-    that are done are not trained again, and one that was interrupted goes on. A larger ensemble may be resumed from a smaller one.
+    ``checkpoint`` names a folder, in which each member has a file; with ``resume=True`` members that are done are not trained again,
+    and one that was interrupted goes on. A larger ensemble may be resumed from a smaller one.
 
     The history has means over members by name, and those of member ``m`` as ``name/m``.
 
@@ -61,7 +54,6 @@ class DeepEnsemble(Method):
 
     members: Count = 5
     epochs: Count = field(default=20, kw_only=True)
-    together: bool | Literal["auto"] = field(default="auto", kw_only=True)
     initialize: Callable[[nn.Module], Any] | None = field(default=None, kw_only=True)
 
     @takes(FitOptions)
@@ -69,49 +61,16 @@ class DeepEnsemble(Method):
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
         seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
-        likelihood, _, _ = prepare(plain, loader, run.likelihood, seed)
-        folder = None if run.checkpoint is None else Path(run.checkpoint)
-        if hasattr(run.validation, "__iter__") and run.devices in (1, "1"):
-            run = replace(run, validation=Aside(run.validation))
-        settings: dict[str, Any] = {
-            "lr": self.lr,
-            "weight_decay": 1.0 / (self.prior_scale**2 * run.count(loader)),
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-        }
-        apart = None
-        if self.together is not False:
-            inputs, targets = first_batch(loader, seed)
-            device = device_of(plain)
-            batch = (move(inputs, device, dtype_of(plain)), targets.to(device))
-            apart = why_apart(plain, likelihood, *batch, loader, self.optimizer, run)
-        reason, single = None, folder is not None and folder.suffix == ".safetensors"
-        if single:
-            reason = f"the checkpoint of an ensemble is a folder, with a file for each member, not '{folder}'"
-        elif self.together is True and apart is not None:
-            reason = f"members cannot be trained together: {apart}; say together=False"
-        if reason is not None:
-            raise FlowBNNError(reason, argument="checkpoint" if single else "together")
-        stack = self.together is not False and apart is None
-        points: list[PointPosterior] = []
-        histories: list[History] = []
-        for start, stop in _groups(self.members, stack, folder if run.resume else None):
-            seeds = [member_seed(seed, member) for member in range(start, stop)]
-            networks = [self._started(plain, one, warn=not points and one == seeds[0]) for one in seeds]
-            group = _options_of(run, folder, start, stop, self.members, seeds[0])
-            if stop == start + 1:
-                with own_order(loader, seeds[0]):
-                    point = fit_point(networks[0], loader, group, **settings)
-                points.append(point)
-                histories.append(_numbered(point.history, start))
-                continue
-            likelihoods = []
-            for member, one in zip(networks, seeds, strict=True):
-                with own_order(loader, one):
-                    likelihoods.append(prepare(member, loader, run.likelihood, one)[0])
-            histories.append(train_together(networks, likelihoods, loader, seeds, group, start, **settings))
-            points += [PointPosterior(*pair) for pair in zip(networks, likelihoods, strict=True)]
-        return EnsemblePosterior.from_points(points, _joined(histories, self.members))
+        points = []
+        for index in range(self.members):
+            own = (seed * 1_000_003 + index) % 2**32
+            member = self._started(plain, own, warn=not points)
+            part = run.part(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
+            with undisturbed(loader):
+                for generator in loader_generators(loader):
+                    generator.manual_seed(own)
+                points.append(self.start(member, loader, part))
+        return EnsemblePosterior.from_points(points, _joined([point.history for point in points]))
 
     def _started(self, plain: nn.Module, seed: int, warn: bool) -> nn.Module:
         """A copy of the network at a start of its own; torch's generator is left as it was."""
@@ -123,10 +82,9 @@ class DeepEnsemble(Method):
                 return network
             left = initialize_anew(network)
         if left and warn:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             warnings.warn(
-                f"no reset_parameters() gives {', '.join(repr(name) for name in left[:3])}{more} a new start, so all members begin "
-                "with the given values there; say initialize= to start them yourself",
+                f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; say "
+                "initialize= to start them yourself",
                 FlowBNNWarning,
                 stacklevel=4,
             )
@@ -141,100 +99,42 @@ def initialize_anew(network: nn.Module) -> list[str]:
     >>> initialize_anew(nn.Linear(2, 2))
     []
     """
-    before = {name: value.detach().clone() for name, value in network.named_parameters()}
-    with torch.no_grad():
-        for value in network.parameters():
-            value.add_(0.125)  # what still has this afterwards was not given a start
-    marked = {name: value.detach().clone() for name, value in network.named_parameters()}
-    held = [
-        (buffer, buffer.clone())
-        for module in network.modules()
-        if (own := list(module.parameters())) and not any(value.requires_grad for value in own)
-        for buffer in module.buffers()
-    ]
+    learned = {name: value for name, value in network.named_parameters() if value.requires_grad}
+    given = {name: value.detach().clone() for name, value in learned.items()}
+    frozen: list[Tensor] = [value for value in network.parameters() if not value.requires_grad]
     for module in network.modules():
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-    left = [name for name, value in network.named_parameters() if torch.equal(value, marked[name])]
-    frozen = {name for name, value in network.named_parameters() if not value.requires_grad}
+        own = list(module.parameters())
+        if own and not any(value.requires_grad for value in own):
+            frozen += module.buffers()
+    kept = [(value, value.detach().clone()) for value in frozen]
     with torch.no_grad():
-        for name, value in network.named_parameters():
-            if name in left or name in frozen:
-                value.copy_(before[name])
-        for buffer, kept in held:
-            buffer.copy_(kept)
-    return [
-        name
-        for name in left
-        if name not in frozen and bool((before[name] != before[name].flatten()[0]).any())
-    ]
+        for value in learned.values():
+            value.add_(0.125)  # what still has this afterwards was not given a start
+        marked = {name: value.clone() for name, value in learned.items()}
+        for module in network.modules():
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+        left = [name for name, value in learned.items() if torch.equal(value, marked[name])]
+        for name in left:
+            learned[name].copy_(given[name])
+        for value, former in kept:
+            value.copy_(former)
+    return [name for name in left if bool((given[name] != given[name].flatten()[0]).any())]
 
 
-def _options_of(
-    run: FitOptions, folder: Path | None, start: int, stop: int, members: int, seed: int
-) -> FitOptions:
-    """The options of the run of these members, with files of their own."""
-    name = f"member-{start}" if stop == start + 1 else f"members-{start}-{stop - 1}"
-    return replace(
-        run,
-        seed=seed,
-        description=f"member {start + 1}" + (f" to {stop}" if stop > start + 1 else "") + f" of {members}",
-        checkpoint=None if folder is None else folder / f"{name}.safetensors",
-        tensorboard=None if run.tensorboard is None else Path(run.tensorboard) / name,
-    )
-
-
-def _groups(members: int, stack: bool, folder: Path | None) -> list[tuple[int, int]]:
-    """Which members are trained together, as ``(first, last + 1)``; those that a folder holds stay as they are."""
-    groups: list[tuple[int, int]] = []
-    held: dict[int, int] = {}
-    for path in [] if folder is None else folder.glob("member*-*.safetensors"):
-        match = re.fullmatch(r"members?-(\d+)(?:-(\d+))?", path.stem)
-        if match:
-            held[int(match[1])] = max(held.get(int(match[1]), 0), int(match[2] or match[1]) + 1)
-    done = 0
-    while done in held and done < members:
-        if held[done] > members:
-            raise FlowBNNError(
-                f"'{folder}' holds {held[done] - done} members that are trained together, and {members - done} are asked for: "
-                f"ask for {held[done]}, or begin anew with resume=False"
-            )
-        groups.append((done, held[done]))
-        done = held[done]
-    if stack and done < members:
-        return [*groups, (done, members)]
-    return groups + [(member, member + 1) for member in range(done, members)]
-
-
-def _numbered(history: History, member: int) -> History:
-    """The record of one member, with its numbers by its own name too."""
-    records = [
-        record | {f"{name}/{member}": value for name, value in record.items() if name != "learning_rate"}
-        for record in history.records
-    ]
-    return History(records, history.steps, history.seconds, history.stopped_early)
-
-
-def _joined(histories: list[History], members: int) -> History:
+def _joined(histories: list[History]) -> History:
     """Epoch by epoch: means over the members, and the numbers of each."""
-    if len(histories) == 1 and members == 1:
-        return histories[0]
-    records: list[dict[str, float]] = []
+    records = []
     for epoch in range(max(history.epochs for history in histories)):
-        each = {k: v for h in histories if epoch < h.epochs for k, v in h.records[epoch].items() if "/" in k}
-        means: dict[str, list[float]] = {}
-        for name, value in each.items():
-            means.setdefault(name.rpartition("/")[0], []).append(value)
-        rate = next(h.records[epoch]["learning_rate"] for h in histories if epoch < h.epochs)
-        mean = {name: sum(values) / len(values) for name, values in means.items()}
-        records.append({**mean, "learning_rate": rate, **each})
-    return History(
-        records,
-        sum(history.steps for history in histories),
-        sum(history.seconds for history in histories),
-        any(history.stopped_early for history in histories),
-    )
+        there = {m: history.records[epoch] for m, history in enumerate(histories) if epoch < history.epochs}
+        record = dict(next(iter(there.values())))
+        for name in [name for name in record if name != "learning_rate"]:
+            record[name] = sum(one[name] for one in there.values()) / len(there)
+            record |= {f"{name}/{member}": one[name] for member, one in there.items()}
+        records.append(record)
+    steps, seconds = sum(one.steps for one in histories), sum(one.seconds for one in histories)
+    return History(records, steps, seconds, any(one.stopped_early for one in histories))
 
 
 NOISE = "noise of the members"  # no weight has spaces in its name
@@ -245,7 +145,7 @@ class EnsemblePosterior(MemberPosterior):
 
     Where each member has learned its own noise :math:`\sigma_m`, the predictive is the mixture
     :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`; ``likelihood`` then holds the noise of the mean
-    variance, and :meth:`likelihood_of` that of a member.
+    variance.
 
     Args:
         model, likelihood, members, history: as in :class:`MemberPosterior`.
@@ -280,13 +180,6 @@ class EnsemblePosterior(MemberPosterior):
                 likelihood.log_scale.copy_((2.0 * log_scales).exp().mean(0).log() / 2.0)
         model = deepcopy(points[0].model).eval()
         return cls(model, likelihood, members, history, log_scales)
-
-    def likelihood_of(self, index: int) -> Likelihood:
-        """The likelihood of the member of this number."""
-        likelihood = deepcopy(self.likelihood)
-        if self.log_scales is not None and isinstance(likelihood, Gaussian):
-            likelihood.log_scale.data = self.log_scales[index].clone()
-        return likelihood
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""

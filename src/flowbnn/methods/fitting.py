@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -72,6 +73,15 @@ class FitOptions(TrainingOptions):
     def count(self, loader: Iterable[Any]) -> int:
         """The number of training examples."""
         return count_data(loader) if self.num_data is None else self.num_data
+
+    def part(self, name: str, description: str, **changes: Any) -> "FitOptions":
+        """The options of one of several trainings, whose file lies by its name in the folder ``checkpoint``."""
+        folder, board = self.checkpoint, self.tensorboard
+        if folder is not None:
+            changes["checkpoint"] = Path(str(folder).removesuffix(".safetensors")) / f"{name}.safetensors"
+        if board is not None:
+            changes["tensorboard"] = Path(board) / name
+        return replace(self, description=description, **changes)
 
 
 Outputs = Callable[[Any], Tensor]
