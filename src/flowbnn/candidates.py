@@ -4,7 +4,6 @@ The list names every method there is, so that tables, figures and the command li
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from math import isnan
@@ -103,8 +102,8 @@ def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
     usual = SGLD()
     for cycles in (usual.cycles, 1, 0) if epochs and batches is not None else ():
         for samples in range(usual.samples, 1, -1):
-            with suppress(FlowBNNError):
-                SGLD(cycles=cycles, samples=samples).plan(epochs * (batches or 1))
+            plan = SGLD(cycles=cycles, samples=samples).plan(epochs * (batches or 1))
+            if len(plan.kept) == samples:
                 return {"cycles": cycles, "samples": samples}
     return {}
 

@@ -125,7 +125,6 @@ CASES: dict[str, Case] = {
             {"members": -1},
             {"members": 2.5},
             {"members": True},
-            {"together": "yes"},
             {"epochs": 0},
         ),
     ),
@@ -146,7 +145,6 @@ CASES: dict[str, Case] = {
             {"swag_lr": 0.0},
             {"batch_norm_samples": 0},
             {"epochs": 0},
-            {"epochs": 2},
         ),
     ),
     "temperature": Case(

@@ -145,7 +145,10 @@ def test_every_posterior_has_draws_or_says_why_not() -> None:
         (lambda: fb.MAP().fit(network(), TensorDataset(torch.ones(3))), "takes a loader of batches"),  # type: ignore[arg-type]
         (lambda: fb.MAP().fit(network(), torch.ones(3, 4)), "takes a loader of batches"),
         (lambda: fb.MAP().fit(network(), iter(classes())), "only once"),
-        (lambda: fb.SWAG(epochs=2, per_epoch=2).fit(network(), classes()[:1]), "the walk has one step"),
+        (
+            lambda: fb.SWAG(epochs=2, per_epoch=2).fit(network(), classes()[:1]),
+            "one set of weights and no variance",
+        ),
         (lambda: fb.load_posterior("missing.safetensors", "network"), "network=.* must be a Module"),  # type: ignore[arg-type]
     ],
 )

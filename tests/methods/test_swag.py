@@ -9,8 +9,7 @@ from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods import PointPosterior
-from flowbnn.methods.swag import SWAGPosterior, Walk
+from flowbnn.methods.swag import Moments, SWAGPosterior
 
 
 def gaussian() -> tuple[SWAGPosterior, MultivariateNormal]:
@@ -27,12 +26,12 @@ def gaussian() -> tuple[SWAGPosterior, MultivariateNormal]:
 
 def test_the_moments_are_those_of_what_was_collected():
     network = nn.Linear(3, 1, bias=False).double()
-    walk = Walk(PointPosterior(network, fb.likelihoods.Gaussian(1.0)), rank=3)
+    moments = Moments(network, rank=3)
     steps = 1000.0 + 1e-3 * torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
     for weights in steps:
         network.weight.data.copy_(weights)
-        walk.collect()
-    mean, variance, deviations = walk.moments()
+        moments.collect(network)
+    mean, variance, deviations = moments.result()
     assert torch.allclose(mean, steps.mean(0), rtol=1e-14)
     assert torch.allclose(
         variance, steps.var(0, correction=0), rtol=1e-6
@@ -109,10 +108,9 @@ def test_every_draw_has_the_statistics_of_the_data_under_it(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"rank": 1}, "rank of 1"),
+        ({"rank": 1}, "rank=.* must be 0 or an integer of at least 2, got 1"),
         ({"rank": -1}, "rank"),
         ({"begin": 1.0}, "begin"),
-        ({"epochs": 2}, "one set of them"),
         ({"momentum": 1.0}, "momentum"),
         ({"swag_lr": 0.0}, "swag_lr"),
         ({"scale": -0.5}, "scale"),
@@ -121,6 +119,21 @@ def test_every_draw_has_the_statistics_of_the_data_under_it(tmp_path):
 def test_refusals(settings, told):
     with pytest.raises(FlowBNNError, match=told):
         fb.SWAG(**settings)
+
+
+def test_a_walk_of_one_set_of_weights_has_no_variance():
+    with pytest.raises(
+        FlowBNNError, match="1 of 2 epochs are left for the walk, which gives one set of weights"
+    ):
+        fb.SWAG(epochs=2).fit(small(), loader(blobs()), **QUIET)
+
+
+def test_a_network_is_loaded_frozen_as_it_was(tmp_path):
+    network = small()
+    network[0].requires_grad_(False)
+    posterior = fb.SWAG(epochs=4).fit(network, loader(blobs()), seed=0, **QUIET)
+    loaded = fb.load_posterior(posterior.save(tmp_path / "a.safetensors"), small())
+    assert list(loaded.draws(1)) == list(posterior.draws(1)) == ["2.weight", "2.bias"]
 
 
 def test_a_diagonal_alone_will_do():

@@ -6,7 +6,7 @@ Each member is a maximum a posteriori fit; the predictive is their mixture, :mat
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import field
 from typing import Any, ClassVar, Self
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.likelihoods import Gaussian, Likelihood, log_variance
+from flowbnn.likelihoods import Gaussian, log_variance
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.options import Count, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, check_members
+from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
 from flowbnn.training.randomness import loader_generators
 
@@ -61,7 +61,7 @@ class DeepEnsemble(Method):
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
         seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
-        points = []
+        points: list[PointPosterior] = []
         for index in range(self.members):
             own = (seed * 1_000_003 + index) % 2**32
             member = self._started(plain, own, warn=not points)
@@ -118,8 +118,8 @@ def initialize_anew(network: nn.Module) -> list[str]:
         left = [name for name, value in learned.items() if torch.equal(value, marked[name])]
         for name in left:
             learned[name].copy_(given[name])
-        for value, former in kept:
-            value.copy_(former)
+        for tensor, former in kept:
+            tensor.copy_(former)
     return [name for name in left if bool((given[name] != given[name].flatten()[0]).any())]
 
 
@@ -147,39 +147,27 @@ class EnsemblePosterior(MemberPosterior):
     :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`; ``likelihood`` then holds the noise of the mean
     variance.
 
-    Args:
-        model, likelihood, members, history: as in :class:`MemberPosterior`.
-        log_scales: logarithms of the members' own noise ``[M, D]``, where it is learned.
+    ``log_scales`` are the logarithms of the members' own noise ``[M, D]``, where it is learned.
     """
 
     kind: ClassVar[str] = "ensemble"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        members: Mapping[str, Tensor],
-        history: History | None = None,
-        log_scales: Tensor | None = None,
-    ) -> None:
-        super().__init__(model, likelihood, members, history)
-        self.log_scales = log_scales
+    log_scales: Tensor | None = None
 
     @classmethod
     def from_points(
         cls, points: Sequence[PointPosterior], history: History | None = None
     ) -> "EnsemblePosterior":
         """From one trained network for each member."""
-        states = [dict(one.model.named_parameters()) | dict(one.model.named_buffers()) for one in points]
-        members = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
-        likelihood, log_scales = deepcopy(points[0].likelihood), None
+        states = [state_of(point.model) for point in points]
+        likelihood = deepcopy(points[0].likelihood)
+        made = cls.from_states(deepcopy(points[0].model).eval(), likelihood, states, history)
         if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
-            own = [dict(one.likelihood.named_parameters())["log_scale"] for one in points]
-            log_scales = torch.stack([scale.detach() for scale in own])
+            made.log_scales = torch.stack(
+                [dict(point.likelihood.named_parameters())["log_scale"].detach() for point in points]
+            )
             with torch.no_grad():
-                likelihood.log_scale.copy_((2.0 * log_scales).exp().mean(0).log() / 2.0)
-        model = deepcopy(points[0].model).eval()
-        return cls(model, likelihood, members, history, log_scales)
+                likelihood.log_scale.copy_((2.0 * made.log_scales).exp().mean(0).log() / 2.0)
+        return made
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""
@@ -203,7 +191,7 @@ class EnsemblePosterior(MemberPosterior):
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        state = dict(state)
         log_scales = state.pop(NOISE, None)
-        check_members(point.model, state)
-        return cls(point.model, point.likelihood, state, point.history, log_scales)
+        made = super().restored(point, state, settings)
+        made.log_scales = log_scales
+        return made

@@ -41,7 +41,6 @@ __all__ = [
     "optimizer_for",
     "point_as_is",
     "prepare",
-    "scheduled",
     "steps_of",
     "train_posterior",
     "undisturbed",
@@ -118,6 +117,7 @@ class Objective(nn.Module):
         likelihood: the observation model.
         loss: ``loss(outputs_of, batch, clock)`` returns the loss and a dictionary of logs; ``outputs_of(inputs)`` runs the network.
         check_batch: looks at a batch on the host, where the loss decides nothing there and may be recorded as a CUDA graph.
+        beside: what the loss collects on the way, to be kept in checkpoints.
     """
 
     def __init__(
@@ -126,10 +126,11 @@ class Objective(nn.Module):
         likelihood: Likelihood,
         loss: Loss,
         check_batch: Callable[[Any], None] | None = None,
+        beside: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.network, self.likelihood, self.loss = network, likelihood, loss
-        self.capturable, self.check_batch = check_batch is not None, check_batch
+        self.capturable, self.check_batch, self.beside = check_batch is not None, check_batch, beside
 
     def forward(self, batch: Any, clock: Clock) -> Logged:
         device = device_of(self.network).type
@@ -329,20 +330,17 @@ def steps_of(loader: Any, epochs: int, what: str) -> int:
     return len(loader) * epochs
 
 
-def scheduled(schedule: Schedule | None, engine: torch.optim.Optimizer, loader: Any, epochs: int) -> Any:
-    """The learning-rate schedule of a run."""
-    return schedule and schedule(engine, steps_of(loader, epochs, "a learning-rate schedule"))
-
-
 def train_posterior(
     posterior: Posterior,
     loss: Loss,
     engine: torch.optim.Optimizer,
     loader: Any,
     options: FitOptions,
-    schedule: Schedule | None,
+    schedule: Schedule | None = None,
     samples: int = 1,
+    *,
     around: nn.Module | None = None,
+    beside: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
     check_batch: Callable[[Any], None] | None = None,
 ) -> History:
@@ -352,17 +350,17 @@ def train_posterior(
         samples: of the predictions for the validation data.
         around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
         settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
-        check_batch: as in :class:`Objective`.
+        beside, check_batch: as in :class:`Objective`.
     """
     validate = validator(posterior, options.validation, samples)
     model = posterior.model if around is None else around
     model.train()
     history = train(
-        Objective(model, posterior.likelihood, loss, check_batch),
+        Objective(model, posterior.likelihood, loss, check_batch, beside),
         engine,
         loader,
         options,
-        schedule=scheduled(schedule, engine, loader, options.epochs),
+        schedule=schedule and schedule(engine, steps_of(loader, options.epochs, "a learning-rate schedule")),
         validate=validate,
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},

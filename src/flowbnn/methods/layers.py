@@ -1,18 +1,19 @@
 """Layers that behave differently in training and in prediction, dropout and BatchNorm, and how methods handle them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.posterior.batches import call, move
 from flowbnn.posterior.forward import evaluating
-from flowbnn.training.finite import explain_single_row
+from flowbnn.training import is_main_process, track
 
-__all__ = ["normalizers", "own_dropout", "refresh", "trained_parameters", "without_dropout"]
+__all__ = ["normalizers", "own_dropout", "refresh", "statistics", "trained_parameters", "without_dropout"]
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -51,14 +52,22 @@ def refresh(model: nn.Module, loader: Iterable[Any], seed: int) -> None:
             layer.reset_running_stats()  # type: ignore[operator]
             layer.momentum = None  # type: ignore[assignment]
             layer.train()
-        for index, batch in enumerate(loader):
-            try:
-                call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
-            except ValueError as error:
-                explain_single_row(error, batch, 0, index)
-                raise
+        for batch in loader:
+            call(model, move(split_batch(batch)[0], device_of(model), dtype_of(model)))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
+
+
+def statistics(
+    network_of: Callable[[int], nn.Module], count: int, loader: Iterable[Any], seed: int, progress: bool
+) -> dict[str, Tensor]:
+    """Buffers ``{name: [count, ...]}`` of so many networks after a pass of each over the data."""
+    states = []
+    for index in track(range(count), "BatchNorm statistics", progress and is_main_process()):
+        network = network_of(index)
+        refresh(network, loader, seed)
+        states.append(dict(network.named_buffers()))
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

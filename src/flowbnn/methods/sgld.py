@@ -13,7 +13,6 @@ quarters in a Gaussian without minibatches); ``preconditioned=False`` is without
 
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
     Logged,
@@ -31,12 +29,12 @@ from flowbnn.methods.fitting import (
     steps_of,
     train_posterior,
 )
-from flowbnn.methods.layers import normalizers, refresh, without_dropout
+from flowbnn.methods.layers import normalizers, statistics, trained_parameters, without_dropout
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, check_members, state_of
-from flowbnn.training import Clock, History, is_main_process, load_tensors, save_tensors, track
+from flowbnn.posterior.weights import MemberPosterior, state_of
+from flowbnn.training import Clock
 
 __all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
 
@@ -48,8 +46,7 @@ class SGLD(Method):
 
     The network's own dropout is off: it is the network as it predicts that is sampled. The noise of a Gaussian likelihood, where it is
     learned, is learned along as one value. Snapshots of networks with BatchNorm get the statistics of a pass of their own over the
-    data. With ``checkpoint=folder`` every snapshot is written beside the checkpoint when it is taken, so a run that is resumed has
-    all of them.
+    data: running ones lag behind weights that are shaken. A checkpoint holds the snapshots taken so far.
 
     Args:
         samples: networks kept, spread over the sampling parts of the cycles.
@@ -87,46 +84,49 @@ class SGLD(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SGLDPosterior":
         """As :meth:`Method.fit`; what is validated at each epoch is the present network."""
         model, run = self.setup(network, loader, given, "sampling by SGLD")
-        if run.early_stop is not None:
-            line = "SGLD goes through its whole schedule; leave early_stop out"
-            raise FlowBNNError(line, argument="early_stop")
-        plan, number = self.plan(steps_of(loader, self.epochs, "SGLD")), run.count(loader)
+        total, number = steps_of(loader, self.epochs, "SGLD"), run.count(loader)
+        plan = self.plan(total)
+        if run.early_stop is not None or len(plan.kept) < self.samples:
+            reason = (
+                f"{self.samples} snapshots do not fit into the {total} steps of this run, of which only a share samples; ask for more "
+                "epochs, fewer samples, or fewer cycles"
+            )
+            if run.early_stop is not None:
+                reason = "SGLD goes through its whole schedule; leave early_stop out"
+            raise FlowBNNError(reason, argument="early_stop" if run.early_stop else "samples")
         likelihood, _, _ = prepare(model, loader, run.likelihood, run.seed)
-        weights = [p for p in model.parameters() if p.requires_grad]
+        decay = 1.0 / (self.prior_scale**2 * number)
         groups: list[dict[str, Any]] = [
-            {"params": weights, "weight_decay": 1.0 / (self.prior_scale**2 * number)}
+            {"params": list(trained_parameters(model).values()), "weight_decay": decay}
         ]
         if learned := [p for p in likelihood.parameters() if p.requires_grad]:
             groups.append({"params": learned, "noise": False})
         engine = Langevin(groups, self.lr, number, 0.0, self.preconditioned, self.alpha, self.damping)
-        snapshots = Snapshots(plan, run.checkpoint_path)
+        snapshots = Snapshots(model, sorted(plan.kept))
 
         def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
             snapshots.look(clock.step, model)
             engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
             return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
+        def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
+            return LambdaLR(optimizer, plan.rate)
+
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
-            history = train_posterior(
-                point, loss, engine, loader, run, lambda optimizer, total: LambdaLR(optimizer, plan.rate)
-            )
-        snapshots.look(plan.total, model)
-        settings = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
-        settings["steps"] = sorted(plan.kept)
-        posterior = SGLDPosterior(model, likelihood, snapshots.stacked(model), history, settings)
-        posterior.refresh(loader, run.seed or 0, run.progress)
+            history = train_posterior(point, loss, engine, loader, run, cosine, beside=snapshots)
+        snapshots.look(total, model)
+        posterior = SGLDPosterior(model, likelihood, snapshots.stacked(), history)
+        posterior.schedule = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
+        posterior.schedule["steps"] = snapshots.steps
+        if normalizers(model):
+            of_each = statistics(posterior.member, self.samples, loader, run.seed or 0, run.progress)
+            posterior.members |= of_each
         return posterior
 
     def plan(self, total: int) -> "Plan":
-        """The schedule of a run of so many steps."""
-        plan = Plan(total, self.cycles, self.exploration, self.burn_in, self.samples)
-        if len(plan.kept) < self.samples:
-            raise FlowBNNError(
-                f"{self.samples} snapshots do not fit into the {total} steps of this run, of which only a share samples; ask for more "
-                "epochs, fewer samples, or fewer cycles"
-            )
-        return plan
+        """The schedule of a run of so many steps; it keeps fewer than ``samples`` where the run is too short for them."""
+        return Plan(total, self.cycles, self.exploration, self.burn_in, self.samples)
 
 
 class Langevin(torch.optim.Optimizer):
@@ -234,73 +234,40 @@ class Plan:
         return not self.cycles or step >= self.first[self.cycle(step)]
 
 
-class Snapshots:
-    """Networks kept on the way, in memory and, where there is a checkpoint, each in a file of its own beside it.
+class Snapshots(nn.Module):
+    """Networks kept on the way, each as a step finds it before it changes anything; buffers, so that a checkpoint has them."""
 
-    A snapshot is what a step finds before it changes anything. It is on the disk before the next checkpoint is written, so that one
-    that a resumed run does not come by again is there to be read.
-    """
-
-    def __init__(self, plan: Plan, path: Path | None) -> None:
-        self.plan, self.states = plan, {}  # type: tuple[Plan, dict[int, dict[str, Tensor]]]
-        name = None if path is None else "snapshots" if path.stem == "last" else f"{path.stem}-snapshots"
-        self.folder = None if path is None or name is None else path.with_name(name)
-
-    def file(self, step: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{step:08d}.safetensors"
+    def __init__(self, model: nn.Module, steps: list[int]) -> None:
+        super().__init__()
+        self.steps, self.names = steps, list(state_of(model))
+        for number, value in enumerate(state_of(model).values()):
+            self.register_buffer(str(number), value.new_zeros(len(steps), *value.shape))
 
     def look(self, step: int, model: nn.Module) -> None:
-        """Keep the network if the plan says so."""
-        if step not in self.plan.kept or step in self.states:
-            return
-        self.states[step] = {name: value.cpu() for name, value in state_of(model).items()}
-        if self.folder is not None and is_main_process():
-            save_tensors(self.file(step), self.states[step], {"kind": "snapshot", "step": step})
+        """Keep the network if it is time."""
+        if step in self.steps:
+            for kept, value in zip(self.buffers(), state_of(model).values(), strict=True):
+                kept[self.steps.index(step)] = value
 
-    def stacked(self, model: nn.Module) -> dict[str, Tensor]:
-        """All of them, ``{name: [M, ...]}``, on the network's device."""
-        for step in self.plan.kept - self.states.keys():
-            self.states[step], _ = load_tensors(self.file(step))
-        states = [self.states[step] for step in sorted(self.plan.kept)]
-        own = state_of(model)
-        return {k: torch.stack([state[k] for state in states]).to(v.device) for k, v in own.items()}
+    def stacked(self) -> dict[str, Tensor]:
+        """All of them, ``{name: [M, ...]}``."""
+        return dict(zip(self.names, self.buffers(), strict=True))
 
 
 class SGLDPosterior(MemberPosterior):
     """Snapshots of a run of stochastic gradient Langevin dynamics, with the buffers (BatchNorm's statistics) of each.
 
-    Args:
-        schedule: plain values: cycles, temperature, step size, and the steps at which snapshots were taken.
+    ``schedule`` has plain values: cycles, temperature, step size, and the steps at which snapshots were taken.
     """
 
     kind: ClassVar[str] = "sgld"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        members: dict[str, Tensor],
-        history: History | None = None,
-        schedule: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(model, likelihood, members, history)
-        self.schedule = dict(schedule or {})
-
-    def refresh(self, loader: Iterable[Any], seed: int, progress: bool = True) -> None:
-        """Statistics of BatchNorm for every snapshot, by a pass over the data: running ones lag behind weights that are shaken."""
-        if not normalizers(self.model):
-            return
-        for index in track(range(len(self)), "BatchNorm statistics", progress and is_main_process()):
-            network = self.member(index)
-            refresh(network, loader, seed)
-            for name, value in network.named_buffers():
-                self.members[name][index] = value
+    schedule: dict[str, Any]
 
     def settings(self) -> dict[str, Any]:
         return self.schedule
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        check_members(point.model, state)
-        return cls(point.model, point.likelihood, state, point.history, settings)
+        made = super().restored(point, state, settings)
+        made.schedule = settings
+        return made

@@ -6,10 +6,9 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 
 import math
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import field, replace
+from dataclasses import field
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,13 @@ from torch.distributions import LowRankMultivariateNormal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import Logged, Objective, Outputs, negative_log_likelihood, prepare, validator
-from flowbnn.methods.layers import normalizers, refresh, trained_parameters
+from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood, prepare, train_posterior
+from flowbnn.methods.layers import normalizers, refresh, statistics, trained_parameters
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_all_given, check_members, generator_of
-from flowbnn.training import Clock, History, track, train
+from flowbnn.training import Clock, History
 
 __all__ = ["SWAG", "SWAGPosterior"]
 
@@ -53,7 +52,7 @@ class SWAG(Method):
     (4, torch.Size([5, 3, 2]))
     """
 
-    rank: Annotated[int, Ge(0)] = 20
+    rank: Literal[0] | Annotated[int, Ge(2)] = 20
     epochs: Count = field(default=20, kw_only=True)
     begin: Annotated[float, Interval(ge=0, lt=1)] = field(default=0.5, kw_only=True)
     swag_lr: Positive = field(default=1e-2, kw_only=True)
@@ -62,114 +61,99 @@ class SWAG(Method):
     scale: Positive = field(default=0.5, kw_only=True)
     batch_norm_samples: Count = field(default=30, kw_only=True)
 
-    def __post_init__(self) -> None:
-        left, reason = self.epochs - self.first, None
-        if self.rank == 1:
-            reason = "a rank of 1 has no covariance to divide by K - 1: take rank=0 (diagonal) or at least 2"
-        elif left * self.per_epoch < 2:
-            reason = (
-                f"{left} epochs of {self.epochs} are left to collect weights, which gives one set of them; take more epochs, a "
-                "smaller begin, or a larger per_epoch"
-            )
-        if reason is not None:
-            raise FlowBNNError(reason, argument="rank" if self.rank == 1 else "epochs")
-
-    @property
-    def first(self) -> int:
-        """Epochs of ordinary training."""
-        return round(self.begin * self.epochs)
-
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "SWAGPosterior":
         """As :meth:`Method.fit`. ``checkpoint`` names a folder: training and walk have a file each."""
         model, run = self.setup(network, loader, given)
-        if isinstance(loader, Sized) and len(loader) * (self.epochs - self.first) < 2:
+        first = round(self.begin * self.epochs)
+        left = self.epochs - first
+        if left * (min(self.per_epoch, len(loader)) if isinstance(loader, Sized) else 1) < 2:
             raise FlowBNNError(
-                "the walk has one step, which gives one set of weights and no variance; take more epochs or smaller batches"
+                f"{left} of {self.epochs} epochs are left for the walk, which gives one set of weights and no variance; take more "
+                "epochs, a smaller begin, a larger per_epoch or smaller batches",
+                argument="epochs",
             )
-        decay = 1.0 / (self.prior_scale**2 * run.count(loader))
-        if self.first:
-            point = self.start(model, loader, _part(run, "training", self.first), decay)
+        if first:
+            point = self.start(model, loader, run.part("training", "training", epochs=first))
         else:
             point = PointPosterior(model, prepare(model, loader, run.likelihood, run.seed)[0])
-        walk = Walk(point, self.rank)
-        history = self._walk(walk, point, loader, decay, _part(run, "walk", self.epochs - self.first))
-        before, mean, variance, deviations = point.history, *walk.moments()
+        before = point.history
+        moments = Moments(model, self.rank)
+        history = self._walk(moments, point, loader, run.part("walk", "walk", epochs=left))
         joined = History(
             before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
         )
         seed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
-        moments = mean, variance, deviations
-        posterior = SWAGPosterior(point.model, point.likelihood, *moments, self.scale, joined, None, seed)
+        posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, joined, None, seed)
         with torch.no_grad():
-            for name, value in posterior.cut(mean).items():
+            for name, value in posterior.cut(posterior.mean).items():
                 posterior.parameters[name].copy_(value)
-        if normalizers(point.model):
-            posterior.fix(statistics_of(posterior, self.batch_norm_samples, loader, run.progress))
+        if normalizers(model):
+            posterior.fix(
+                statistics(
+                    lambda index: posterior.network_of(posterior.weights(index, seed)),
+                    self.batch_norm_samples,
+                    loader,
+                    seed,
+                    run.progress,
+                )
+            )
+            refresh(model, loader, seed)
         return posterior
 
     def _walk(
-        self, walk: "Walk", point: PointPosterior, loader: Iterable[Any], decay: float, run: FitOptions
+        self, moments: "Moments", point: PointPosterior, loader: Iterable[Any], run: FitOptions
     ) -> History:
         """SGD at a constant rate, which collects on its way."""
-        likelihood = point.likelihood
-        weights, rate = (
-            list(trained_parameters(point.model).values()),
-            self.swag_lr * noise_variance(likelihood),
-        )
-        groups: list[dict[str, Any]] = [{"params": weights, "lr": rate, "weight_decay": decay}]
-        if learned := [parameter for parameter in likelihood.parameters() if parameter.requires_grad]:
-            groups.append({"params": learned, "lr": self.swag_lr, "weight_decay": 0.0})
+        model, likelihood = point.model, point.likelihood
+        weights: dict[str, Any] = {
+            "params": list(trained_parameters(model).values()),
+            "lr": self.swag_lr * noise_variance(likelihood),
+            "weight_decay": 1.0 / (self.prior_scale**2 * run.count(loader)),
+        }
+        learned = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [weights, {"params": learned}] if learned else [weights]
         engine = torch.optim.SGD(groups, lr=self.swag_lr, momentum=self.momentum)
 
         def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
-            if self._due(clock, walk):
-                walk.collect()
+            if self._due(clock, int(moments.count)):
+                moments.collect(model)
             return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
-        walk.loss = loss
-        point.model.train()
-        validate = validator(point, run.validation, 1)
-        history = train(walk, engine, loader, run, validate=validate, names_below="network")
-        walk.collect()
-        point.model.eval()
+        history = train_posterior(point, loss, engine, loader, run, beside=moments)
+        moments.collect(model)
         return history
 
-    def _due(self, clock: Clock, walk: "Walk") -> bool:
+    def _due(self, clock: Clock, collected: int) -> bool:
         """Whether the weights that the last step left are to be collected."""
         if clock.steps_per_epoch is None:
-            return clock.epoch > int(walk.count)
+            return clock.epoch > collected
         if clock.step == 0:
             return False
         done = [step * self.per_epoch // clock.steps_per_epoch for step in (clock.step - 1, clock.step)]
         return done[1] > done[0]
 
 
-class Walk(Objective):
-    """A network, its likelihood, and the moments of the weights it went through, all in its checkpoint."""
+class Moments(nn.Module):
+    """Moments of the weights that a network went through, as buffers, so that a checkpoint has them."""
 
     mean: Tensor
     square: Tensor
     deviations: Tensor
     count: Tensor
 
-    def __init__(self, point: PointPosterior, rank: int) -> None:
-        super().__init__(point.model, point.likelihood, loss=None)  # type: ignore[arg-type]
-        flat = self.flat()
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        flat = flat_weights(model)
         self.register_buffer("mean", torch.zeros_like(flat))
         self.register_buffer("square", torch.zeros_like(flat))
         self.register_buffer("deviations", flat.new_zeros(rank, len(flat)))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
-    def flat(self) -> Tensor:
-        """All learned weights as one vector."""
-        return torch.cat([value.detach().flatten() for value in trained_parameters(self.network).values()])
-
-    @torch.no_grad()
-    def collect(self) -> None:
+    def collect(self, model: nn.Module) -> None:
         """Take the present weights into the moments (Welford's sums, which lose no digits)."""
-        weights = self.flat()
+        weights = flat_weights(model)
         before = weights - self.mean
         self.count += 1
         self.mean += before / self.count
@@ -178,42 +162,23 @@ class Walk(Objective):
         if len(self.deviations):
             self.deviations[(int(self.count) - 1) % len(self.deviations)] = after
 
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and the deviations that are there."""
         number = int(self.count)
-        kept = self.deviations[: min(number, len(self.deviations))]
-        return self.mean.clone(), (self.square / number).clamp_min(1e-12), kept.clone()
+        return self.mean, (self.square / number).clamp_min(1e-12), self.deviations[:number].clone()
+
+
+def flat_weights(model: nn.Module) -> Tensor:
+    """All learned weights as one vector."""
+    return torch.cat([value.detach().flatten() for value in trained_parameters(model).values()])
 
 
 def noise_variance(likelihood: Any) -> float:
     """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
-    if getattr(likelihood, "noise", None) == "learned":
-        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
     noise = getattr(likelihood, "noise", 1.0)
+    if noise == "learned":
+        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
     return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
-
-
-def statistics_of(
-    posterior: "SWAGPosterior", samples: int, loader: Iterable[Any], progress: bool
-) -> dict[str, Tensor]:
-    """Buffers ``{name: [samples, ...]}`` of draws after a pass over the data; the mean network gets its own too."""
-    states = []
-    for index in track(range(samples), "BatchNorm statistics", progress):
-        network = posterior.network_of(posterior.weights(index, posterior.fixed_seed))
-        refresh(network, loader, posterior.fixed_seed)
-        states.append({name: value.clone() for name, value in network.named_buffers()})
-    refresh(posterior.model, loader, posterior.fixed_seed)
-    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
-
-
-def _part(run: FitOptions, name: str, epochs: int) -> FitOptions:
-    """The options of a part of the run, with a file of its own in the folder."""
-    folder = run.checkpoint
-    file = None if folder is None else Path(folder).with_suffix("") / f"{name}.safetensors"
-    return replace(run, epochs=epochs, description=name, checkpoint=file)
-
-
-WITNESSES = 4  # numbers of every fixed draw that are kept, to know it again
 
 
 class SWAGPosterior(WeightPosterior):
@@ -306,32 +271,19 @@ class SWAGPosterior(WeightPosterior):
 
     def state(self) -> dict[str, Tensor]:
         state = {"mean": self.mean, "variance": self.variance, "deviations": self.deviations}
-        if self.size:
-            draws = [self.flat_draw(index, self.fixed_seed)[:WITNESSES] for index in range(self.size)]
-            state["witnesses"] = torch.stack(draws)
         return state | {f"statistics.{name}": value for name, value in self.statistics.items()}
 
     def settings(self) -> dict[str, Any]:
-        return {"scale": self.scale, "fixed_seed": self.fixed_seed}
+        return {"scale": self.scale, "fixed_seed": self.fixed_seed, "learned": list(self.parameters)}
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        statistics = {
-            k.removeprefix("statistics."): v for k, v in state.items() if k.startswith("statistics.")
-        }
-        number = sum(value.numel() for value in trained_parameters(point.model).values())
-        moments = state["mean"], state["variance"], state["deviations"]
+        for name, value in point.model.named_parameters():  # frozen as it was when the moments were taken
+            value.requires_grad_(name in settings["learned"])
+        moments = state.pop("mean"), state.pop("variance"), state.pop("deviations")
+        statistics = {name.removeprefix("statistics."): value for name, value in state.items()}
         check_members(point.model, statistics)
         scale, seed = float(settings["scale"]), int(settings["fixed_seed"])
         made = cls(point.model, point.likelihood, *moments, scale, point.history, statistics, seed)
-        reason = None
-        if any(moment.shape[-1:] != (number,) for moment in moments):
-            reason = f"its moments are not those of the {number} weights that this network learns"
-        elif made.size and not torch.allclose(made.state()["witnesses"], state["witnesses"]):
-            reason = (
-                "this version of torch draws other random numbers than the one that wrote it, so its BatchNorm statistics do not "
-                "belong to these draws; fit it anew"
-            )
-        if reason is not None:
-            raise ValueError(reason)
+        made.weights(0, seed)  # fails unless the moments are of these weights
         return made

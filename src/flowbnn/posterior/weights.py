@@ -7,7 +7,7 @@ a network, saving and loading are done here.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ class MemberPosterior(WeightPosterior):
         states: Sequence[Mapping[str, Tensor]],
         history: History | None = None,
         **more: Any,
-    ) -> "MemberPosterior":
+    ) -> Self:
         """From one dictionary of weights for each member."""
         names = states[0] if states else {}
         members = {name: torch.stack([state[name] for state in states]) for name in names}
@@ -257,9 +257,7 @@ class MemberPosterior(WeightPosterior):
         return self.members
 
     @classmethod
-    def restored(
-        cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]
-    ) -> "MemberPosterior":
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         check_members(point.model, state)
         return cls(point.model, point.likelihood, state, point.history)
 

@@ -122,7 +122,16 @@ def fit_elbo(
 
     settings = {"beta": method.beta, "warmup": method.warmup, "samples": samples, "num_data": number}
     posterior.history = train_posterior(
-        posterior, loss, engine, loader, run, method.schedule, VALIDATION_SAMPLES, around, settings, check
+        posterior,
+        loss,
+        engine,
+        loader,
+        run,
+        method.schedule,
+        VALIDATION_SAMPLES,
+        around=around,
+        settings=settings,
+        check_batch=check,
     )
 
 
@@ -207,7 +216,15 @@ def fit(
     }
     with noise_mode(model, "sample"):
         posterior.history = train_posterior(
-            posterior, loss, engine, loader, run, schedule, validation_samples, None, settings, check_batch
+            posterior,
+            loss,
+            engine,
+            loader,
+            run,
+            schedule,
+            validation_samples,
+            settings=settings,
+            check_batch=check_batch,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
