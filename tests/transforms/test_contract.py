@@ -186,6 +186,26 @@ def test_gradients_are_those_of_finite_differences(case: Case, trained: bool) ->
 
 
 @EVERY_CASE
+def test_second_derivatives_are_those_of_finite_differences(case: Case) -> None:
+    """Of the density, both ways: a Hessian through a numerical inverse is that of the implicit function."""
+    transform = build(case)
+    for _, function, point in directions(case, transform, torch.float64, count=2):
+
+        def density(value: Tensor, function=function) -> Tensor:
+            image, log_det = function(value)
+            return log_det.sum() - 0.5 * image.square().sum()
+
+        def gradient(value: Tensor, density=density) -> Tensor:
+            value = value.detach().requires_grad_()
+            return torch.autograd.grad(density(value), value)[0]
+
+        along = torch.randn(point.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        step = 1e-5
+        expected = (gradient(point + step * along) - gradient(point - step * along)) / (2 * step)
+        close(torch.autograd.functional.hvp(density, point, along)[1], expected, 1e-5)
+
+
+@EVERY_CASE
 @FRESH_OR_TRAINED
 @pytest.mark.parametrize("scale", [1, 10, 100])
 def test_float32_stays_finite(case: Case, trained: bool, scale: float) -> None:
