@@ -1,14 +1,13 @@
 """Schedules, optimizers, averages and noise of the studies on images, by hand."""
 
 import pytest
-import torch
 from torch import nn
 
 from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn_studies.images.settings import Training, image_variants, make_network, rules_for
-from flowbnn_studies.images.training import Average, make_optimizer, make_schedule
+from flowbnn_studies.images.training import make_optimizer, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -76,24 +75,7 @@ def test_rates_follow_the_schedule_and_end_near_zero():
         {"rise": 1.0},
         {"rise": -0.1},
         {"optimizer": "admw"},
-        {"average": 1.0},
     ):
         with pytest.raises(FlowBNNError) as caught:
             Training(**wrong)
         assert caught.value.argument in wrong
-
-
-def test_an_average_takes_batch_statistics_anew():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    average = Average(model, 0.9)
-    optimizer = average.follow(torch.optim.SGD(model.parameters(), lr=0.1))
-    data = [(torch.randn(8, 2), None), (torch.randn(8, 2) + 5, None)]
-    for inputs, _ in data:
-        model(inputs).square().sum().backward()
-        optimizer.step()
-    average.settle(data)
-    with torch.no_grad():
-        means = torch.stack([model[0](inputs).mean(0) for inputs, _ in data]).mean(0)
-    assert torch.allclose(model[1].running_mean, means, atol=1e-5)
-    assert model[1].momentum == 0.1
-    assert not model.training

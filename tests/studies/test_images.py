@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +104,7 @@ def test_parts_are_taken_over_and_collected_wherever_they_were_made(tmp_path):
 
 
 def test_a_training_that_is_cut_goes_on(tmp_path, monkeypatch):
-    study, settings = small("lenet-fashion", **{"flow_channel.average": 0.9, "flow_channel.epochs": 2})
+    study, settings = small("lenet-fashion", **{"flow_channel.epochs": 2})
     whole = run(study, settings, tmp_path / "whole", only=["best-flow-channel"])
     batches, seen = TensorLoader.__iter__, []
 
@@ -137,8 +136,7 @@ def test_the_cost_is_a_ratio_to_plain(tmp_path):
     assert [figure["kind"] for figure in results["figures"]][-1] == "bars"
 
 
-def test_a_trial_sees_validation_images_and_never_the_test_set(monkeypatch):
-    study, settings = small("lenet-fashion")
+def test_settings_are_chosen_on_validation_images_and_the_test_set_stays_closed(tmp_path, monkeypatch):
     opened = []
     original = load_pictures.__globals__["generated_images"]
 
@@ -147,26 +145,29 @@ def test_a_trial_sees_validation_images_and_never_the_test_set(monkeypatch):
         return original(number, name, split)
 
     monkeypatch.setitem(load_pictures.__globals__, "generated_images", watched)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = study.tune(settings, "xiong-flow-channel", 100, "cpu", "32-true", curve_samples=2)
-    assert opened == [("fashion-mnist", "train")]
-    assert {"accuracy", "nll", "ece", "kl", "curves"} <= set(report)
-    assert len(report["curves"]["nll"]) == 1
-    assert "mirror_nll" not in report  # that recipe does not mirror its images
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, views = small("lenet-fashion", validation=16, moved=True)
-        report = study.tune(views, "best-flow-channel", 100, "cpu", "32-true")
-    assert {"mirror_accuracy", "mirror_nll", "moved_ece"} <= set(report)
+    study, settings = small("lenet-fashion", choose=True, validation=16, moved=True)
+    only = ["xiong-flow-channel", "best-flow-channel"]
+    results = run(study, settings, tmp_path, only=only, seeds=[100])
+    assert set(opened) == {("fashion-mnist", "train"), ("mnist", "test")}
+    xiong, best = (row["values"] for row in results["rows"] if row["key"] in only)
+    assert {"accuracy", "nll", "ece"} <= set(xiong)
+    assert "mirror_nll" not in xiong  # that recipe does not mirror its images
+    assert {"mirror_accuracy", "mirror_nll", "moved_ece"} <= set(best)
+    drawn = results["figures"][0]["data"]["panels"][-1]
+    assert drawn["title"].startswith("ECE")
+    assert len(drawn["lines"][0]["mean"]) == 1  # of one epoch
+    assert any("all here is evaluated on those" in note for note in results["notes"])
 
 
 def test_pictures_are_the_same_for_every_method_and_kept_apart():
-    settings = ImageSettings(source="generated", generated=80, validation=16, withhold=True)
+    settings = ImageSettings(source="generated", generated=80, validation=16)
     tested = load_pictures(settings, "cifar10", ["fashion-mnist", "noise"], "cpu")
-    chosen = load_pictures(settings, "cifar10", [], "cpu", validation=True)
-    assert torch.equal(tested.learned.images, chosen.learned.images)
-    assert len(tested.learned) == 64
+    chosen = load_pictures(replace(settings, choose=True), "cifar10", [], "cpu")
+    again = load_pictures(replace(settings, choose=True), "cifar10", [], "cpu")
+    assert torch.equal(again.tested.images, chosen.tested.images)
+    whole = torch.cat([chosen.learned.images, chosen.tested.images]).flatten(1).tolist()
+    assert sorted(whole) == sorted(tested.learned.images.flatten(1).tolist())
+    assert len(chosen.learned) == 64
     assert len(chosen.tested) == 16
     assert len(tested.tested) == 20
     assert {key: tuple(value.shape) for key, value in tested.novel(5).items()} == {
@@ -207,7 +208,7 @@ def test_a_finished_run_needs_no_data_to_be_resumed(tmp_path, monkeypatch):
 
 def test_settings_are_named_by_group_and_glob():
     study = get_study("lenet-fashion")
-    settings = study.make_settings(**{"flow_*.noise_lr": 1, "plain.optimizer": "sgd", "withhold": True})
+    settings = study.make_settings(**{"flow_*.noise_lr": 1, "plain.optimizer": "sgd", "choose": True})
     assert settings.flow_channel.noise_lr == settings.flow_position.noise_lr == 1.0
     assert settings.gaussian_channel.noise_lr != 1.0
     assert settings.plain.optimizer == "sgd"
@@ -215,21 +216,24 @@ def test_settings_are_named_by_group_and_glob():
         with pytest.raises(FlowBNNError, match="no setting"):
             study.make_settings(**wrong)
     with pytest.raises(FlowBNNError, match="must be True or False"):
-        study.make_settings(withhold=1)
+        study.make_settings(choose=1)
     assert settings.xiong == study.make_settings().xiong
 
 
 def test_the_tuning_script_tries_all_combinations(tmp_path, monkeypatch, capsys):
     script = Path(__file__).parents[2] / "benchmarks" / "tune_images.py"
     words = "--study lenet-fashion --method best-flow-channel --quick --set epochs=1 --grid noise_lr=0.1|0.2 --seeds 7"
-    words += f" --set settings.generated=80 --set batch=40 --accelerator cpu --out {tmp_path / 'found.jsonl'}"
+    words += f" --set settings.generated=80 --set batch=40 --accelerator cpu --out {tmp_path}"
     monkeypatch.setattr("sys.argv", [str(script), *words.split()])
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 0
-    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert [dict(one["changes"])["noise_lr"] for one in found] == [0.1, 0.2]
-    assert found[0]["report"]["nll"] != found[1]["report"]["nll"]
+    runpy.run_path(str(script), run_name="__main__")
+    found = {
+        path.name: json.loads((path / "lenet-fashion" / "results.json").read_text())
+        for path in tmp_path.iterdir()
+    }
+    assert sorted(found) == ["flow_channel.noise_lr=0.1", "flow_channel.noise_lr=0.2"]
+    first, second = (results["rows"][0]["values"]["nll"]["per_seed"] for results in found.values())
+    assert first != second
+    assert all(results["seeds"] == [7] and results["settings"]["choose"] for results in found.values())
     assert "best NLL first" in capsys.readouterr().out
 
 
@@ -284,16 +288,14 @@ def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch):
     training, trained = cost._training(settings, "flow_channel"), []
 
     def train(name, training, loader):
-        trained.append((name, training.epochs, len(list(loader))))
+        trained.append((name, training.epochs, len(loader)))
+        assert all(batch[0] is loader[0][0] for batch in loader)
         assert cleared[-1] == "peak"  # the count begins before the steps
 
     assert cost._peak(train, "plain", training, pictures) == 100.0
     assert cost._peak(train, "flow-channel", training, pictures) == 150.0
     assert trained == [("plain", 1, cost.FEW), ("flow-channel", 1, cost.FEW)]
     assert cleared == ["cache", "peak"] * 2
-    batches = list(cost.Same(pictures.loader(training, 0), 3))
-    assert len(batches) == 3
-    assert all(batch[0] is batches[0][0] for batch in batches)
 
 
 def test_what_was_finished_is_put_aside_by_a_new_run_and_not_lost(tmp_path, capsys):

@@ -52,20 +52,6 @@ class Timed:
         self.seconds.append((time.perf_counter() - started) / self.steps)
 
 
-class Same:
-    """One batch again and again."""
-
-    def __init__(self, loader: TensorLoader, steps: int) -> None:
-        self.batch = tuple(tensor.clone() for tensor in next(iter(loader)))
-        self.steps, self.generator, self.num_data = steps, loader.generator, loader.num_data
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return iter([self.batch] * self.steps)
-
-
 def wait(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
@@ -142,12 +128,12 @@ def _training(settings: ImageSettings, group: str) -> Training:
     own: Training = getattr(settings, group)
     noise = "prior_scale base_scale components positions rate dropped noise_lr warmup gamma"
     same = {name: getattr(own, name) for name in noise.split()}
-    return replace(settings.plain, epochs=PASSES, average=0.0, **same)
+    return replace(settings.plain, epochs=PASSES, **same)
 
 
 def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> float:
     """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
-    loader = Same(pictures.loader(training, 0), FEW)
+    batch = tuple(tensor.clone() for tensor in next(iter(pictures.loader(training, 0))))
     gc.collect()  # a recorded step keeps its memory until then
     release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if release is not None:  # kept for every stream that ever asked, else
@@ -155,7 +141,7 @@ def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> fl
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(pictures.device)
     before = torch.cuda.memory_allocated(pictures.device)
-    train(name, replace(training, epochs=1), loader)
+    train(name, replace(training, epochs=1), [batch] * FEW)
     return float(torch.cuda.max_memory_allocated(pictures.device) - before)
 
 

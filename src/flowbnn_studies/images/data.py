@@ -34,7 +34,7 @@ class Pictures:
 
     Args:
         learned: the images to learn from, in bytes on the device.
-        tested: those to test on: the test set, or the validation images when settings are chosen.
+        tested: those to evaluate on: the test set, or the validation images where settings are chosen.
         strangers: sets of images the network has never seen; one called ``"noise"`` is made when asked for.
     """
 
@@ -92,20 +92,15 @@ class Pictures:
 
 
 def load_pictures(
-    settings: ImageSettings,
-    data: str,
-    novel: Sequence[str],
-    device: torch.device | str,
-    validation: bool = False,
+    settings: ImageSettings, data: str, novel: Sequence[str], device: torch.device | str
 ) -> Pictures:
     """The images of a study.
 
     Args:
-        settings: ``source``, ``validation`` and ``withhold`` are read.
+        settings: ``source``, ``validation`` and ``choose`` are read; where settings are chosen, the test set is not opened at all.
         data: ``"fashion-mnist"`` or ``"cifar10"``.
         novel: kinds of images the network has never seen: names of sets, or ``"noise"``.
         device: where they are to lie.
-        validation: test on images put aside from the training set, and do not open the test set at all.
     """
 
     def read(name: str, split: str) -> ImageSet:
@@ -114,16 +109,17 @@ def load_pictures(
         return generated_images(settings.generated // (1 if split == "train" else 4), name, split)
 
     learned = read(data, "train")
-    if validation or settings.withhold:
-        learned, aside = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
-    tested = aside if validation else read(data, "test")
-    colour = learned.images.shape[1] == 3
-    strangers: dict[str, ImageSet | None] = {}
-    for name in () if validation else novel:
-        images = None if name == "noise" else read(name, "test")
-        if images is not None and colour:
-            images = images.in_colour(learned.images.shape[-1])
-        strangers[name] = None if images is None else images.to(device)
+    if settings.choose:
+        learned, tested = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
+    else:
+        tested = read(data, "test")
+
+    def stranger(name: str) -> ImageSet:
+        images = read(name, "test")
+        colour = learned.images.shape[1] == 3
+        return (images.in_colour(learned.images.shape[-1]) if colour else images).to(device)
+
+    strangers = {name: None if name == "noise" else stranger(name) for name in novel}
     return Pictures(learned.to(device), tested.to(device), strangers)
 
 

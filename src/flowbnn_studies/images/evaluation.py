@@ -16,7 +16,7 @@ from flowbnn_studies.images.data import KINDS, STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.figures import histogram
 
-__all__ = ["RULE", "by_views", "evaluate", "image_metrics", "predict", "score"]
+__all__ = ["RULE", "evaluate", "image_metrics", "predict"]
 
 RULE = Adaptive()
 ROWS = 16384  # in one pass on a GPU, whose memory several jobs share
@@ -98,14 +98,7 @@ def predict(
     )
 
 
-def score(
-    posterior: Posterior, pair: tuple[Tensor, Tensor], samples: int, precision: str
-) -> dict[str, float]:
-    """Accuracy, NLL, Brier score and ECE."""
-    return predict(posterior, pair[0], samples, precision).evaluate(pair[1])
-
-
-def by_views(
+def _by_views(
     posterior: Posterior,
     pair: tuple[Tensor, Tensor],
     settings: ImageSettings,
@@ -160,7 +153,7 @@ def evaluate(
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
         del sparing
     del known
-    values |= by_views(posterior, pictures.test, settings, training, precision)
+    values |= _by_views(posterior, pictures.test, settings, training, precision)
     # of the same number of samples as what it is compared with
     few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
     content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}

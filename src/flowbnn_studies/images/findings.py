@@ -226,15 +226,13 @@ def notes(
         max((len(parts.of(v.key)) for v in variants if v.key.startswith(recipe)), default=0)
         for recipe in RECIPES
     ]
-    withheld = (
-        f"without the {settings.validation} images settings were chosen on" if settings.withhold else "whole"
-    )
+    used = "all here is evaluated on those" if settings.choose else "the final training set is whole"
     lines = [
         f"Xiong's recipe has {seeds[0]} seeds, the best one {seeds[1]}. A p-value of the exact sign-flip test cannot be below 0.25 "
         "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t excludes zero; "
         "of many such intervals one in twenty does so by chance.",
         f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other seeds; "
-        f"the final training set is {withheld}. The curves of test accuracy and ECE are for display.",
+        f"{used}. The curves of test accuracy and ECE are for display.",
         *(remarks if settings.source == "files" else ()),
         f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
         f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "

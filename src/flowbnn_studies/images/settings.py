@@ -34,11 +34,9 @@ class Training:
         weight_lr, noise_lr: learning rates of the weights and of the noise.
         momentum: of SGD.
         weight_decay: of the weights; the noise has its prior.
-        clip: largest norm of the gradient; 0 leaves it alone.
         schedule: ``"constant"``, ``"cosine"`` or ``"linear"``, the last two down to zero.
         rise: share of the run over which the rate first grows linearly from zero.
         padding, flip, cutout: crop at random after padding by so many pixels; mirror at random; blank a square of that side.
-        average: decay of a running average of weights and noise, which is what is evaluated; 0 has none.
         beta, gamma, warmup: weights of KL and entropy, and the share of the run over which the KL's grows.
         samples: draws of the noise per image and step.
         prior_scale, base_scale: standard deviations of the prior and of the noise at the start.
@@ -55,13 +53,11 @@ class Training:
     momentum: NonNegative = 0.9
     nesterov: bool = False
     weight_decay: NonNegative = 0.0
-    clip: NonNegative = 0.0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     rise: BelowOne = 0.0
     padding: Natural = 0
     flip: bool = False
     cutout: Natural = 0
-    average: BelowOne = 0.0
     beta: NonNegative = 1.0
     gamma: NonNegative = 0.0
     warmup: Share = 0.0
@@ -83,11 +79,10 @@ class ImageSettings:
         generated: how many of those there are to learn from; a quarter as many to test on.
         width: multiplies the channels of VGG16; LeNet has one size.
         validation: images put aside from the training set to choose settings on.
-        withhold: whether the final runs leave those out as well.
+        choose: put those aside and evaluate on them: to choose settings, with the test set closed.
         samples: networks averaged in a prediction.
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
-        curves: whether the best recipe has these curves too.
         moved: also evaluate the best recipe's predictions for six views of an image: it and its mirror image, as they are and moved
             by a pixel along either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
         rounds: rounds of the measurement of time and memory; 0 measures none.
@@ -99,12 +94,11 @@ class ImageSettings:
     generated: Count = 400
     width: Positive = 1.0
     validation: Count = 5000
-    withhold: bool = False
+    choose: bool = False
     samples: Count = 128
     shift_samples: Count = 32
     shift_images: Count = 2000
     curve_samples: Natural = 8
-    curves: bool = False
     moved: bool = False
     rounds: Natural = 5
     start: Training = Training(epochs=10, optimizer="sgd", weight_lr=2e-3)
@@ -120,7 +114,9 @@ class ImageSettings:
 
     @property
     def tested(self) -> int:
-        """How many test images there are: all three data sets have ten thousand."""
+        """How many images it is evaluated on: all three data sets have ten thousand to test on."""
+        if self.choose:
+            return self.validation
         return 10_000 if self.source == "files" else self.generated // 4
 
     def group(self, variant: str) -> str:

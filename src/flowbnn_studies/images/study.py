@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
-from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.results import Parts
 from flowbnn_studies.data.images import usable_device
 from flowbnn_studies.images.cost import measure_cost
 from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.evaluation import by_views, evaluate, image_metrics, score
+from flowbnn_studies.images.evaluation import evaluate, image_metrics
 from flowbnn_studies.images.figures import figures
 from flowbnn_studies.images.findings import answer, comparisons, notes, rows
 from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
@@ -103,10 +100,10 @@ class ImageStudy(Study):
         every = image_variants(self.network, self.seed_counts)
         return every if settings.rounds else every[:-1]
 
-    def pictures(self, settings: ImageSettings, accelerator: str, validation: bool = False) -> Pictures:
+    def pictures(self, settings: ImageSettings, accelerator: str) -> Pictures:
         """The data on the device of an accelerator."""
         device = usable_device("cuda" if accelerator in ("cuda", "gpu") else accelerator)
-        return load_pictures(settings, self.data, list(self.novel), device, validation)
+        return load_pictures(settings, self.data, list(self.novel), device)
 
     def check(self, settings: ImageSettings, jobs: Sequence[Job]) -> None:
         if jobs:
@@ -122,13 +119,11 @@ class ImageStudy(Study):
         network = make_network(self.architecture, pictures.channels, settings.width)
         if job.after is not None:
             network = job.load_start(network)
-        recorded = settings.curves or not job.variant.startswith("best-")
         steps = max(1, pictures.num_data // training.batch)
         options = job.options(training.epochs, steps)
-        options["checkpoint_every"] = (
-            max(1, training.epochs // 3) * steps
-        )  # few: each is three networks large
-        curve_samples = settings.curve_samples if recorded else 0
+        # few checkpoints: each is three networks large
+        options["checkpoint_every"] = max(1, training.epochs // 3) * steps
+        curve_samples = 0 if job.variant.startswith("best-") else settings.curve_samples
         posterior = fit_variant(
             job.variant, self.architecture, training, network, pictures, options, job.seed, curve_samples
         )
@@ -148,51 +143,6 @@ class ImageStudy(Study):
             notes(parts, variants, settings, self.published, self.remarks),
             comparisons(parts, shown),
         )
-
-    def tune(
-        self,
-        settings: ImageSettings,
-        variant: str,
-        seed: int,
-        accelerator: str,
-        precision: str,
-        options: dict[str, Any] | None = None,
-        curve_samples: int = 0,
-    ) -> dict[str, Any]:
-        """Train a variant on the training set less its validation images, and evaluate it on those; the test set stays closed.
-
-        Args:
-            settings: the study's; ``validation`` says how many images are put aside.
-            variant: its key.
-            seed: of weights, order and noise; choose settings with other seeds than those of the study.
-            accelerator, precision: where and how to compute.
-            options: of the run, as for :func:`flowbnn.fit`.
-            curve_samples: above 0, the validation accuracy and ECE of every epoch are returned too.
-        """
-        known = [one.key for one in self.variants(settings)]
-        if variant not in known:
-            raise FlowBNNError(f"there is no method '{variant}'{nearest(variant, known)}", argument="variant")
-        torch.manual_seed(seed)
-        pictures = self.pictures(settings, accelerator, validation=True)
-        network = make_network(self.architecture, pictures.channels, settings.width)
-        where = {"accelerator": accelerator, "precision": precision}
-        given = {"seed": 1 + seed, **where, "progress": False, **(options or {})}
-        started = variant.startswith("xiong-") and variant != "xiong-plain"
-        for key in ("xiong-plain", variant) if started else (variant,):
-            training = settings.training(key)
-            posterior = fit_variant(
-                key, self.architecture, training, network, pictures, given, seed, curve_samples
-            )
-            network = posterior.model
-        report: dict[str, Any] = score(posterior, pictures.test, settings.samples, precision)
-        report |= by_views(posterior, pictures.test, settings.evaluating(variant), training, precision)
-        report["seconds"] = posterior.history.seconds
-        last = posterior.history.last
-        report |= {name: last[name] for name in ("log_likelihood", "kl", "entropy") if name in last}
-        if curve_samples:
-            names = ("accuracy", "nll", "ece")
-            report["curves"] = {name: posterior.history[f"validation_{name}"] for name in names}
-        return report
 
 
 def _trainings(

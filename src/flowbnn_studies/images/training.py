@@ -1,26 +1,21 @@
-"""Training one variant: its network, its loader, its optimizer and schedule, a running average, and the fit."""
+"""Training one variant: its network, its loader, its optimizer and schedule, and the fit."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.convert import to_stochastic
 from flowbnn.methods import FitOptions, Posterior, fit
 from flowbnn.methods.fitting import fit_point
-from flowbnn.noise import noise_layers, noise_mode
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.settings import Training, rules_for
 
-__all__ = ["Average", "fit_variant", "make_optimizer", "make_schedule", "rate_at"]
-
-KEY, COUNT = "average", "average_steps"
+__all__ = ["fit_variant", "make_optimizer", "make_schedule", "rate_at"]
 
 
 def make_optimizer(training: Training) -> Callable[..., Optimizer]:
@@ -63,83 +58,6 @@ def make_schedule(training: Training) -> Callable[[Optimizer, int], LambdaLR] | 
     return make
 
 
-class Average:
-    r"""A running average of what an optimizer trains, :math:`\bar\theta \leftarrow \bar\theta + (1 - a_t)(\theta - \bar\theta)`.
-
-    :meth:`settle` puts it in place at the end. The averages lie in the optimizer's state, beside the momenta, so that a checkpoint
-    has them. The decay grows as ``t / (t + 9)`` up to ``decay``: early values are forgotten fast.
-
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> average = Average(layer, decay=0.5)
-    >>> optimizer = average.follow(torch.optim.SGD(layer.parameters(), lr=1.0))
-    >>> with torch.no_grad():
-    ...     _ = layer.weight.fill_(4.0)
-    >>> for _ in range(2):
-    ...     layer.weight.grad = torch.ones(1, 1)  # 4 -> 3 -> 2
-    ...     optimizer.step()
-    >>> average.settle([])
-    >>> round(layer.weight.item(), 3)  # 3 + (1 - 2/11) * (2 - 3)
-    2.182
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model, self.decay = model, decay
-        self.optimizer: Optimizer | None = None
-
-    def follow(self, optimizer: Optimizer) -> Optimizer:
-        """Average after each step of this optimizer from now on."""
-        self.optimizer = optimizer
-        optimizer.register_step_post_hook(self._after_step)
-        return optimizer
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        new = [p for p in parameters if KEY not in optimizer.state[p]]
-        for parameter in new:
-            optimizer.state[parameter][KEY] = parameter.detach().clone()
-        first = optimizer.state[parameters[0]]
-        if COUNT not in first:
-            first[COUNT] = torch.zeros((), device=parameters[0].device)
-        first[COUNT] += 1
-        weight = 1.0 - (first[COUNT] / (first[COUNT] + 9)).clamp(max=self.decay)
-        averages = [optimizer.state[p][KEY] for p in parameters]
-        # tensors throughout: a step that is captured and replayed on the device keeps counting
-        torch._foreach_add_(averages, torch._foreach_mul(torch._foreach_sub(parameters, averages), weight))
-
-    @torch.no_grad()
-    def settle(self, loader: Iterable[Any]) -> None:
-        """The average into the network, whose BatchNorm statistics are then taken anew over one pass of the loader."""
-        assert self.optimizer is not None, "follow comes first"
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if KEY in self.optimizer.state[parameter]:
-                    parameter.copy_(self.optimizer.state[parameter][KEY])
-        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
-        if norms:
-            _measure(self.model, norms, loader)
-
-
-def _measure(model: nn.Module, norms: list[_BatchNorm], loader: Iterable[Any]) -> None:
-    """BatchNorm's running mean and variance as plain averages over the batches, with the noise as in training."""
-    momenta = [norm.momentum for norm in norms]
-    model.train()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    try:
-        for inputs, _ in loader:
-            if noise_layers(model):
-                with noise_mode(model, "sample"):
-                    model(inputs)
-            else:
-                model(inputs)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        model.eval()
-
-
 def fit_variant(
     variant: str,
     architecture: str,
@@ -167,37 +85,29 @@ def fit_variant(
     rules = rules_for(architecture, variant, training)
     model = to_stochastic(network, rules) if rules else network
     model.to(pictures.device)
-    average = Average(model, training.average) if training.average else None
-    make = make_optimizer(training)
     how: dict[str, Any] = {
-        "optimizer": make if average is None else lambda groups: average.follow(make(groups)),
+        "optimizer": make_optimizer(training),
         "schedule": make_schedule(training),
         "weight_decay": training.weight_decay,
     }
     given: dict[str, Any] = {
         **{name: value for name, value in options.items() if name != "optimizer"},
-        "clip_gradient": training.clip or None,
         "validation": [pictures.test] if curve_samples else None,
         "epochs": training.epochs,
     }
-    posterior: Posterior
     if not rules:
-        posterior = fit_point(model, loader, FitOptions(**given), lr=training.weight_lr, **how)
-    else:
-        posterior = fit(
-            model,
-            loader,
-            weight_lr=training.weight_lr,
-            noise_lr=training.noise_lr,
-            beta=training.beta,
-            gamma=training.gamma,
-            warmup=training.warmup,
-            samples=training.samples,
-            num_data=pictures.num_data,
-            validation_samples=curve_samples or 8,
-            **how,
-            **given,
-        )
-    if average is not None:
-        average.settle(loader)
-    return posterior
+        return fit_point(model, loader, FitOptions(**given), lr=training.weight_lr, **how)
+    return fit(
+        model,
+        loader,
+        weight_lr=training.weight_lr,
+        noise_lr=training.noise_lr,
+        beta=training.beta,
+        gamma=training.gamma,
+        warmup=training.warmup,
+        samples=training.samples,
+        num_data=pictures.num_data,
+        validation_samples=curve_samples or 8,
+        **how,
+        **given,
+    )
