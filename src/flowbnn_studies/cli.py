@@ -33,7 +33,7 @@ Jobs = Annotated[
     int | None,
     typer.Option("--jobs", help="Processes that train side by side.", show_default="cores, at most 4"),
 ]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar and no lines.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No lines for finished trainings.")]
 Quick = Annotated[
     bool,
     typer.Option("--quick", help="A trial with tiny settings, of minutes at most; its numbers mean nothing."),
@@ -128,7 +128,6 @@ def run(
         int, typer.Option("--devices", help="GPUs, or CPU processes, that train each variant together.")
     ] = 1,
     nodes: Annotated[int, typer.Option("--nodes", help="Machines; see docs/devices.md.")] = 1,
-    strategy: Annotated[str, typer.Option("--strategy", help="auto or ddp, which are the same.")] = "auto",
     acceleration: Annotated[
         str, typer.Option("--acceleration", help="Steps on a GPU: auto, off, graph or compile.")
     ] = "auto",
@@ -165,7 +164,6 @@ def run(
                 precision=precision,
                 devices=devices,
                 num_nodes=nodes,
-                strategy=strategy,
                 acceleration=acceleration,
                 only=only,
                 collect=collect,

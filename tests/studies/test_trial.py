@@ -27,7 +27,8 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     for panel in redrawn["data"]["panels"]:
         assert not any(line["label"].startswith("Xiong:") for line in panel["lines"])
         assert not panel.get("levels")
-    assert "Dashed" in first["caption"]
+    assert "Dashed" in first["published"]
+    assert not redrawn["published"]
     assert "Dashed" not in redrawn["caption"]
     cells = [cell for row in make_tables(marked)[0].rows for cell in row.cells]
     assert not any(cell.best for cell in cells)
@@ -42,6 +43,6 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
 def test_a_trial_of_another_study_has_tiny_settings():
     from flowbnn_studies.runner.run import mark_trial
 
-    marked = mark_trial({"title": "Digits", "rows": [], "notes": []}, [])
+    marked = mark_trial({"title": "Digits", "rows": [], "figures": [], "notes": []})
     assert marked["title"] == "Digits (tiny settings, a trial run: the numbers mean nothing)"
     assert "generated" not in marked["answer"]

@@ -52,7 +52,7 @@ class Job:
         after: key of the variant whose network this one starts from.
         resume: go on from the checkpoint of a run that was interrupted.
         accelerator, precision: where and how to compute, as in :class:`~flowbnn.training.TrainingOptions`.
-        devices, num_nodes, strategy: on how many devices; the result does not depend on it.
+        devices, num_nodes: on how many devices; the result does not depend on it.
         acceleration: how steps are taken on a GPU, which changes their time.
     """
 
@@ -67,7 +67,6 @@ class Job:
     precision: str = "32-true"
     devices: int | str = 1
     num_nodes: int = 1
-    strategy: str = "auto"
     acceleration: str = "auto"
 
     @property
@@ -145,7 +144,6 @@ class Job:
             "precision": self.precision,
             "devices": self.devices,
             "num_nodes": self.num_nodes,
-            "strategy": self.strategy,
             "acceleration": self.acceleration,
             "progress": False,
             "optimizer": partial(torch.optim.Adam, fused=True) if self.accelerator == "cpu" else None,

@@ -1,6 +1,7 @@
 """Running a study: the jobs that are not done yet, their progress, and the results they make together."""
 
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.results import Parts, plain, write_json
@@ -39,7 +38,6 @@ def run_study(
     precision: str = "auto",
     devices: int | str = 1,
     num_nodes: int = 1,
-    strategy: str = "auto",
     acceleration: str = "auto",
     only: Sequence[str] | None = None,
     collect: bool = False,
@@ -61,9 +59,9 @@ def run_study(
         seeds: how many (0, 1, ...), or which; None is each variant's own number.
         out: folder of all studies.
         resume: go on where a run was interrupted.
-        progress: a bar on a terminal, else a line for each finished variant.
+        progress: a line on standard error for each finished training.
         accelerator, precision: as in :class:`~flowbnn.training.TrainingOptions`; ``"auto"`` is what suits the study.
-        devices, num_nodes, strategy: processes that train each variant together, as in
+        devices, num_nodes: processes that train each variant together, as in
             :class:`~flowbnn.training.TrainingOptions`; they are started by running the caller's script again, up to here.
             The first one writes the results.
         acceleration: how steps are taken on a GPU, as in :class:`~flowbnn.training.TrainingOptions`.
@@ -82,7 +80,7 @@ def run_study(
     settings = study.make_settings() if settings is None else settings
     accelerator, precision = best_place(study, accelerator, precision)
     where: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
-    where |= {"devices": devices, "num_nodes": num_nodes, "strategy": strategy, "acceleration": acceleration}
+    where |= {"devices": devices, "num_nodes": num_nodes, "acceleration": acceleration}
     together = str(devices) != "1" or num_nodes > 1 or launched()
     if together and (workers.number if workers is not None else jobs) > 1:
         raise FlowBNNError(
@@ -99,33 +97,60 @@ def run_study(
     chosen = _choose(study, every, only)
     if not (collect or resume):
         study.check(settings, chosen)
+
+    def plan() -> tuple[list[Job], list[Job], int]:
+        """What is done already, what is to do, and how many finished trainings that puts aside."""
+        check_writable(folder / "results.json")
+        done = [job for job in chosen if resume and not collect and job.stored(study.keeps_networks)]
+        todo = [] if collect else _with_starts(every, [job for job in chosen if job not in done])
+        return done, todo, 0 if resume else _put_aside(todo)
+
+    done, todo, aside = alone(plan)
     shown = progress and is_main_process()
-    aside = alone(lambda: _prepare(folder, resume or collect, chosen if only else None))
     if aside and shown:
         print(
             f"{aside} finished trainings of an earlier run were put aside in '{folder / EARLIER}'; --resume would have kept them."
         )
-    keeping = study.keeps_networks
-    done = alone(
-        lambda: [job for job in chosen if resume and not collect and job.stored(keeping) is not None]
-    )
-    todo = alone(lambda: [] if collect else _with_starts(every, [job for job in chosen if job not in done]))
-    again = [job for job in todo if not resume and job not in chosen and job.part.exists()]
-    if alone(lambda: _put_aside(folder, [job.part for job in again])) and shown:
-        names = ", ".join(job.name for job in again)
-        print(
-            f"{names}: trained again, because others start from it; what was there is in '{folder / EARLIER}'."
-        )
     if todo:
-        opened = nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo)))
-        with opened as staff, Display(study.name, variants, [*done, *todo], shown) as display:
-            display.done(*done)
+        labels, count = {variant.key: variant.label for variant in variants}, len(done)
+        with nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo))) as staff:
             for stage in _stages(variants, todo):
                 for job in staff.do(stage):
-                    display.done(job)
+                    count += 1
+                    if shown:
+                        place = f"{count} of {len(done) + len(todo)}, {time.monotonic() - started:.0f} s"
+                        line = f"{study.name}: {labels[job.variant]}, seed {job.seed} done ({place})"
+                        print(line, file=sys.stderr, flush=True)
                 if not study.keeps_networks:
                     alone(lambda: _tidy(every))
-    return alone(lambda: _conclude(study, settings, every, done, collect, trial, command, started))
+
+    def conclude() -> dict[str, Any]:
+        stored = {(job.variant, job.seed): job.stored(anywhere=collect) for job in every}
+        content = {key: part for key, part in stored.items() if part is not None}
+        missing = [variant for variant, seed in stored if (variant, seed) not in content]
+        if not content or (missing and not study.partial):
+            raise FlowBNNError(
+                f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first"
+            )
+        notes = []
+        if missing:
+            names = ", ".join(dict.fromkeys(missing))
+            notes.append(f"{len(missing)} of {len(every)} trainings are still missing: {names}.")
+        if done:
+            notes.append(
+                f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
+            )
+        results = _results(study, settings, content, notes, command, collect)
+        if (
+            not study.partial
+        ):  # else the time of all trainings, which may have been put together from several runs
+            results["seconds"] = round(time.monotonic() - started, 1)
+        if trial:
+            results |= mark_trial(results, getattr(settings, "source", "") == "generated")
+        write_json(folder / "results.json", results)
+        return plain(results)
+
+    return alone(conclude)
 
 
 def best_place(study: Study, accelerator: str = "auto", precision: str = "auto") -> tuple[str, str]:
@@ -206,60 +231,31 @@ def _tidy(every: Sequence[Job]) -> None:
             shutil.rmtree(job.state, ignore_errors=True)
 
 
-def _prepare(folder: Path, keep: bool, chosen: Sequence[Job] | None) -> int:
-    """Make sure that the folder can be written; unless ``keep``, clear it, or what the chosen jobs left in it.
-
-    Finished trainings are put aside, replacing those that were put aside before: hours may have gone into them.
+def _put_aside(jobs: Sequence[Job]) -> int:
+    """Move finished trainings to where nothing overwrites them, since hours may have gone into them, and delete checkpoints.
 
     Returns:
-        How many were put aside.
+        How many were moved.
     """
-    if folder.exists() and not folder.is_dir():
-        raise FlowBNNError(
-            f"'{folder}' is a file, but the results go into a folder of that name; name another with --out"
-        )
-    check_writable(folder / "results.json")
-    if keep:
-        return 0
-    stale = [folder / "parts", folder / "checkpoints"]
-    if chosen is not None:
-        stale = [path for job in chosen for path in (job.part, job.state)]
-    finished = [path for path in (folder / "parts").glob("*.json") if chosen is None or path in stale]
-    if finished:
-        shutil.rmtree(folder / EARLIER, ignore_errors=True)
-    _put_aside(folder, finished)
-    for path in stale:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return len(finished)
-
-
-def _put_aside(folder: Path, finished: Sequence[Path]) -> int:
-    """Move finished trainings to where nothing overwrites them."""
+    finished = [job.part for job in jobs if job.part.exists()]
     for path in finished:
-        (folder / EARLIER).mkdir(parents=True, exist_ok=True)
-        path.replace(folder / EARLIER / path.name)
+        aside = path.parents[1] / EARLIER
+        aside.mkdir(exist_ok=True)
+        path.replace(aside / path.name)
+    for job in jobs:
+        shutil.rmtree(job.state, ignore_errors=True)
     return len(finished)
 
 
-def _conclude(
+def _results(
     study: Study,
     settings: Any,
-    every: Sequence[Job],
-    done: Sequence[Job],
-    collect: bool,
-    trial: bool,
+    content: dict[tuple[str, int], dict[str, Any]],
+    notes: Sequence[str],
     command: str | None,
-    started: float,
+    collect: bool,
 ) -> dict[str, Any]:
-    """The results that the parts make together, written."""
-    folder = every[0].folder
-    stored = {(job.variant, job.seed): job.stored(anywhere=collect) for job in every}
-    content = {key: part for key, part in stored.items() if part is not None}
-    missing = [variant for variant, seed in stored if (variant, seed) not in content]
-    if not content or (missing and not study.partial):
-        raise FlowBNNError(
-            f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first"
-        )
+    """The results that the parts make together."""
     parts = Parts(sorted({seed for _, seed in content}), content)
     findings = study.findings(settings, parts)
     machines = [part["machine"] for part in content.values()]
@@ -267,29 +263,12 @@ def _conclude(
     def machine(name: str) -> str:
         return " and ".join(dict.fromkeys(str(one.get(name, "not stored")) for one in machines))
 
-    notes = list(findings.notes)
-    if missing:
-        notes.append(
-            f"{len(missing)} of {len(every)} trainings are still missing: {', '.join(dict.fromkeys(missing))}."
-        )
-    if done:
-        notes.append(
-            f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
-        )
     command = command or f"flowbnn run {study.name}"
-    if (
-        collect
-        and machine("precision") != best_place(study, machine("accelerator"))[1]
-        and "--precision" not in command
-    ):
+    usual = best_place(study, machine("accelerator"))[1]
+    if collect and machine("precision") != usual and "--precision" not in command:
         command += f" --precision {machine('precision')}"
-    where = [
-        name for name in ("accelerator", "precision", "acceleration") if any(name in one for one in machines)
-    ]
-    # results that may be put together from several runs tell the time of all trainings
-    seconds = (
-        sum(part["seconds"] for part in content.values()) if study.partial else time.monotonic() - started
-    )
+    known = {name for one in machines for name in one}
+    where = [name for name in ("accelerator", "precision", "acceleration") if name in known]
     results = {
         "schema": SCHEMA,
         "study": study.folder(settings),
@@ -304,39 +283,26 @@ def _conclude(
         "settings": {**study.describe_settings(settings), **{name: machine(name) for name in where}},
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
-        "figures": [_with_published(one) for one in findings.figures],
-        "notes": notes,
+        "figures": findings.figures,
+        "notes": [*findings.notes, *notes],
         "headline": list(study.headline),
         "comparisons": findings.comparisons,
         "command": command,
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(part["seconds"] for part in content.values()), 1),
     }
-    if trial:
-        results |= mark_trial(results, findings.figures, getattr(settings, "source", "") == "generated")
-    results = {
+    return {
         name: value for name, value in results.items() if value or name not in ("headline", "comparisons")
     }
-    write_json(folder / "results.json", results)
-    return plain(results)
 
 
-def _with_published(figure: dict[str, Any]) -> dict[str, Any]:
-    """The figure with the sentence about what others published in its caption."""
-    caption = " ".join(filter(None, (figure["caption"], figure.get("published"))))
-    return {**{name: part for name, part in figure.items() if name != "published"}, "caption": caption}
-
-
-def mark_trial(
-    results: dict[str, Any], figures: Sequence[dict[str, Any]], generated: bool = False
-) -> dict[str, Any]:
+def mark_trial(results: dict[str, Any], generated: bool = False) -> dict[str, Any]:
     """What a trial run shows instead: title, answer and a note that say what it is, and nothing published beside its numbers.
 
     Args:
         results: of the study.
-        figures: as the study made them.
         generated: whether the images were generated in place of the data set that the title names.
 
-    >>> mark_trial({"title": "LeNet on Fashion-MNIST", "rows": [], "notes": []}, [], generated=True)["title"]
+    >>> mark_trial({"title": "LeNet on Fashion-MNIST", "rows": [], "figures": [], "notes": []}, generated=True)["title"]
     'LeNet on Fashion-MNIST (generated images, a trial run: the numbers mean nothing)'
     """
     small = "generated images" if generated else "tiny settings"
@@ -346,65 +312,22 @@ def mark_trial(
         for row in results["rows"]
         if not row.get("cited")
     ]
-    own = []
-    for figure in figures:
-        data = dict(figure["data"])
+
+    def own(panel: dict[str, Any]) -> dict[str, Any]:
+        lines = [line for line in panel["lines"] if line.get("style") != "dashed"]
+        return {**panel, "lines": lines, "levels": []}
+
+    figures = []
+    for figure in results["figures"]:
+        data = figure["data"]
         if figure["kind"] == "curves":
-            data["panels"] = [
-                {
-                    **panel,
-                    "lines": [line for line in panel["lines"] if line.get("style") != "dashed"],
-                    "levels": [],
-                }
-                for panel in data["panels"]
-            ]
-        own.append({**{name: part for name, part in figure.items() if name != "published"}, "data": data})
+            data = {**data, "panels": [own(panel) for panel in data["panels"]]}
+        figures.append({**figure, "data": data, "published": None})
     return {
         "title": f"{results['title']} ({small}, a trial run: the numbers mean nothing)",
         "answer": text,
         "trial": "yes",
         "rows": rows,
-        "figures": own,
+        "figures": figures,
         "notes": [f"{text} No published values stand beside them.", *results["notes"]],
     }
-
-
-class Display:
-    """Progress on standard error: a bar on a terminal, else a line for each finished variant."""
-
-    def __init__(self, name: str, variants: Sequence[Variant], jobs: Sequence[Job], shown: bool) -> None:
-        console = Console(stderr=True, highlight=False)
-        self.name, self.shown, self.console, self.started = name, shown, console, time.monotonic()
-        self.labels = {variant.key: variant.label for variant in variants}
-        self.left = {key: sum(job.variant == key for job in jobs) for key in self.labels}
-        columns = (
-            "[bold]{task.fields[study]}",
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        bar = Progress(*columns, TextColumn("{task.description}"), console=console, refresh_per_second=4)
-        self.bar = bar if shown and console.is_terminal else None
-        self.task = bar.add_task("", total=len(jobs), study=name)
-
-    def __enter__(self) -> "Display":
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def done(self, *jobs: Job) -> None:
-        """Count finished jobs."""
-        for job in jobs:
-            self.left[job.variant] -= 1
-            if self.bar is not None:
-                self.bar.update(
-                    self.task, advance=1, description=f"{self.labels[job.variant]}, seed {job.seed} done"
-                )
-            elif self.shown and not self.left[job.variant]:
-                self.console.print(
-                    f"{self.name}: {self.labels[job.variant]} done ({time.monotonic() - self.started:.0f} s)"
-                )
