@@ -169,27 +169,24 @@ def test_noise_that_will_be_rounded_may_be_coarse_and_its_divergence_never_is(mo
 def plain_forward(part, keep, x, totals, kept):
     """What the launches compute, by numpy."""
     for i, end in enumerate(x.split(part.dims, -1)):
-        value, log_det, _ = by_numpy(part, i, part.log_det)
-        end.copy_(torch.from_numpy(value))
+        weights = part.weights[i].values()
+        value, log_det = cpu.ChainFunction.apply(part.plans[i], part.log_det, part.columns[i], *weights)
+        end.copy_(value)
         if part.log_det:
-            totals[i] = torch.from_numpy(log_det)
+            totals[i] = log_det
 
 
 def plain_backward(part, kept, of_x, of_totals, of_starts, of_weights):
-    gradients = []
+    found = []
     for i, of_end in enumerate(of_x.split(part.dims, -1)):
-        kept = by_numpy(part, i, of_totals is not None)[2]
-        line = None if of_totals is None else of_totals[i].numpy()
-        of_z, rest = cpu.backward(part.plans[i], kept, of_end.numpy(), line)
-        of_starts.split(part.dims, -1)[i].copy_(torch.from_numpy(of_z))
-        gradients += map(torch.from_numpy, rest)
-    order = launch.flat_order(part.plans)
-    of_weights.copy_(torch.cat([gradients[place].flatten() for place in order]))
-
-
-def by_numpy(part, i, log_det):
-    weights = [weight.numpy() for weight in part.weights[i].values()]
-    return cpu.forward(part.plans[i], log_det, part.columns[i].numpy(), weights)
+        inputs = [one.detach().requires_grad_() for one in (part.columns[i], *part.weights[i].values())]
+        with torch.enable_grad():
+            ends = cpu.ChainFunction.apply(part.plans[i], of_totals is not None, *inputs)
+        given = [of_end] if of_totals is None else [of_end, of_totals[i]]
+        of_z, *rest = torch.autograd.grad(ends[: len(given)], inputs, given)
+        of_starts.split(part.dims, -1)[i].copy_(of_z)
+        found += rest
+    of_weights.copy_(torch.cat([found[place].flatten() for place in launch.flat_order(part.plans)]))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def stochastic(rules=None):
 def parts(model):
     layers = sorted(noise_layers(model).values(), key=lambda noise: len(noise.rest))
     affines = [noise.start[1] for noise in layers]
-    return frame_of(layers), [a.shift for a in affines], [a.raw_log_scale for a in affines]
+    return frame_of(layers, 1), [a.shift for a in affines], [a.raw_log_scale for a in affines]
 
 
 def state_of(layers):
@@ -51,7 +51,7 @@ def same(first, second):
 
 def test_gathered_means_and_deviations_and_their_gradients():
     frame, shifts, raws = parts(stochastic())
-    found, expected = gather(frame, shifts, raws), _gather(frame, torch.cat(shifts), torch.cat(raws))
+    found, expected = gather(frame, shifts, raws), _gather(frame, *shifts, *raws)
     assert same(found, expected)
     weights = [torch.randn_like(part) for part in found]
     gradients = [
@@ -80,8 +80,8 @@ def test_kl_and_entropy_and_their_gradients():
     normal = torch.randn(7, size, dtype=torch.float64)
     end = torch.randn(7, size, dtype=torch.float64, requires_grad=True)
     log_det = torch.randn(1, 7, dtype=torch.float64, requires_grad=True)
-    found = summarize(frame, 1, mean, deviation, log_scale, normal, log_det, [end])
-    expected = _summarize(frame, 1, normal, mean, deviation, log_scale, log_det, end)
+    found = summarize(frame, normal, mean, deviation, log_scale, log_det, end)
+    expected = _summarize(frame, normal, mean, deviation, log_scale, log_det, end)
     assert same(found, expected)
     inputs = [mean, deviation, log_scale, log_det, end]
     weights = [torch.randn_like(part) for part in found]
@@ -90,9 +90,7 @@ def test_kl_and_entropy_and_their_gradients():
         for some in (found, expected)
     ]
     assert same(*gradients)
-    assert torch.autograd.gradgradcheck(
-        lambda m, d, s, v, e: summarize(frame, 1, m, d, s, normal, v, [e]), inputs
-    )
+    assert torch.autograd.gradgradcheck(lambda m, d, s, v, e: summarize(frame, normal, m, d, s, v, e), inputs)
 
 
 def test_packed_kl_of_a_flow_is_what_its_density_says():
@@ -114,7 +112,7 @@ def test_packed_draws_of_a_flow_follow_its_distribution():
     model = stochastic({"1": fb.noise.NormalInvConv(), "*": fb.noise.NormalAffine()})
     layers = list(noise_layers(model).values())
     with torch.no_grad():
-        packed = Gaussians(layers).draws(40_000, None, None)[1]
+        packed = Gaussians(layers).draws(40_000, None, None)[layers[1].key]
         single = layers[1].posterior().rsample((40_000,))
     spread = (packed.var(0) + single.var(0)).div(40_000).sqrt()
     assert ((packed.mean(0) - single.mean(0)).abs() < 5 * spread).all()
@@ -125,7 +123,7 @@ def test_a_frame_follows_the_priors_it_was_made_of():
     model = stochastic()
     layers = list(noise_layers(model).values())
     layers[0].prior.loc.data.fill_(3.0)  # torch counts no version of this
-    assert (frame_of(layers).prior_loc == 3.0).sum() == layers[0].layout.dim
+    assert (frame_of(layers, 1).prior_loc == 3.0).sum() == layers[0].layout.dim
 
 
 def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from flowbnn.kernels import reference
 from flowbnn.kernels.reference import Plan
 
-__all__ = ["ChainFunction", "backward", "evaluate", "forward", "serves"]
+__all__ = ["ChainFunction", "serves"]
 
 Array = NDArray[Any]
 _DTYPES = (torch.float32, torch.float64)
@@ -35,44 +35,6 @@ def serves(z: Tensor) -> bool:
         and maybe_current_level() is None
         and forward_ad._current_level < 0
     )
-
-
-def evaluate(
-    plan: Plan, weights: tuple[Tensor, ...], z: Tensor, log_det: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` where they are wanted."""
-    if torch.is_grad_enabled():
-        return ChainFunction.apply(plan, log_det, z, *weights)
-    x, total, _ = forward(plan, log_det, z.detach().numpy(), [weight.detach().numpy() for weight in weights])
-    return torch.from_numpy(x), None if total is None else torch.from_numpy(total)
-
-
-class ChainFunction(torch.autograd.Function):
-    """:func:`forward` and :func:`backward` as torch's autograd sees them; second derivatives are torch's own."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, log_det: bool, z: Tensor, *weights: Tensor) -> Any:
-        arrays = [weight.detach().numpy() for weight in weights]
-        x, total, ctx.kept = forward(plan, log_det, z.detach().numpy(), arrays)
-        ctx.plan = plan
-        ctx.save_for_backward(z, *weights)
-        return torch.from_numpy(x), None if total is None else torch.from_numpy(total)
-
-    @staticmethod
-    def backward(ctx: Any, of_x: Tensor, of_total: Tensor | None) -> Any:
-        z, *weights = ctx.saved_tensors  # also torch's check that no weight was changed in between
-        if torch.is_grad_enabled():
-            return None, None, *reference.gradients(ctx.plan, weights, z, of_x, of_total)
-        of_z, of_weights = backward(
-            ctx.plan, ctx.kept, of_x.numpy(), None if of_total is None else of_total.numpy()
-        )
-        return None, None, torch.from_numpy(of_z), *map(torch.from_numpy, of_weights)
-
-
-def _slope(a: Array) -> Array:
-    r""":math:`\tanh'(a)`, exact in the tails."""
-    decay = np.exp(-2.0 * np.abs(a))
-    return 4.0 * decay / np.square(1.0 + decay)
 
 
 def _constrain(w: Array, u: Array, margin: float) -> tuple[Array, Array, tuple[Any, ...]]:
@@ -140,103 +102,104 @@ def _triangles_back(plan: Plan, logs: Array, lower: Array, upper: Array, of_tota
     return factors
 
 
-def forward(
-    plan: Plan, log_det: bool, z: Array, weights: list[Array]
-) -> tuple[Array, Array | None, dict[str, Any]]:
-    """Value, log-det (or None) and what :func:`backward` needs."""
-    kept: dict[str, Any] = {}
-    stages: list[tuple[Any, ...]] = []
-    total: Array | None = None
-    if plan.planar:
-        w, u, b = weights[:3]
-        u_hat, squeeze, kept["constraint"] = _constrain(w, u, plan.margin)
-        kept.update(w=w, u=u, u_hat=u_hat, squeeze=squeeze)
-    if plan.linear:
-        lower, upper, logs = _triangles(weights[-1], plan.bound)
-        kept.update(lower=lower, upper=upper, logs=logs)
-        if log_det:
-            total = np.full(len(z), logs.sum(), z.dtype)
-    first, linear = 0, 0
-    for planar, size in plan.runs:
-        if not planar:
-            for index in range(linear, linear + size):
-                middle = z @ upper[index].T
-                stages.append((z, middle))
-                z = middle @ lower[index].T
-            linear += size
-            continue
-        run = slice(first, first + size)
-        across = w[run] @ u_hat[run].T
-        bends = w[run] @ z.T
-        bends += b[run, None]
-        tanh = np.empty_like(bends)
-        for k in range(size):
-            if k:
-                bends[k] += across[k, :k] @ tanh[:k]
-            np.tanh(bends[k], out=tanh[k])
-        slope = _slope(bends)
-        inner = None
-        if log_det:
-            inner = tanh * tanh + slope * squeeze[run, None]
-            log_slopes = np.log(inner).sum(0)
-            total = log_slopes if total is None else total + log_slopes
-        stages.append((z, across, tanh, slope, inner))
-        z = z + tanh.T @ u_hat[run]
-        first += size
-    kept["stages"] = stages
-    return z, total, kept
+class ChainFunction(torch.autograd.Function):
+    """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` or None; second derivatives are torch's own."""
 
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, log_det: bool, start: Tensor, *weights: Tensor) -> Any:
+        ctx.plan, ctx.kept, ctx.stages = plan, {}, []
+        ctx.save_for_backward(start, *weights)
+        z, total = start.detach().numpy(), None
+        if plan.planar:
+            w, u, b = weights[0].detach().numpy(), weights[1].detach().numpy(), weights[2].detach().numpy()
+            u_hat, squeeze, constraint = _constrain(w, u, plan.margin)
+            ctx.kept |= {"w": w, "u": u, "u_hat": u_hat, "squeeze": squeeze, "constraint": constraint}
+        if plan.linear:
+            lower, upper, logs = _triangles(weights[-1].detach().numpy(), plan.bound)
+            ctx.kept |= {"lower": lower, "upper": upper, "logs": logs}
+            if log_det:
+                total = np.full(len(z), logs.sum(), z.dtype)
+        first, linear = 0, 0
+        for planar, size in plan.runs:
+            if not planar:
+                for index in range(linear, linear + size):
+                    middle = z @ upper[index].T
+                    ctx.stages.append((z, middle))
+                    z = middle @ lower[index].T
+                linear += size
+                continue
+            run = slice(first, first + size)
+            across = w[run] @ u_hat[run].T
+            bends = w[run] @ z.T
+            bends += b[run, None]
+            tanh = np.empty_like(bends)
+            for k in range(size):
+                if k:
+                    bends[k] += across[k, :k] @ tanh[:k]
+                np.tanh(bends[k], out=tanh[k])
+            decay = np.exp(-2.0 * np.abs(bends))
+            slope = 4.0 * decay / np.square(1.0 + decay)  # tanh', exact in the tails
+            inner = None
+            if log_det:
+                inner = tanh * tanh + slope * squeeze[run, None]
+                log_slopes = np.log(inner).sum(0)
+                total = log_slopes if total is None else total + log_slopes
+            ctx.stages.append((z, across, tanh, slope, inner))
+            z = z + tanh.T @ u_hat[run]
+            first += size
+        return torch.from_numpy(z), None if total is None else torch.from_numpy(total)
 
-def backward(
-    plan: Plan, kept: dict[str, Any], of_x: Array, of_total: Array | None
-) -> tuple[Array, list[Array]]:
-    """Gradients to ``z`` and to every weight, in their order."""
-    count, stages = plan.planar, list(kept["stages"])
-    first = count
-    gradients: list[Array] = []
-    if count:
-        w, u_hat, squeeze = kept["w"], kept["u_hat"], kept["squeeze"]
-        of_w, of_u_hat = np.empty_like(w), np.empty_like(w)
-        of_b, of_squeeze = np.empty_like(squeeze), np.zeros_like(squeeze)
-    if plan.linear:
-        lower, upper = kept["lower"], kept["upper"]
-        of_lower, of_upper = np.empty_like(lower), np.empty_like(upper)
-        linear = plan.linear
-    for planar, size in reversed(plan.runs):
-        if not planar:
-            for _ in range(size):
-                linear -= 1
-                z, middle = stages.pop()
-                np.matmul(of_x.T, middle, out=of_lower[linear])
-                of_middle = of_x @ lower[linear]
-                np.matmul(of_middle.T, z, out=of_upper[linear])
-                of_x = of_middle @ upper[linear]
-            continue
-        first -= size
-        run = slice(first, first + size)
-        z, across, tanh, slope, inner = stages.pop()
-        of_bends = u_hat[run] @ of_x.T
-        of_bends *= slope
-        np.matmul(tanh, of_x, out=of_u_hat[run])
-        if of_total is not None:
-            ratio = of_total * slope / inner
-            of_squeeze[run] = ratio.sum(-1)
-            of_bends += ratio * tanh * (2.0 - 2.0 * squeeze[run, None])
-        if size > 1:
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        plan, kept, saved = ctx.plan, ctx.kept, ctx.saved_tensors  # torch checks that no weight has changed
+        if torch.is_grad_enabled():
+            log_det = given[1] is not None
+            again = reference.gradients(
+                lambda z, *weights: reference.forward(plan, weights, z, log_det), saved, given
+            )
+            return None, None, *again
+        of_x, of_total = given[0].numpy(), None if given[1] is None else given[1].numpy()
+        stages, first, linear = list(ctx.stages), plan.planar, plan.linear
+        of_weights: list[Array] = []
+        if plan.planar:
+            w, u_hat, squeeze = kept["w"], kept["u_hat"], kept["squeeze"]
+            of_w, of_u_hat = np.empty_like(w), np.empty_like(w)
+            of_b, of_squeeze = np.empty_like(squeeze), np.zeros_like(squeeze)
+        if plan.linear:
+            lower, upper = kept["lower"], kept["upper"]
+            of_lower, of_upper = np.empty_like(lower), np.empty_like(upper)
+        for planar, size in reversed(plan.runs):
+            if not planar:
+                for _ in range(size):
+                    linear -= 1
+                    z, middle = stages.pop()
+                    np.matmul(of_x.T, middle, out=of_lower[linear])
+                    of_middle = of_x @ lower[linear]
+                    np.matmul(of_middle.T, z, out=of_upper[linear])
+                    of_x = of_middle @ upper[linear]
+                continue
+            first -= size
+            run = slice(first, first + size)
+            z, across, tanh, slope, inner = stages.pop()
+            of_bends = u_hat[run] @ of_x.T
+            of_bends *= slope
+            np.matmul(tanh, of_x, out=of_u_hat[run])
+            if of_total is not None:
+                ratio = of_total * slope / inner
+                of_squeeze[run] = ratio.sum(-1)
+                of_bends += ratio * tanh * (2.0 - 2.0 * squeeze[run, None])
             of_across = np.zeros_like(across)
             for k in range(size - 1, 0, -1):
                 of_across[k, :k] = tanh[:k] @ of_bends[k]
                 of_bends[:k] += across[k, :k, None] * of_bends[k] * slope[:k]
             of_u_hat[run] += of_across.T @ w[run]
             of_w[run] = of_across @ u_hat[run] + of_bends @ z
-        else:
-            np.matmul(of_bends, z, out=of_w[run])
-        of_b[run] = of_bends.sum(-1)
-        of_x = of_x + of_bends.T @ w[run]
-    if count:
-        extra, of_u = _constrain_back(w, kept["u"], plan.margin, kept["constraint"], of_u_hat, of_squeeze)
-        of_w += extra
-        gradients += [of_w, of_u, of_b]
-    if plan.linear:
-        gradients.append(_triangles_back(plan, kept["logs"], of_lower, of_upper, of_total))
-    return of_x, gradients
+            of_b[run] = of_bends.sum(-1)
+            of_x = of_x + of_bends.T @ w[run]
+        if plan.planar:
+            extra, of_u = _constrain_back(w, kept["u"], plan.margin, kept["constraint"], of_u_hat, of_squeeze)
+            of_w += extra
+            of_weights += [of_w, of_u, of_b]
+        if plan.linear:
+            of_weights.append(_triangles_back(plan, kept["logs"], of_lower, of_upper, of_total))
+        return None, None, torch.from_numpy(of_x), *map(torch.from_numpy, of_weights)

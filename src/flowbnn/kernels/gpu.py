@@ -6,14 +6,14 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowbnn.kernels import launch, reference
-from flowbnn.kernels.launch import Part, flat_order, weight_names
+from flowbnn.kernels.launch import Part, by_chain, flat_order, weight_names
 from flowbnn.kernels.reference import Plan
 
 __all__ = ["push"]
@@ -173,20 +173,20 @@ def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*starts, *weights, *kept)
 
 
-def _back(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
+def _back(ctx: Any, slopes: Sequence[Tensor | None]) -> Any:
     tensors, (first, second) = list(ctx.saved_tensors), ctx.sizes
     starts, weights, kept = tensors[:first], tensors[first : first + second], tensors[first + second :]
-    parts = _parts(Layout(*ctx.numbers), starts, weights)
-    of_x, of_totals, _ = (list(third) for third in _thirds(gradients))
+    parts, nothing = _parts(Layout(*ctx.numbers), starts, weights), (None,) * (1 + len(ctx.numbers))
+    if torch.is_grad_enabled():  # gradients that will be differentiated again
+        again = reference.gradients(partial(_plain, parts, first), (*starts, *weights), slopes[: 2 * first])
+        return again[:first], again[first:], *nothing
+    of_x, of_totals, _ = (list(third) for third in _thirds(slopes))
     for index, part in enumerate(parts):
         zeros = part.starts.new_zeros
         if of_x[index] is None:
             of_x[index] = zeros((part.rows, sum(part.dims)))
         if of_totals[index] is None or not part.log_det:  # none that count
             of_totals[index] = zeros(0)
-    nothing = (None,) * (1 + len(ctx.numbers))
-    if torch.is_grad_enabled():  # gradients that will be differentiated again
-        return *_plain_gradients(parts, of_x, of_totals), *nothing
     outputs = torch.ops.flowbnn.push_chains_backward(starts, weights, kept, of_x, of_totals, *ctx.numbers)
     of_weights: list[Any] = [None] * len(weights)
     for part, flat in zip(parts, outputs[len(parts) :], strict=True):
@@ -197,22 +197,17 @@ def _back(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     return list(outputs[: len(parts)]), of_weights, *nothing
 
 
-def _plain_gradients(
-    parts: Sequence[Part], of_x: Sequence[Any], of_totals: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """By torch's own operations, which know their derivatives."""
-    of_starts: list[Any] = []
-    of_weights: list[Any] = []
-    for part, of_values, lines in zip(parts, of_x, of_totals, strict=True):
-        of_columns = []
-        for i, (plan, of_column) in enumerate(zip(part.plans, of_values.split(part.dims, -1), strict=True)):
-            line = lines[i] if len(lines) else None
-            weights = list(part.weights[i].values())
-            of_z, *rest = reference.gradients(plan, weights, part.columns[i], of_column, line)
-            of_columns.append(of_z)
-            of_weights += rest
-        of_starts.append(torch.cat(of_columns, -1))
-    return of_starts, of_weights
+def _plain(parts: Sequence[Part], first: int, *tensors: Tensor) -> list[Any]:
+    """Values and log-dets of every part by torch's own operations, which know their derivatives."""
+    xs: list[Any] = []
+    lines: list[Any] = []
+    for part, starts in zip(parts, tensors[:first], strict=True):
+        weights = by_chain(part.plans, tensors[first:][part.places])
+        columns = zip(part.plans, weights, starts.split(part.dims, -1), strict=True)
+        ends = [reference.forward(plan, list(own.values()), z, part.log_det) for plan, own, z in columns]
+        xs.append(torch.cat([x for x, _ in ends], -1))
+        lines.append(torch.stack([line for _, line in ends if line is not None]) if part.log_det else None)
+    return xs + lines
 
 
 _push.register_autograd(_back, setup_context=_set_up)

@@ -9,7 +9,7 @@ The parameters of all maps of one kind lie side by side: ``w``, ``u`` ``[maps, d
 ``factors`` ``[maps, dim, dim]`` of the LU maps. A chain without maps of a kind leaves their tensors out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,17 +139,20 @@ def solve(lower: Tensor, upper: Tensor, x: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(upper.mT, x, upper=False, left=False)
 
 
-def gradients(
-    plan: Plan, weights: Sequence[Tensor], z: Tensor, of_x: Tensor, of_total: Tensor | None
-) -> list[Any]:
-    """Gradients to ``z`` and to every weight that can be differentiated again: what the fast paths give for second derivatives."""
-    inputs = [one if one.requires_grad else one.detach().requires_grad_() for one in (z, *weights)]
-    x, total = forward(plan, inputs[1:], inputs[0], of_total is not None)
-    outputs, given = [x], [of_x]
-    if total is not None and of_total is not None:
-        outputs.append(total)
-        given.append(of_total)
-    return list(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
+def gradients(function: Callable[..., Any], inputs: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Gradients of a function's tensors that can be differentiated again: what the fast paths give for second derivatives.
+
+    Args:
+        function: by torch's own operations.
+        inputs: its tensors, or None where there is none.
+        given: the gradients of its outputs; None where there is none.
+    """
+    tensors = [one if one is None or one.requires_grad else one.detach().requires_grad_() for one in inputs]
+    pairs = zip(function(*tensors), given, strict=True)
+    ends, slopes = zip(*[pair for pair in pairs if pair[0] is not None and pair[1] is not None], strict=True)
+    wanted = [one for one in tensors if one is not None]
+    found = iter(torch.autograd.grad(ends, wanted, slopes, create_graph=True, allow_unused=True))
+    return [None if one is None else next(found) for one in tensors]
 
 
 def _activations(lines: Tensor, w: Tensor, u_hat: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,11 @@ class Noise(nn.Module):
     ==========  =====================================================================================================
     """
 
+    start: Any = (
+        None  # where the noise begins as a learnable Gaussian: base, elementwise affine map and prior
+    )
+    mixed: Any = None  # the same where it begins as a mixture
+
     def __init__(self, layout: Layout, site: Site) -> None:
         super().__init__()
         self.layout, self.site = layout, site

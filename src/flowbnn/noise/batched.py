@@ -6,6 +6,7 @@ mixtures (:class:`~flowbnn.noise.batched_mixture.Mixtures`): each block has its 
 block draw for themselves, which means the same.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
-from flowbnn.distributions.draws import standard_normal
 from flowbnn.kernels import Group
 from flowbnn.noise.base import Noise
 from flowbnn.noise.batched_gaussian import Gaussians, draw
 from flowbnn.noise.batched_mixture import Mixtures
-from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
 __all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
@@ -80,8 +79,7 @@ class NoiseGroup:
         fits = len(block) > 1 and any(layer is noise for layer in block)
         if fits and kind is not None and kind.alike(block, generators):
             with in_full_precision(block):
-                drawn = kind(block).draws(rows, generator, state.share)
-            forward.draws.update({layer.key: some for layer, some in zip(block, drawn, strict=True)})
+                forward.draws |= kind(block).draws(rows, generator, state.share)
         else:
             forward.draws[noise.key] = noise.draw_rows(rows, (), generator, state.share)
         return forward.draws[noise.key]
@@ -90,10 +88,8 @@ class NoiseGroup:
 Kind = type[Gaussians] | type[Mixtures]
 
 
-def _kind(noise: Any) -> Kind | None:
+def _kind(noise: Noise) -> Kind | None:
     """What the noise begins as; None where that is not for many layers at once."""
-    if not isinstance(noise, InputNoise):
-        return None
     return Gaussians if noise.start is not None else Mixtures if noise.mixed is not None else None
 
 
@@ -125,63 +121,52 @@ class Divergences(dict[str, Divergence]):
 
 def divergences(layers: dict[str, Noise]) -> Divergences:
     """KL and entropy of every layer that has them."""
-    return _joined(
-        layers, {noise.key: pass_of(noise).settings[noise.key] for noise in layers.values()}, {}, []
-    )
+    settings = {noise.key: pass_of(noise).settings[noise.key] for noise in layers.values()}
+    return _completed(layers, settings, {}, [])
 
 
-def _blocks(layers: dict[str, Any], settings: dict[int, Setting]) -> list[tuple[Kind, dict[str, Any]]]:
+def _blocks(layers: Iterable[Any], settings: dict[int, Setting]) -> list[tuple[Kind, list[Any]]]:
     """The layers that can be laid end to end, as many draws for the KL of each; a block has at least two."""
-    blocks: list[tuple[Kind, dict[str, Any]]] = []
-    kinds: dict[Kind, dict[str, Any]] = {Gaussians: {}, Mixtures: {}}
-    for name, noise in layers.items():
-        kind = _kind(noise)
-        if kind is not None:
-            kinds[kind][name] = noise
+    kinds: dict[Kind | None, list[Any]] = {Gaussians: [], Mixtures: [], None: []}
+    for noise in layers:
+        kinds[_kind(noise)].append(noise)
+    blocks: list[tuple[Kind, list[Any]]] = []
     for kind, block in kinds.items():
-        samples, generators = [], []
-        for noise in block.values():
-            generators.append(settings[noise.key].generator)
-            if kind is Mixtures or noise.rest:
-                samples.append(noise.kl_samples)
-        if len(set(samples)) > 1:
-            block = {name: noise for name, noise in block.items() if kind is Gaussians and not noise.rest}
-            generators = [settings[noise.key].generator for noise in block.values()]
-        if len(block) > 1 and kind.alike(list(block.values()), generators):
+        samples = {noise.kl_samples for noise in block if kind is Mixtures or noise.rest} if kind else ()
+        if len(samples) > 1:
+            block = [noise for noise in block if kind is Gaussians and not noise.rest]
+        generators = [settings[noise.key].generator for noise in block]
+        if kind is not None and len(block) > 1 and kind.alike(block, generators):
             blocks.append((kind, block))
     return blocks
 
 
-def _joined(
+def _completed(
     layers: dict[str, Noise],
     settings: dict[int, Setting],
-    known: dict[str, Divergence],
+    parts: dict[int, Divergence],
     totals: list[Divergence],
 ) -> Divergences:
-    """What is known already, with its totals, and the other layers': in blocks where that goes, else one by one."""
-    parts, others = dict(known), {}
-    for name, noise in layers.items():
-        if name not in known:
-            others[name] = noise
+    """What is known already by the keys of layers, with its totals, and the others': in blocks where that goes, else one by one."""
+    others = [noise for noise in layers.values() if noise.key not in parts]
     for kind, block in _blocks(others, settings) if others else ():
-        members = list(block.values())
-        with in_full_precision(members):
-            each, total = kind(members).divergences(settings[members[0].key].generator)
-        parts |= dict(zip(block, each, strict=True))
+        with in_full_precision(block):
+            each, total = kind(block).divergences(settings[block[0].key].generator)
+        parts |= each
         totals.append(total)
-    ordered: dict[str, Divergence] = {}
+    named: dict[str, Divergence] = {}
     for name, noise in layers.items():
-        part = parts.get(name)
+        part = parts.get(noise.key)
         if part is None:
             part = noise.divergence()
             if part is None:
                 continue
             totals.append(part)
-        ordered[name] = part
+        named[name] = part
     if len(totals) > 1:
         kls, entropies = zip(*totals, strict=True)
         totals = [Divergence(torch.stack(kls).sum(), torch.stack(entropies).sum())]
-    return Divergences(ordered, totals[0] if totals else None)
+    return Divergences(named, totals[0] if totals else None)
 
 
 # -------------------- drawing ahead
@@ -199,36 +184,33 @@ def ahead(layers: dict[str, Noise], rows: int, state: NoisePass) -> Divergences 
     if torch._C._functorch.maybe_current_level() is not None:
         return None
     state.gradients = torch.is_grad_enabled()
-    parts: dict[str, Divergence] = {}
+    parts: dict[int, Divergence] = {}
     totals: list[Divergence] = []
-    blocks = _blocks(layers, state.settings)
+    blocks = _blocks(layers.values(), state.settings)
     for kind, block in blocks:
-        names, members = [], []
-        for name, noise in block.items():
-            if batchable(noise, state):
-                names.append(name)
-                members.append(noise)
+        members = [noise for noise in block if batchable(noise, state)]
         if len(members) > 1:
             generator = state.settings[members[0].key].generator
             with in_full_precision(members):
                 draws, each, total = kind(members).ahead(rows, generator, state.share)
-            for name, noise, drawn, part in zip(names, members, draws, each, strict=True):
-                state.prepared[noise.key], parts[name] = drawn, part
+            state.prepared |= draws
+            parts |= each
             totals.append(total)
     if totals:
-        return _joined(layers, state.settings, parts, totals)
-    together = next((block for kind, block in blocks if kind is Gaussians), None)
-    return None if together is None or not state.asked else _at_positions(layers, together, rows, state)
+        return _completed(layers, state.settings, parts, totals)
+    if not state.asked or not blocks or blocks[0][0] is not Gaussians:
+        return None
+    return _at_positions(layers, blocks[0][1], rows, state)
 
 
 def _at_positions(
-    layers: dict[str, Noise], together: dict[str, Any], rows: int, state: NoisePass
+    layers: dict[str, Noise], together: list[Any], rows: int, state: NoisePass
 ) -> Divergences | None:
     """The same where noise is drawn anew at every position, which pays on a device with kernels for many flows at once.
 
     An earlier pass over as many rows has told how many positions each layer has. None where there is nothing to gain.
     """
-    block = Gaussians(list(together.values()))
+    block = Gaussians(together)
     drawn = [
         noise
         for noise in block.flows
@@ -239,10 +221,8 @@ def _at_positions(
     with in_full_precision(block.layers):
         generator = state.settings[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
-        normal = standard_normal(
-            torch.Size((block.fresh, sum(sizes))), block.mean.dtype, block.mean.device, generator
-        )
-        of_kl = draw(block.mean, block.deviation, normal, block.cut)
+        normal = block.normal(block.fresh, sum(sizes), generator)
+        of_kl = draw(block.mean, block.deviation, normal, block.frame.cut)
         groups = [Group([noise.chain for noise in block.flows], of_kl, True)]
         for noise in drawn:
             at, rounded = state.asked[noise.key]
@@ -252,37 +232,23 @@ def _at_positions(
         parts, total = block.summary(normal, list(ends.split(sizes, -1)), log_dets)
     for noise, (x, _) in zip(drawn, draws, strict=True):
         state.prepared[noise.key] = x.view(rows, *state.asked[noise.key][0], noise.layout.dim)
-    return _joined(layers, state.settings, dict(zip(together, parts, strict=True)), [total])
+    return _completed(layers, state.settings, parts, [total])
 
 
 def shared_draws(layers: list[Noise], state: NoisePass, device: torch.device) -> list[Tensor]:
     """The fixed draws of mode ``shared`` of layers of site ``channel``, ``[samples, dim]`` each, in few launches."""
-    settings = [state.settings[layer.key] for layer in layers]
-    block: list[Any] = [
-        layer
-        for layer in layers
-        if _kind(layer) is Gaussians and layer.draws_plainly and not layer.reads_batch
-    ]
+    block: list[Any] = [layer for layer in layers if layer.start is not None]
+    block = [layer for layer in block if layer.draws_plainly and not layer.reads_batch]
+    drawn: dict[int, Tensor] = {}
     with torch.no_grad():
         if len(block) > 1 and Gaussians.alike(block, [None] * len(block)):
             gaussians, source, normals = Gaussians(block), torch.Generator(device), []
             for layer in gaussians.layers:
                 _, samples, seed, _ = state.settings[layer.key]
-                shape = torch.Size((samples, layer.layout.dim))
-                normals.append(
-                    standard_normal(
-                        shape, gaussians.mean.dtype, gaussians.mean.device, source.manual_seed(seed)
-                    )
-                )
+                normals.append(gaussians.normal(samples, layer.layout.dim, source.manual_seed(seed)))
             with in_full_precision(block):
-                together = dict(
-                    zip(map(id, block), gaussians.draws_from(torch.cat(normals, -1)), strict=True)
-                )
-        else:
-            together = {}
-        return [
-            together[id(layer)]
-            if id(layer) in together
-            else layer.shared_vectors(setting.samples, setting.seed, device)
-            for layer, setting in zip(layers, settings, strict=True)
-        ]
+                drawn = gaussians.draws_from(torch.cat(normals, -1))
+        for layer in layers:
+            if layer.key not in drawn:
+                drawn[layer.key] = layer.shared_vectors(*state.settings[layer.key][1:3], device)
+    return [drawn[layer.key] for layer in layers]

@@ -81,24 +81,25 @@ class Mixtures:
         pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
-    def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> list[Tensor]:
-        """Draws ``[rows, dim]`` of each layer."""
+    def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> dict[int, Tensor]:
+        """Draws ``[rows, dim]`` of each layer, by its key."""
         starts = self.draw(*self.start(rows, 0, generator, share)).split(self.sizes, -1)
-        return [noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)]
+        return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
 
-    def divergences(self, generator: torch.Generator | None) -> tuple[list[Divergence], Divergence]:
-        """KL and entropy of each layer and of all."""
+    def divergences(self, generator: torch.Generator | None) -> tuple[dict[int, Divergence], Divergence]:
+        """KL and entropy of each layer, by its key, and of all."""
         return self.ahead(0, generator, None)[1:]
 
     def ahead(
         self, rows: int, generator: torch.Generator | None, share: Share | None
-    ) -> tuple[list[Tensor], list[Divergence], Divergence]:
+    ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws, in one go."""
         starts = self.draw(*self.start(rows, self.fresh, generator, share))
         ends, log_dets = self.push(starts)
         log_dets = None if log_dets is None else log_dets[:, rows:]
-        draws = list(ends[:rows].split(self.sizes, -1))
-        return draws, *self.summary(starts[rows:], ends[rows:], log_dets)
+        each, total = self.summary(starts[rows:], ends[rows:], log_dets)
+        keys, draws = [noise.key for noise in self.layers], ends[:rows].split(self.sizes, -1)
+        return dict(zip(keys, draws, strict=True)), dict(zip(keys, each, strict=True)), total
 
     def summary(
         self, drawn: Tensor, ends: Tensor, log_dets: Tensor | None

@@ -47,8 +47,6 @@ class InputNoise(Noise):
         label: what the conversion's table shows.
     """
 
-    mixed: Any = None  # where the noise begins as a mixture: base, elementwise affine map and prior
-
     def __init__(
         self,
         base: Base,
@@ -77,7 +75,7 @@ class InputNoise(Noise):
         parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
         normal = isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
         known = (self.base, parts[0], self.prior) if normal else None
-        self.start: Any = known if isinstance(self.base, NormalBase) else None
+        self.start = known if isinstance(self.base, NormalBase) else None
         # a subclass may have another distribution
         self.mixed = known if type(self.base) is MixtureBase else None
         # after the base, or after the affine map that is one with it
