@@ -226,7 +226,6 @@ CASES: dict[str, Case] = {
         slow=True,
         refuses=(
             {"steps": 0},
-            {"trajectory": -1.0},
             *CHAIN,
         ),
     ),

@@ -9,8 +9,14 @@ from small_problem import QUIET, blobs, network
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.mcmc.hamiltonian import begin, leapfrog, with_gradient
-from flowbnn.methods.mcmc.nuts import _Subtree, nuts_kernel, turning
+from flowbnn.methods.mcmc.hamiltonian import (
+    _Subtree,
+    begin,
+    leapfrog,
+    nuts_kernel,
+    turning,
+    with_gradient,
+)
 
 
 def test_a_transition_leaves_a_gaussian_as_it_is():

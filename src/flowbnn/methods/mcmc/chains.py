@@ -1,5 +1,11 @@
-"""Markov chains in progress: warm-up, draws, and a file from which an interrupted run resumes to the same draws."""
+r"""Markov chains in progress: warm-up, draws, and a file from which an interrupted run resumes to the same draws.
 
+In the warm-up the step size of every chain follows dual averaging (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), which
+brings the mean acceptance to a target; its inverse mass is the variance of the positions (Welford's sums) in windows that double in
+length, as in Stan: a start without, the windows, and an end in which only the step size is tuned.
+"""
+
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +16,147 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods.mcmc.adaptation import Warmup
-from flowbnn.methods.mcmc.hamiltonian import Potential, State, Transition, begin
-from flowbnn.training import check_writable, is_main_process, load_tensors, save_tensors, track
+from flowbnn.methods.mcmc.hamiltonian import (
+    Potential,
+    State,
+    Transition,
+    begin,
+    energy_change,
+    kinetic,
+    leapfrog,
+    normals,
+)
+from flowbnn.training import check_writable, is_main_process, track
+from flowbnn.training.storage import load_state, save_state
 
-__all__ = ["Chains", "Kernel"]
+__all__ = ["Chains", "Warmup", "reasonable_step", "window_ends"]
 
 Kernel = Callable[[State, Tensor, Tensor, Sequence[torch.Generator]], tuple[State, Transition]]
 SECONDS_BETWEEN = 30.0
 RECORDED = ("position", "energy", *Transition._fields)
+START, END, WINDOW = 75, 50, 25
+SHORT = 50  # transitions below which only the step size is tuned
+ENOUGH = 10  # updates from which on the averaged step size is better than the initial one
+GAMMA, DELAY, FORGET = 0.05, 10.0, 0.75  # of dual averaging, as in the paper
+
+
+def window_ends(length: int) -> tuple[int, list[int]]:
+    """The transition at which learning of the mass begins, and those at whose end it is set anew.
+
+    >>> window_ends(1000), window_ends(100), window_ends(40)
+    ((75, [100, 150, 250, 450, 950]), (15, [80]), (40, []))
+    """
+    if length < SHORT:
+        return length, []
+    start, end, window = START, END, WINDOW
+    if start + window + end > length:
+        start, end = int(0.15 * length), max(ENOUGH, int(0.2 * length))
+        window = length - start - end
+    ends, at, last = [], start, length - end
+    while at < last:
+        at += window
+        window *= 2
+        if at + window > last:  # the next one would not fit: this one takes what is left
+            at = last
+        ends.append(at)
+    return start, ends
+
+
+def reasonable_step(
+    potential: Potential,
+    state: State,
+    inverse_mass: Tensor,
+    sources: Sequence[torch.Generator],
+    guess: Tensor,
+) -> Tensor:
+    """For each chain a step size at which one leapfrog step is accepted with a probability near 0.8, by doubling or halving."""
+    momentum = normals(sources, state.position) / inverse_mass.sqrt()
+    before = state.energy + kinetic(momentum, inverse_mass)
+    size = guess.clone()
+
+    def accepts() -> Tensor:
+        column = size.to(state.position)[:, None]
+        after, kicked = leapfrog(potential, state, momentum, column, inverse_mass)
+        return energy_change(after, kicked, inverse_mass, before).cpu() < -math.log(0.8)
+
+    up = accepts()
+    factor = torch.where(up, 2.0, 0.5).double()
+    searching = torch.ones_like(up)
+    for _ in range(60):
+        size = torch.where(searching, size * factor, size)
+        searching = searching & (accepts() == up)
+        if not bool(searching.any()):
+            break
+    return size
+
+
+class Warmup:
+    """The adaptation of chains with positions like these: so many transitions, to this mean acceptance probability."""
+
+    CHANGING = ("inverse_mass", "step_size", "mean", "sums", "count", "centre", "error", "smooth", "updates")
+
+    def __init__(self, length: int, target: float, like: Tensor) -> None:
+        self.length, self.target = length, target
+        self.begins, self.ends = window_ends(length)
+        self.inverse_mass = torch.ones_like(like)
+        self.step_size = torch.ones(len(like), dtype=torch.float64)
+        self.centre = torch.zeros_like(self.step_size)  # dual averaging shrinks the log step size towards it
+        self._restart_averaging()
+        self._restart_window()
+
+    def _restart_averaging(self) -> None:
+        self.error, self.smooth = torch.zeros_like(self.centre), torch.zeros_like(self.centre)
+        self.updates = 0
+
+    def _restart_window(self) -> None:
+        self.mean, self.sums = torch.zeros_like(self.inverse_mass), torch.zeros_like(self.inverse_mass)
+        self.count = 0
+
+    def restart(self, potential: Potential, state: State, sources: Sequence[torch.Generator]) -> None:
+        """Search a step size under the present mass and begin to average anew."""
+        self.step_size = reasonable_step(potential, state, self.inverse_mass, sources, self.step_size)
+        self.centre = torch.log(10.0 * self.step_size)
+        self._restart_averaging()
+
+    def update(
+        self,
+        number: int,
+        potential: Potential,
+        state: State,
+        acceptance: Tensor,
+        sources: Sequence[torch.Generator],
+    ) -> None:
+        """Learn from the transition of this number."""
+        self.updates += 1
+        share = 1.0 / (self.updates + DELAY)
+        self.error = (1.0 - share) * self.error + share * (self.target - acceptance)
+        log_size = self.centre - math.sqrt(self.updates) / GAMMA * self.error
+        weight = self.updates**-FORGET
+        self.smooth = weight * log_size + (1.0 - weight) * self.smooth
+        self.step_size = log_size.exp()
+        if self.ends and self.begins <= number < self.ends[-1]:
+            self.count += 1
+            away = state.position - self.mean
+            self.mean = self.mean + away / self.count
+            self.sums = self.sums + away * (state.position - self.mean)
+        if number + 1 in self.ends and self.count > 1:
+            variance, count = self.sums / (self.count - 1), self.count
+            # shrunk a little towards a small variance, as Stan does, because a window has few draws
+            self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
+            self._restart_window()
+            self.restart(potential, state, sources)
+        if number + 1 == self.length:
+            log_size = self.smooth if self.updates >= ENOUGH else self.centre - math.log(10.0)
+            self.step_size = log_size.exp()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that changes."""
+        return {name: getattr(self, name) for name in self.CHANGING}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value.to(getattr(self, name)) if isinstance(value, Tensor) else value)
 
 
 class Chains:
@@ -74,23 +212,22 @@ class Chains:
             check_writable(self.path)
             if resume and self.path.exists():
                 self.load(self.path)
+        total = self.warmup + self.samples * self.thin
         with torch.no_grad():
             if self.state is None:
                 self.state = begin(self.potential, self.starts)
                 self.adapting.restart(self.potential, self.state, self.sources)
-            total = self.warmup + self.samples * self.thin
-            for number in track(range(self.number, total), description, progress and is_main_process()):
-                before = self.snapshot()
-                try:
+            before = self.snapshot()
+            try:
+                for number in track(range(self.number, total), description, progress and is_main_process()):
+                    before = self.snapshot()
                     self.advance(number)
-                except KeyboardInterrupt:
-                    if self.path is not None:
-                        self.save(before)
-                        line = f"flowbnn: interrupted after {number} transitions, saved in '{self.path}'; continue with resume=True"
-                        print(line, file=sys.stderr)
-                    raise
-                if self.path is not None and (self.number == total or self.due()):
-                    self.save(self.snapshot())
+                    if self.number == total or self.due():
+                        self.save(self.snapshot())
+            finally:
+                if self.number < total and self.save(before):
+                    line = f"flowbnn: stopped after {before['number']} transitions, saved in '{self.path}'; continue with resume=True"
+                    print(line, file=sys.stderr)
         record = {name: torch.stack(kept, 1) for name, kept in self.kept.items()}
         return {**record, "step_size": self.adapting.step_size.clone()}
 
@@ -116,39 +253,40 @@ class Chains:
     def snapshot(self) -> dict[str, Any]:
         """The present state. Its tensors are never written over, so none is copied."""
         assert self.state is not None
-        tensors = {f"state.{name}": value for name, value in self.state._asdict().items()}
-        tensors |= {f"adapting.{name}": value for name, value in self.adapting.state().items()}
-        tensors["sources"] = torch.stack([source.get_state() for source in self.sources])
-        return {"tensors": tensors, "number": self.number, "kept": len(self.kept["position"])}
+        sources = [source.get_state() for source in self.sources]
+        adapting = self.adapting.state()
+        return {
+            "number": self.number,
+            "state": self.state._asdict(),
+            "adapting": adapting,
+            "sources": sources,
+        }
 
-    def save(self, snapshot: dict[str, Any]) -> None:
-        if not is_main_process():
-            return
-        assert self.path is not None
-        tensors = {name: value.clone() for name, value in snapshot["tensors"].items()}
-        if snapshot["kept"]:
-            kept = {name: draws[: snapshot["kept"]] for name, draws in self.kept.items()}
-            tensors |= {f"kept.{name}": torch.stack(draws, 1) for name, draws in kept.items()}
-        save_tensors(self.path, tensors, {"number": snapshot["number"], "settings": self.settings})
+    def save(self, snapshot: dict[str, Any]) -> bool:
+        """Write the file of the run, with the draws up to then; False where there is none."""
+        if self.path is None or not is_main_process():
+            return False
+        count = max(0, snapshot["number"] - self.warmup) // self.thin
+        kept = {name: torch.stack(draws[:count], 1) for name, draws in self.kept.items() if count}
+        save_state(self.path, {**snapshot, "kept": kept, "settings": self.settings})
         self.written = time.monotonic()
+        return True
 
     def load(self, path: Path) -> None:
         """Continue from the file of a run with the same settings."""
-        tensors, document = load_tensors(path)
-        saved = document.get("settings", {})
-        for name, value in self.settings.items():
-            if saved.get(name) != value:
-                raise FlowBNNError(
-                    f"'{path}' was written with {name}={saved.get(name)!r} and this run has {value!r}: keep it, or start again "
-                    "with resume=False",
-                    kind="resume",
-                    argument=name,
-                )
-        device = self.starts.device
-        self.state = State(*(tensors[f"state.{name}"].to(device) for name in State._fields))
-        self.adapting.load({name: tensors[f"adapting.{name}"] for name in self.adapting.state()})
-        for source, state in zip(self.sources, tensors["sources"], strict=True):
-            source.set_state(state.clone())  # torch reads the memory of a view from its beginning
-        if "kept.position" in tensors:
-            self.kept = {name: list(tensors[f"kept.{name}"].unbind(1)) for name in RECORDED}
-        self.number = int(document["number"])
+        saved = load_state(path)
+        settings, device = saved["settings"], self.starts.device
+        changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
+        if changed is not None:
+            raise FlowBNNError(
+                f"'{path}' was written with {changed}={settings.get(changed)!r} and this run has {self.settings[changed]!r}: keep "
+                "it, or start again with resume=False",
+                kind="resume",
+                argument=changed,
+            )
+        self.number = saved["number"]
+        self.state = State(**{name: value.to(device) for name, value in saved["state"].items()})
+        self.adapting.load(saved["adapting"])
+        for source, state in zip(self.sources, saved["sources"], strict=True):
+            source.set_state(state)
+        self.kept |= {name: list(draws.unbind(1)) for name, draws in saved["kept"].items()}

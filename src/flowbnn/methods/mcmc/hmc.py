@@ -5,8 +5,6 @@ Exact as the chains grow: without minibatches and with an accept step, the only 
 Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
-import math
-import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -22,26 +20,25 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.mcmc.chains import Chains
-from flowbnn.methods.mcmc.hamiltonian import Potential, State, Transition, hmc_kernel, normals, uniforms
-from flowbnn.methods.mcmc.nuts import nuts_kernel
-from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.mcmc.potential import (
-    Data,
-    NetworkPotential,
-    NoisePotential,
-    WeightPotential,
-    gather,
-    noise_sites,
+from flowbnn.methods.mcmc.hamiltonian import (
+    Potential,
+    State,
+    Transition,
+    hmc_kernel,
+    normals,
+    nuts_kernel,
+    uniforms,
 )
+from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.mcmc.potential import Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
+from flowbnn.posterior.batches import take
 from flowbnn.posterior.weights import generator_of
 
 __all__ = ["HMC", "NUTS"]
 
 Sources = Sequence[torch.Generator]
-MOST_STEPS = 1024  # of a trajectory
-MANY_WEIGHTS = 1_000_000
-LONG = 600.0  # seconds
+MANY = 1_000_000  # weights
 
 
 @options(kw_only=True, repr=False)
@@ -92,10 +89,6 @@ class ChainMethod(Method):
     ) -> tuple[State, Transition]:
         """One transition of all chains."""
 
-    @abstractmethod
-    def gradients_per_transition(self) -> float:
-        """A rough number, for the estimate of the time."""
-
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> ChainPosterior:
         """As :meth:`Method.fit`.
@@ -105,15 +98,12 @@ class ChainMethod(Method):
         """
         kind = type(self).__name__
         model, run = self.setup(network, loader, given, f"training the start of {kind}")
-        if run.devices not in (1, "1", "auto"):
-            raise FlowBNNError(f"{kind} runs on one device; leave devices=1", argument="devices")
         seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
         trial, _, check = prepare(model, loader, run.likelihood)
-        data, number = gather(loader, check, seed, kind), run.count(loader)
-        self._estimate(self.potential(model, trial, data.first(256), 256), len(data.targets))
+        data, number = gather(loader, check, seed), run.count(loader)
+        self._try_out(self.potential(model, trial, take(data, 0, 256), 256), run)
         point = self.start(model, loader, run)
         potential = self.potential(point.model, point.likelihood, data, number)
-        potential.check(kind)
         sources = [generator_of(seed, chain) for chain in range(self.chains)]
         starts = potential.start.expand(self.chains, -1)
         starts = starts + self.spread * potential.prior_scale * normals(sources, starts)
@@ -150,30 +140,31 @@ class ChainMethod(Method):
         self, model: nn.Module, likelihood: Likelihood, data: Data, number: int
     ) -> NetworkPotential:
         """The potential of what is sampled."""
-        data = data.to(model)
         if self.over == "weights":
-            return WeightPotential(model, likelihood, data, number, self.prior_scale)
+            return NetworkPotential(model, likelihood, data, number, self.prior_scale)
         sites = noise_sites(model, self.layers, type(self).__name__)
-        return NoisePotential(model, likelihood, data, number, self.noise_scale, sites)
+        return NetworkPotential(model, likelihood, data, number, self.noise_scale, sites)
 
-    def _estimate(self, potential: NetworkPotential, examples: int) -> None:
-        """Time one gradient on a few examples and warn, before anything begins, of what will take long."""
-        starts, size = potential.start.expand(self.chains, -1), potential.start.numel()
-        potential(starts)
-        begun = time.perf_counter()
-        potential(starts)
-        seconds = (time.perf_counter() - begun) * max(1.0, examples / len(potential.data.targets))
-        total = seconds * self.gradients_per_transition() * (self.warmup + self.samples * self.thin)
-        if size > MANY_WEIGHTS or total > LONG:
-            hours, memory = total / 3600, 4e-9 * size * self.chains * self.samples
-            what, smaller = "noise variables", ""
-            if self.over == "weights":
-                what, smaller = "weights", " over='noise' samples a few thousand variables instead;"
+    def _try_out(self, potential: NetworkPotential, run: FitOptions) -> None:
+        """Refuse what cannot be sampled, and warn of what will take long, before anything begins."""
+        kind, start = type(self).__name__, potential.start[None]
+        (first, slope), (again, _) = potential(start), potential(start)
+        problem, argument = "", "network"
+        if run.devices not in (1, "1", "auto"):
+            problem, argument = "runs on one device; leave devices=1", "devices"
+        elif not bool(torch.isfinite(first).all() and torch.isfinite(slope).all()):
+            problem = "cannot sample this network: its log-likelihood or the gradient is not finite"
+        elif not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
+            problem = "cannot sample a network that gives other outputs at every pass (dropout that stays on?); fb.MCDropout can"
+        if problem:
+            raise FlowBNNError(f"{kind} {problem}", kind="value", argument=argument)
+        size, draws = potential.start.numel(), self.chains * self.samples
+        if size > MANY:
             line = (
-                f"{type(self).__name__} of {size:,} {what}: about {hours:.2g} hours ({seconds:.3g} s for one gradient of all "
-                f"{self.chains} chains) and {memory:.2g} GB of draws;{smaller} fb.SGLD takes minibatches"
+                f"{kind} of {size:,} {self.over} keeps {4e-9 * size * draws:.2g} GB of draws, and needs hours or days; over='noise' "
+                "samples a few thousand variables instead, fb.SGLD takes minibatches"
             )
-            warnings.warn(FlowBNNWarning(line, kind="time", seconds=total, size=size))
+            warnings.warn(FlowBNNWarning(line, kind="size", size=size))
 
 
 @register_method
@@ -184,8 +175,6 @@ class HMC(ChainMethod):
     Args:
         steps: leapfrog steps of a transition at most. Their number is uniform from 1 to this for every transition and chain, so that
             trajectories do not end where they began.
-        trajectory: length of the longest trajectory, in units of the standard deviations that the mass has learned (a quarter
-            of a period is 1.6); the number of steps then follows from the step size.
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
@@ -196,20 +185,12 @@ class HMC(ChainMethod):
     """
 
     steps: Count = 32
-    trajectory: Positive | None = None
 
     def transition(
         self, potential: Potential, state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sources
     ) -> tuple[State, Transition]:
-        most = torch.full_like(step_size, self.steps)
-        if self.trajectory is not None:
-            most = (self.trajectory / step_size).ceil().clamp(1, MOST_STEPS)
-        counts = (uniforms(sources, 1, step_size.device)[:, 0] * most).floor().long() + 1
+        counts = (uniforms(sources, 1, step_size.device)[:, 0] * self.steps).floor().long() + 1
         return hmc_kernel(potential, state, step_size, inverse_mass, counts, sources)
-
-    def gradients_per_transition(self) -> float:
-        longest = self.steps if self.trajectory is None else math.ceil(self.trajectory / 0.1)
-        return longest * self.chains / (self.chains + 1)  # chains wait for the longest of them
 
 
 @register_method
@@ -234,6 +215,3 @@ class NUTS(ChainMethod):
         self, potential: Potential, state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sources
     ) -> tuple[State, Transition]:
         return nuts_kernel(potential, state, step_size, inverse_mass, sources, self.max_depth)
-
-    def gradients_per_transition(self) -> float:
-        return 2.0 ** min(6, self.max_depth) - 1  # trajectories of networks have 2**5 to 2**7 steps

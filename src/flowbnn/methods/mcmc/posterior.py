@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
-from flowbnn.noise import weight_scale
+from flowbnn.methods.mcmc.potential import Sites, noisy_weights
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import MemberPosterior
 from flowbnn.training import History
@@ -163,20 +163,16 @@ class NoiseChainPosterior(ChainPosterior):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.sites: dict[str, Any] = {name: self.model.get_submodule(name) for name in self.members}
-        # a prediction puts other weights in the place of these
-        self.fixed = {name: module.weight.detach() for name, module in self.sites.items()}
+        parts = {name: self.model.get_submodule(name) for name in self.members}
+        # the present weights, in whose place a prediction puts others
+        self.sites: Sites = {name: (part, part.weight.detach()) for name, part in parts.items()}  # type: ignore[operator]
 
     @property
     def names(self) -> list[str]:
-        return [f"{name}.weight" if name else "weight" for name in self.members]
+        return list(self.weights(0, 0))
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
-        scaled = {}
-        for key, (name, noise) in zip(self.names, self.members.items(), strict=True):
-            fixed = self.fixed[name]
-            scaled[key] = fixed * weight_scale(self.sites[name], noise[index % self.size].to(fixed))
-        return scaled
+        return noisy_weights(self.sites, super().weights(index, seed))
 
 
 def _worst(*parts: Tensor) -> tuple[float, float, float, float]:

@@ -9,11 +9,10 @@ and dropout is off.
 
 import math
 import warnings
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,64 +24,46 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
-from flowbnn.posterior.batches import join, move, take, tensors_of
+from flowbnn.posterior.batches import join, move, take
 from flowbnn.training import check_finite_batch
 
-__all__ = ["Data", "NetworkPotential", "NoisePotential", "WeightPotential", "gather", "noise_sites"]
+__all__ = ["Data", "NetworkPotential", "Sites", "gather", "noise_sites", "noisy_weights"]
 
-MOST_BYTES = 4 * 2**30
 ROWS = 4096  # examples in one pass
+Data = tuple[Any, Tensor]  # the inputs and targets of all training examples
+Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their weights
 
 
-class Data(NamedTuple):
-    """All training examples."""
-
-    inputs: Any
-    targets: Tensor
-
-    def first(self, count: int) -> "Data":
-        return Data(take(self.inputs, 0, count), self.targets[:count])
-
-    def to(self, model: nn.Module) -> "Data":
-        """On the network's device and in its precision."""
-        device = device_of(model)
-        return Data(move(self.inputs, device, dtype_of(model)), self.targets.to(device))
-
-
-def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int, name: str) -> Data:
+def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Data:
     """Everything that one pass over the loader gives; torch's generator and the loader's own are restored."""
-    inputs, targets, size = [], [], 0
+    batches = []
     with undisturbed(loader, seed):
         for number, batch in enumerate(loader):
             check_finite_batch(batch, 0, number)
             check(batch)
-            inputs.append(split_batch(batch)[0])
-            targets.append(split_batch(batch)[1])
-            size += sum(part.nbytes for part in (*tensors_of(inputs[-1]), targets[-1]))
-            if size > MOST_BYTES:
-                raise FlowBNNError(
-                    f"{name} keeps all training data in memory, and these take more than {MOST_BYTES // 2**30} GiB; "
-                    "fb.SGLD takes minibatches",
-                    kind="memory",
-                )
-    return Data(join(inputs), torch.cat(targets))
+            batches.append(split_batch(batch))
+    return join(batches)
+
+
+def noisy_weights(sites: Sites, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    r"""The weights :math:`W \mathrm{diag}\, z` of layers that compute what theirs do for inputs :math:`z \circ x`."""
+    return {
+        f"{name}.weight" if name else "weight": weight * weight_scale(module, noise[name].to(weight))
+        for name, (module, weight) in sites.items()
+    }
 
 
 class NetworkPotential:
-    """The potential of a vector that determines a network.
-
-    Subclasses set ``start`` and ``shapes``, the named parts of the vector, and define ``weights``.
+    r"""The potential of all weights that can be trained, tied ones once, or of noise with the weights fixed.
 
     Args:
         model: the network; it is put into evaluation mode.
         likelihood: observation model of the targets given the outputs.
-        data: all training examples, on the network's device.
+        data: all training examples.
         num_data: number of examples that the data stand for; their log-likelihood is scaled to it.
-        prior_loc, prior_scale: of the Gaussian prior on the vector.
+        prior_scale: of the prior :math:`\mathcal N(0, \sigma^2)` of the weights, or :math:`\mathcal N(1, \sigma^2)` of the noise.
+        sites: the layers that get one vector of noise each; None samples the weights.
     """
-
-    start: Tensor
-    shapes: Mapping[str, Sequence[int]]
 
     def __init__(
         self,
@@ -90,12 +71,19 @@ class NetworkPotential:
         likelihood: Likelihood,
         data: Data,
         num_data: int,
-        prior_loc: float,
         prior_scale: float,
+        sites: Sites | None = None,
     ) -> None:
-        self.model, self.likelihood, self.data = Called(model.eval()), likelihood.eval(), data
-        self.scale = num_data / len(data.targets)
-        self.prior_loc, self.prior_scale = prior_loc, prior_scale
+        self.model, self.likelihood = Called(model.eval()), likelihood.eval()
+        self.inputs, self.targets = move(data, device_of(model), dtype_of(model))
+        self.scale = num_data / len(self.targets)
+        self.prior_loc, self.prior_scale = 0.0 if sites is None else 1.0, prior_scale
+        self.sites = sites
+        values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+        if sites is not None:
+            values = {name: weight.new_ones(layout_of(part).dim) for name, (part, weight) in sites.items()}
+        self.shapes = {name: value.shape for name, value in values.items()}
+        self.start = torch.cat([value.flatten() for value in values.values()])
         self.vectorised: bool | None = None  # not known yet
 
     def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
@@ -106,14 +94,12 @@ class NetworkPotential:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    @abstractmethod
-    def weights(self, vector: Tensor) -> dict[str, Tensor]:
-        """The weights of the network that a vector determines."""
-
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
-        """What that network gives."""
-        values = {f"network.{name}": value for name, value in self.weights(vector).items()}
-        return functional_call(self.model, values, (inputs,))
+        """What the network gives with the weights that a vector determines."""
+        values = self.unpack(vector)
+        weights = values if self.sites is None else noisy_weights(self.sites, values)
+        named = {f"network.{name}": value for name, value in weights.items()}
+        return functional_call(self.model, named, (inputs,))
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Energies ``[C]`` in float64 and gradients ``[C, D]``."""
@@ -122,15 +108,15 @@ class NetworkPotential:
         gradient = away / self.prior_scale
         if self.vectorised is None and len(position) > 1:
             self.vectorised = self._can_be_vectorised(position[:2])
-        for low in range(0, len(self.data.targets), ROWS):
-            inputs, targets = take(self.data.inputs, low, low + ROWS), self.data.targets[low : low + ROWS]
+        for low in range(0, len(self.targets), ROWS):
+            inputs, targets = take((self.inputs, self.targets), low, low + ROWS)
             more, slope = self._log_likelihood(position, inputs, targets, bool(self.vectorised))
             energy, gradient = energy + more, gradient + slope
         return energy, gradient
 
     def _can_be_vectorised(self, position: Tensor) -> bool:
         """Whether vmap runs the network, without a loop of its own that it would warn of."""
-        inputs, targets = self.data.first(2)
+        inputs, targets = take((self.inputs, self.targets), 0, 2)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -158,7 +144,7 @@ class NetworkPotential:
 
         Unlike weights, they do not depend on the order of hidden units.
         """
-        inputs, likelihood = self.data.first(most).inputs, self.likelihood
+        inputs, likelihood = take(self.inputs, 0, most), self.likelihood
         values = []
         with torch.no_grad():
             for vector in positions.flatten(0, 1):
@@ -170,93 +156,22 @@ class NetworkPotential:
                 values.append(outputs.flatten()[: 4 * most].cpu())
         return torch.stack(values).unflatten(0, positions.shape[:2])
 
-    def check(self, name: str) -> None:
-        """Refuse a network whose potential is not a smooth function of its weights."""
-        vector = self.start.detach()[None]
-        first, slope = self(vector)
-        again, _ = self(vector)
-        kind, reason = "", ""
-        if not bool(torch.isfinite(first).all() and torch.isfinite(slope).all()):
-            kind, reason = "finite", "its log-likelihood or the gradient is not finite"
-        elif not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
-            kind, reason = (
-                "random",
-                "it gives other outputs at every pass (dropout that stays on?); fb.MCDropout can",
-            )
-        if kind:
-            raise FlowBNNError(f"{name} cannot sample this network: {reason}", kind=kind)
 
-
-class WeightPotential(NetworkPotential):
-    """The potential of all weights that can be trained, tied ones once."""
-
-    def __init__(
-        self, model: nn.Module, likelihood: Likelihood, data: Data, num_data: int, prior_scale: float
-    ) -> None:
-        super().__init__(model, likelihood, data, num_data, 0.0, prior_scale)
-        own = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-        if len({tensor.dtype for tensor in own.values()}) != 1:
-            raise FlowBNNError(
-                "the weights are of several precisions; bring the network to one (.float())", kind="dtype"
-            )
-        self.shapes = {name: tensor.shape for name, tensor in own.items()}
-        self.start = torch.cat([tensor.detach().flatten() for tensor in own.values()])
-
-    def weights(self, vector: Tensor) -> dict[str, Tensor]:
-        return self.unpack(vector)
-
-
-class NoisePotential(NetworkPotential):
-    r"""The potential of one vector of noise for every layer, multiplied with its input, with the weights fixed.
-
-    :math:`\mathrm{layer}_W(z \circ x) = \mathrm{layer}_{W \mathrm{diag}\, z}(x)`, and :math:`z \sim \mathcal N(1, \sigma^2)`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        data: Data,
-        num_data: int,
-        noise_scale: float,
-        sites: Mapping[str, nn.Module],
-    ) -> None:
-        super().__init__(model, likelihood, data, num_data, 1.0, noise_scale)
-        self.sites = dict(sites)
-        self.shapes = {name: (layout_of(module).dim,) for name, module in self.sites.items()}
-        weight: Any = next(iter(self.sites.values())).weight
-        self.start = torch.ones(sum(size for (size,) in self.shapes.values())).to(weight.detach())
-
-    def weights(self, vector: Tensor) -> dict[str, Tensor]:
-        scaled = {}
-        for name, noise in self.unpack(vector).items():
-            module: Any = self.sites[name]
-            weight = module.weight.detach() * weight_scale(module, noise)
-            scaled[f"{name}.weight" if name else "weight"] = weight
-        return scaled
-
-
-def noise_sites(model: nn.Module, layers: str | None, name: str) -> dict[str, nn.Module]:
+def noise_sites(model: nn.Module, layers: str | None, name: str) -> Sites:
     """The layers that get noise; one that cannot take it into its weights is refused by name."""
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    sites = {key: part for key, part in model.named_modules() if wrappable(part) and id(part) not in inner}
-    chosen = {key: part for key, part in sites.items() if layers is None or fnmatchcase(key, layers)}
+    known = {key: part for key, part in model.named_modules() if wrappable(part) and id(part) not in inner}
+    chosen = {key: part for key, part in known.items() if layers is None or fnmatchcase(key, layers)}
     uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
-    reason, fields = "", {"kind": "layers", "argument": "layers"}
-    if not chosen and layers is not None:
-        reason = f"layers={layers!r} matches no layer{nearest(layers, sites)}"
+    unfit = (key for key, part in chosen.items() if not absorbs(part) or uses[id(part.weight)] > 1)
+    problem, layer = "", next(unfit, None)
+    if layer is not None:
+        problem = (
+            f"{name}(over='noise') cannot serve layer '{layer}', a {type(chosen[layer]).__name__} that shares its weight or cannot "
+            "take noise into it; leave it out with layers=..., or use fb.NodeNoise"
+        )
     elif not chosen:
-        reason = f"this network has no layer that could carry noise; sample its weights with {name}(over='weights')"
-    for key, part in chosen.items():
-        shared = absorbs(part) and uses[id(part.weight)] > 1
-        if shared or not absorbs(part):
-            why = "whose weight another layer shares" if shared else "that cannot take it into its weight"
-            reason, fields = (
-                f"{name}(over='noise') cannot serve layer '{key}', a {type(part).__name__} {why}; leave it out with layers=..., "
-                "or use fb.NodeNoise",
-                {"kind": "layer", "layer": key},
-            )
-            break
-    if reason:
-        raise FlowBNNError(reason, **fields)
-    return chosen
+        problem = f"layers={layers!r} matches no layer that can carry noise{nearest(layers or '', known)}"
+    if problem:
+        raise FlowBNNError(problem, kind="layer", layer=layer, argument="layers")
+    return {key: (part, part.weight.detach()) for key, part in chosen.items()}
