@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 __all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "shown", "some_of"]
@@ -25,18 +26,10 @@ class FlowBNNError(ValueError):
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
         self.fields = fields
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("kind", "argument", "layer"):
-            return self.__dict__.get("fields", {}).get(name)
-        raise AttributeError(name)
+        self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
 
     def __reduce__(self) -> Any:  # arguments by name do not survive the pickle of an exception otherwise
-        return _remake, (type(self), str(self), self.fields)
-
-
-def _remake(kind: type["FlowBNNError"], message: str, fields: dict[str, Any]) -> "FlowBNNError":
-    return kind(message, **fields)
+        return partial(type(self), **self.fields), (str(self),)
 
 
 class FlowBNNWarning(UserWarning):

@@ -6,7 +6,6 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Interval, checked
 
 __all__ = ["MLP", "VGG16", "LeNet", "SmallConv"]
@@ -51,11 +50,9 @@ class MLP(nn.Module):
     """
 
     @checked
-    def __init__(self, inputs: Count = 2, hidden: Sequence[int] = (32,), outputs: Count = 2) -> None:
+    def __init__(self, inputs: Count = 2, hidden: Sequence[Count] = (32,), outputs: Count = 2) -> None:
         super().__init__()
         widths = (inputs, *hidden, outputs)
-        if min(widths) < 1:
-            raise FlowBNNError(f"every width of an MLP must be at least 1, got {widths}", argument="hidden")
         self.depth = len(widths) - 1
         for index in range(self.depth):
             self.add_module(f"fc{index + 1}", nn.Linear(widths[index], widths[index + 1]))

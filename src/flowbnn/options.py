@@ -7,7 +7,7 @@ the annotations, so that bad input ends in one line which names the setting, say
 ... class Walk:
 ...     steps: Count = 10
 ...     gait: Literal["slow", "fast"] = "slow"
-...     stride: Annotated[float, Gt(0), Hint("metres")] = 0.7
+...     stride: Annotated[float, Interval(gt=0), Hint("metres")] = 0.7
 >>> Walk(steps=2.5)
 Traceback (most recent call last):
 flowbnn.errors.FlowBNNError: Walk(steps=...) must be an integer of at least 1, got 2.5
@@ -23,8 +23,8 @@ Inside the library code relies on the types and checks nothing again.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache, partial, wraps
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from os import PathLike
@@ -47,11 +47,8 @@ __all__ = [
     "Count",
     "File",
     "Ge",
-    "Gt",
     "Hint",
     "Interval",
-    "Le",
-    "Lt",
     "NonNegative",
     "Positive",
     "Probability",
@@ -64,50 +61,31 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
     """Bounds of a number: at least ``ge``, above ``gt``, at most ``le``, below ``lt``."""
 
-    ge: Any = None
-    gt: Any = None
-    le: Any = None
-    lt: Any = None
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
 
     def __contains__(self, value: Any) -> bool:
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        return self.ge <= value <= self.le and self.gt < value < self.lt
 
     def __str__(self) -> str:
-        if self.ge is not None and self.le is not None:
+        if math.isfinite(self.ge) and math.isfinite(self.le):
             return f"from {self.ge} to {self.le}"
         bounds = {"of at least": self.ge, "above": self.gt, "of at most": self.le, "below": self.lt}
-        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound))
 
 
-def Ge(bound: Any) -> Interval:
+def Ge(bound: float) -> Interval:
     """At least."""
     return Interval(ge=bound)
-
-
-def Gt(bound: Any) -> Interval:
-    """Above."""
-    return Interval(gt=bound)
-
-
-def Le(bound: Any) -> Interval:
-    """At most."""
-    return Interval(le=bound)
-
-
-def Lt(bound: Any) -> Interval:
-    """Below."""
-    return Interval(lt=bound)
 
 
 @dataclass(frozen=True)
@@ -118,14 +96,15 @@ class Hint:
 
 
 Count = Annotated[int, Ge(1)]
-Positive = Annotated[float, Gt(0)]
+Positive = Annotated[float, Interval(gt=0)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Probability = Annotated[float, Interval(gt=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
-_NOUNS = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary"}
+_NOUNS = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary", PathLike: "path"}
+_NOUNS |= {Callable: "function"}
 _ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
 
 
@@ -135,32 +114,42 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     >>> check("rate", 1.5, Share)
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: rate must be a number from 0 to 1, got 1.5
+    >>> check("widths", [4, 0], Sequence[Count])
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: widths must hold an integer of at least 1, got 0
     """
     if _allows(annotation, value):
         return
+    verb, hints = "be", ""
+    wrong = [(kind, part) for kind, part in _parts(annotation, value) if not _allows(kind, part)]
+    if wrong:
+        verb, hints = "hold", _hints_of(annotation)
+        annotation, value = wrong[0]
+    close = ""
+    if isinstance(value, str) and (words := _literals(annotation)):
+        close = nearest(value, words)
+        close = close if "did you mean" in close else ""
+    elif isinstance(value, type):
+        kinds = tuple(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
+        close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""
     where = f"{owner}({name}=...)" if owner else name
-    close = nearest(value, words) if isinstance(value, str) and (words := _literals(annotation)) else ""
-    close = close if "did you mean" in close else ""
-    raise FlowBNNError(
-        f"{where} must be {_describe(annotation)}, got {shown(value)}{close}", kind="value", argument=name
-    )
+    text = f"{where} must {verb} {_describe(annotation)}{hints}, got {shown(value)}{close}"
+    raise FlowBNNError(text, kind="value", argument=name)
 
 
 def _allows(annotation: Any, value: Any) -> bool:
     if annotation is Any or isinstance(annotation, TypeVar | str):
         return True
-    origin = get_origin(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind, *constraints = get_args(annotation)
-        return _allows(kind, value) and all(value in one for one in constraints if isinstance(one, Interval))
+        bounds = [one for one in arguments[1:] if isinstance(one, Interval)]
+        return _allows(arguments[0], value) and all(value in one for one in bounds)
     if origin in (Union, UnionType):
-        return any(map(partial(_allows, value=value), get_args(annotation)))
+        return any(_allows(one, value) for one in arguments)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in get_args(annotation))
-    if annotation in (None, NoneType):
+        return any(type(value) is type(one) and value == one for one in arguments)
+    if annotation is None:
         return value is None
-    if annotation is bool:
-        return isinstance(value, bool)
     if annotation is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if annotation is float:
@@ -170,7 +159,27 @@ def _allows(annotation: Any, value: Any) -> bool:
         return callable(value)
     if kind in (Sequence, Iterable) and isinstance(value, str):
         return False
-    return isinstance(value, kind) if isinstance(kind, type) else True
+    if not isinstance(kind, type):
+        return True
+    return isinstance(value, kind) and all(_allows(one, part) for one, part in _parts(annotation, value))
+
+
+def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
+    """What a list or dictionary holds, each with what it may be."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _parts(arguments[0], value)
+    if origin in (Union, UnionType):
+        return next((found for one in arguments if (found := _parts(one, value))), [])
+    if not isinstance(origin, type) or not isinstance(value, origin) or isinstance(value, str):
+        return []
+    if origin in (Sequence, list) or arguments[1:] == (...,):
+        return [(arguments[0], part) for part in value]
+    if origin is tuple:
+        return list(zip(arguments, value, strict=False))
+    if origin in (Mapping, dict):
+        return [pair for item in value.items() for pair in zip(arguments, item, strict=True)]
+    return []
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -179,34 +188,29 @@ def _literals(annotation: Any) -> list[str]:
     return [word for one in get_args(annotation) for word in _literals(one)]
 
 
+def _hints_of(annotation: Any) -> str:
+    return "".join(f" ({one.text})" for one in get_args(annotation) if isinstance(one, Hint))
+
+
 def _describe(annotation: Any) -> str:
     """What a setting may be, in words."""
-    origin = get_origin(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind, *constraints = get_args(annotation)
-        hints = [one.text for one in constraints if isinstance(one, Hint)]
-        bounds = [str(one) for one in constraints if isinstance(one, Interval)]
-        return " ".join([_describe(kind), *bounds]) + "".join(f" ({hint})" for hint in hints)
+        bounds = [str(one) for one in arguments[1:] if isinstance(one, Interval)]
+        return " ".join([_describe(arguments[0]), *bounds]) + _hints_of(annotation)
     if origin in (Union, UnionType, Literal):
-        parts = [repr(one) if origin is Literal else _describe(one) for one in get_args(annotation)]
-        return ", ".join(parts[:-1]) + f" or {parts[-1]}" if len(parts) > 1 else parts[0]
+        parts = [repr(one) if origin is Literal else _describe(one) for one in arguments]
+        return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     if annotation in _ARTICLES:
         return _ARTICLES[annotation]
     kind = origin or annotation
-    if kind is Callable:
-        return "a function"
-    if kind is PathLike:
-        return "a path"
     name = str(_NOUNS.get(kind) or getattr(kind, "__name__", kind))
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 @cache
-def _hints(owner: Any) -> dict[str, Any]:
+def _annotations(owner: Any) -> dict[str, Any]:
     return get_type_hints(owner, include_extras=True)
-
-
-_KINDS: set[type] = set()  # classes made by options
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -218,49 +222,11 @@ def options(cls: type[T] | None = None, /, **how: Any) -> Any:
     """
 
     def decorate(cls: Any) -> Any:
-        own = vars(cls).get("__post_init__")
-
-        def __post_init__(self: Any) -> None:
-            if cls is next(
-                filter(_KINDS.__contains__, type(self).__mro__)
-            ):  # else the subclass has checked all fields already
-                hints = _hints(type(self))  # type: ignore[arg-type]
-                for one in fields(self):
-                    value = getattr(self, one.name)
-                    if value is not one.default:
-                        check(one.name, value, hints.get(one.name, Any), type(self).__name__)
-            if own is not None:
-                own(self)
-            elif (inherited := getattr(super(cls, self), "__post_init__", None)) is not None:
-                inherited()
-
-        cls.__post_init__ = __post_init__
         made: Any = dataclass(frozen=True, **how)(cls)
-        _KINDS.add(made)
-        init, names = made.__init__, [field.name for field in fields(made) if field.init]
-
-        @wraps(init)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            _refuse_unknown(cls.__name__, kwargs, names)
-            init(self, *args, **kwargs)
-
-        made.__init__ = __init__
+        made.__init__ = _checked(made.__init__, made)
         return made
 
     return decorate if cls is None else decorate(cls)
-
-
-def _refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise FlowBNNError(
-                f"{owner} has no setting '{name}'{nearest(name, known)}",
-                kind="unknown setting",
-                argument=name,
-            )
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F) -> F:
@@ -273,24 +239,32 @@ def checked(function: F) -> F:
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: walk(steps=...) must be an integer of at least 1, got 0
     """
+    return _checked(function, function)
+
+
+def _checked(function: F, annotated: Any) -> F:
     layout = signature(function)
-    name = function.__qualname__.removesuffix(".__init__").split(".")[-1]
-    named = [one for one in layout.parameters if one != "self"]
+    owner = function.__qualname__.removesuffix(".__init__").split(".")[-1]
+    known = [one for one in layout.parameters if one != "self"]
     open_ended = any(one.kind is Parameter.VAR_KEYWORD for one in layout.parameters.values())
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not open_ended:
-            _refuse_unknown(name, kwargs, named)
-        hints = _hints(function)
         try:
             given = layout.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise FlowBNNError(f"{name}: {error}", kind="call") from None
+            unknown = next((name for name in kwargs if not open_ended and name not in known), None)
+            reason = f" has no setting '{unknown}'{nearest(unknown, known)}" if unknown else f": {error}"
+            kind = "unknown setting" if unknown else "call"
+            raise FlowBNNError(owner + reason, kind=kind, argument=unknown) from None
+        hints = _annotations(annotated)
         for argument, value in given.items():
-            kind = layout.parameters[argument].kind
-            if argument in hints and kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL):
-                check(argument, value, hints[argument], name)
+            parameter = layout.parameters[argument]
+            if parameter.kind is Parameter.VAR_POSITIONAL:
+                for part in value:
+                    check(argument, part, hints.get(argument, Any), owner)
+            elif parameter.kind is not Parameter.VAR_KEYWORD and value is not parameter.default:
+                check(argument, value, hints.get(argument, Any), owner)
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -300,15 +274,10 @@ def takes(kind: type) -> Callable[[F], F]:
     """Let a function with ``**settings`` show the fields of a class of settings in its signature, for ``help`` and editors."""
 
     def decorate(function: F) -> F:
-        own = [
-            one for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD
-        ]
-        names = {one.name for one in own}
-        more = [
-            one.replace(kind=Parameter.KEYWORD_ONLY)
-            for one in signature(kind).parameters.values()
-            if one.name not in names
-        ]
+        layout = signature(function).parameters
+        own = [one for one in layout.values() if one.kind is not Parameter.VAR_KEYWORD]
+        known = [one for one in signature(kind).parameters.values() if one.name not in layout]
+        more = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in known]
         function.__signature__ = Signature([*own, *more])  # type: ignore[attr-defined]
         return function
 

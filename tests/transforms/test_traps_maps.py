@@ -220,7 +220,7 @@ def short_net() -> MLP:
         (lambda: GlowStep(1), "at least 2"),
         (lambda: AdditiveCoupling(3, mask="checkers"), "'half' or 'alternating'"),
         (lambda: AdditiveCoupling(3, mask=[True, False]), "one boolean for each"),
-        (lambda: AdditiveCoupling(3, mask=[1, 0, 1]), "one boolean for each"),
+        (lambda: AdditiveCoupling(3, mask=[1, 0, 1]), "must hold True or False"),
         (lambda: AdditiveCoupling(2, mask=[True, True]), "one true and one false"),
         (lambda: AdditiveCoupling(2, mask=[False, False]), "one true and one false"),
         (lambda: AffineCoupling(4, bound=0.0), "a number above 0"),

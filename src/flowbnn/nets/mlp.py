@@ -36,18 +36,12 @@ class MLP(nn.Module):
         self,
         dim_in: Count,
         dim_out: Count,
-        hidden: Sequence[int] = (64, 64),
+        hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Annotated[int, Ge(0)] = 0,
     ) -> None:
         super().__init__()
         widths = [dim_in + context_dim, *hidden, dim_out]
-        if min(widths) < 1:
-            raise FlowBNNError(
-                f"every width of an MLP must be at least 1, not {tuple(hidden)}",
-                kind="value",
-                argument="hidden",
-            )
         self.context_dim = context_dim
         layers: list[nn.Module] = []
         for before, after in pairwise(widths[:-1]):

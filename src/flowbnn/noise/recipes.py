@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Ge, Interval, Le, Positive, check, options
+from flowbnn.options import Count, Interval, Positive, check, options
 from flowbnn.transforms import (
     AffineCoupling,
     Compose,
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 
-Size = Annotated[int, Ge(1), Le(10_000)]
-Length = Annotated[int, Ge(0), Le(10_000)]
+Size = Annotated[int, Interval(ge=1, le=10_000)]
+Length = Annotated[int, Interval(ge=0, le=10_000)]
 
 
 @options(kw_only=True)

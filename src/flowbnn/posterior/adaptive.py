@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Ge, Gt, NonNegative, Positive, Probability, options
+from flowbnn.options import Ge, Interval, NonNegative, Positive, Probability, options
 from flowbnn.posterior.batches import divisible, pick
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
@@ -68,7 +68,7 @@ class Adaptive:
     certainty: Probability = 0.95
     until: Literal["probabilities", "decision", "either"] = "either"
     start: Annotated[int, Ge(2)] = 8
-    growth: Annotated[float, Gt(1)] = 1.5
+    growth: Annotated[float, Interval(gt=1)] = 1.5
     lead: NonNegative = 2.0
 
     def looks(self, samples: int) -> list[int]:
