@@ -97,7 +97,7 @@ def test_other_refusals():
         to_stochastic(nn.Sequential(nn.ReLU()), {"*": NormalAffine()})
     with pytest.raises(FlowBNNError, match="noise already"):
         to_stochastic(to_stochastic(mlp(), {"*": NormalAffine()}), {"*": NormalAffine()})
-    with pytest.raises(FlowBNNError, match="no noise to take off"):
+    with pytest.raises(FlowBNNError, match="this network has no noise"):
         to_deterministic(mlp())
     with pytest.raises(FlowBNNError, match="model=.*must be a Module"):
         to_stochastic("net", {"*": NormalAffine()})

@@ -51,11 +51,8 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
     parts = inputs.values() if isinstance(inputs, Mapping) else inputs
-    return (
-        [one for part in parts for one in tensors_of(part)]
-        if isinstance(inputs, Mapping | list | tuple)
-        else []
-    )
+    known = isinstance(inputs, Mapping | list | tuple)
+    return [one for part in parts for one in tensors_of(part)] if known else []
 
 
 def rows(inputs: Any) -> int:

@@ -6,14 +6,14 @@ Layers keep their class, name and weights: noise is a child module of its layer,
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, shown
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.noise import (
     Layout,
     Noise,
@@ -48,17 +48,14 @@ class Table(tuple[Conversion, ...]):
     """What was wrapped: a tuple of :class:`Conversion` that prints as a table."""
 
     def __str__(self) -> str:
-        heads = ("layer", "kind", "noise", "site", "dim", "parameters")
-        rows = [(c.layer, c.kind, c.noise, c.site, str(c.dim), f"{c.parameters:,}") for c in self]
-        rows.append(("", "", "", "", "", f"{sum(c.parameters for c in self):,}"))
-        widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-
-        def line(row: tuple[str, ...]) -> str:
-            left = [cell.ljust(width) for cell, width in zip(row[:4], widths[:4], strict=True)]
-            right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
-            return "  ".join((*left, *right)).rstrip()
-
-        return "\n".join([line(heads), "  ".join("-" * width for width in widths), *map(line, rows)])
+        heads = tuple(one.name for one in fields(Conversion))
+        rows = [(*astuple(one)[:4], str(one.dim), f"{one.parameters:,}") for one in self]
+        rows.append(("", "", "", "", "", f"{sum(one.parameters for one in self):,}"))
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        rows = [heads, tuple("-" * width for width in widths), *rows]
+        signs = "<<<<>>"
+        cells = [[f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)] for row in rows]
+        return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 @checked
@@ -103,9 +100,14 @@ def to_stochastic(
     2      Linear  NormalAffine()          channel    8          16
                                                                  42
     """
-    if noise_layers(model):
+    layers = _candidates(model)
+    if noise_layers(model) or not layers:
         raise FlowBNNError(
-            "this network has noise already; take it off with to_deterministic first", kind="model"
+            f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
+            "register_layer adds a layer class of your own"
+            if not layers
+            else "this network has noise already; take it off with to_deterministic first",
+            kind="model",
         )
     if not inplace:
         try:
@@ -115,13 +117,7 @@ def to_stochastic(
                 f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is",
                 kind="model",
             ) from error
-    layers = _candidates(model)
-    if not layers:
-        raise FlowBNNError(
-            f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
-            "register_layer adds a layer class of your own",
-            kind="model",
-        )
+        layers = _candidates(model)
     chosen = _choose(model, layers, rules)
     for name, recipe in chosen.items():
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
@@ -147,21 +143,15 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _exactness(rule: Rule, module: nn.Module) -> tuple[int, int]:
+def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
+    """How exactly a rule names a layer; None where it does not."""
     if isinstance(rule, str):
-        glob = any(sign in rule for sign in "*?[")
-        return (0, sum(sign not in "*?[]" for sign in rule)) if glob else (3, 0)
+        if any(sign in rule for sign in "*?["):
+            return (0, sum(sign not in "*?[]" for sign in rule)) if fnmatchcase(name, rule) else None
+        return (3, 0) if name == rule else None
     if isinstance(rule, type):
-        return (1, -type(module).__mro__.index(rule))
-    return (2, 0)
-
-
-def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
-    if isinstance(rule, str):
-        return fnmatchcase(name, rule) if any(sign in rule for sign in "*?[") else name == rule
-    if isinstance(rule, type):
-        return isinstance(module, rule)
-    return bool(rule(name, module))
+        return (1, -type(module).__mro__.index(rule)) if isinstance(module, rule) else None
+    return (2, 0) if rule(name, module) else None
 
 
 def _choose(
@@ -170,68 +160,38 @@ def _choose(
     aliases = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     first = {id(module): name for name, module in layers.items()}
     winners: dict[str, tuple[tuple[int, int], Recipe | None]] = {}
+    problem = 'the rules leave every layer plain; {"*": NormalAffine()} puts noise on every layer'
     for rule, recipe in rules.items():
-        _check(rule, recipe)
-        if isinstance(rule, str) and rule in aliases and aliases[rule] in first:
-            matched = [first[aliases[rule]]]  # a shared module answers to each of its names
-        else:
-            matched = [name for name, module in layers.items() if _matches(rule, name, module)]
-        if not matched:
-            raise FlowBNNError(_why_nothing(rule, model, layers), kind="no match", layer=_show(rule))
-        for name in matched:
-            rank = _exactness(rule, layers[name])
-            if name not in winners or rank >= winners[name][0]:
+        # a shared module answers to each of its names
+        named = first.get(aliases.get(rule, 0), rule) if isinstance(rule, str) else rule
+        ranks = {name: _rank(named, name, module) for name, module in layers.items()}
+        if not any(ranks.values()):
+            problem, winners = _why_nothing(rule, model, layers), {}
+            break
+        for name, rank in ranks.items():
+            if rank is not None and (name not in winners or rank >= winners[name][0]):
                 winners[name] = (rank, recipe)
     chosen = {name: winners[name][1] for name in layers if name in winners}
     wrapped = {name: recipe for name, recipe in chosen.items() if recipe is not None}
     if not wrapped:
-        raise FlowBNNError(
-            'the rules leave every layer plain; {"*": NormalAffine()} puts noise on every layer',
-            kind="value",
-            argument="rules",
-        )
+        raise FlowBNNError(problem, kind="rules", argument="rules")
     return wrapped
-
-
-def _check(rule: Any, recipe: Any) -> None:
-    if not isinstance(rule, str) and (isinstance(rule, bool) or not callable(rule)):
-        raise FlowBNNError(
-            f"rule {rule!r:.60} is not a layer's name, glob, module class or function of (name, module); names are strings: "
-            f"'{rule!s:.20}'",
-            kind="value",
-            argument="rules",
-        )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        is_class = isinstance(recipe, type) and issubclass(recipe, Recipe)
-        advice = (
-            f"write {recipe.__name__}() with its brackets"
-            if is_class
-            else "give a recipe such as NormalAffine(), or None"
-        )
-        raise FlowBNNError(
-            f"rule {_show(rule)} gives {shown(recipe)}; {advice}",
-            kind="value",
-            argument="rules",
-            layer=_show(rule),
-        )
-
-
-def _show(rule: Rule) -> str:
-    return repr(rule) if isinstance(rule, str) else getattr(rule, "__name__", str(rule))
 
 
 def _why_nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     if not isinstance(rule, str):
-        return f"rule {_show(rule)} matches none of the {len(layers)} layers that can carry noise{nearest('', layers)}"
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parent = modules.get(rule.rpartition(".")[0])
-    if isinstance(parent, nn.MultiheadAttention):
-        return f"{rule!r} is read by its attention layer without being called; put the noise on {rule.rpartition('.')[0]!r}"
-    if rule in modules:
-        inside = (
-            f"; its layers are {rule + '.*'!r}" if any(name.startswith(rule + ".") for name in layers) else ""
+        title = getattr(rule, "__name__", str(rule))
+        return (
+            f"rule {title} matches none of the {len(layers)} layers that can carry noise{nearest('', layers)}"
         )
-        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot carry noise{inside}"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    above = rule.rpartition(".")[0]
+    if isinstance(modules.get(above), nn.MultiheadAttention):
+        return f"{rule!r} is read by its attention layer without being called; put the noise on {above!r}"
+    if rule in modules:
+        inside = any(name.startswith(rule + ".") for name in layers)
+        advice = f"; its layers are {rule + '.*'!r}" if inside else ""
+        return f"{rule!r} is a {type(modules[rule]).__name__}, which cannot carry noise{advice}"
     return f"rule {rule!r} matches no layer{nearest(rule, layers)}"
 
 
@@ -290,12 +250,11 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     >>> torch.equal(plain.weight, network.weight), len(plain.state_dict())
     (True, 2)
     """
-    if not noise_layers(model):
-        raise FlowBNNError("this network has no noise to take off", kind="model")
     model = model if inplace else deepcopy(model)
+    layers = _noisy(model)
     if not absorb:
-        _warn_of_means(model)
-    for name, noise in noise_layers(model).items():
+        _warn_of_means(layers)
+    for name, noise in layers.items():
         module = model.get_submodule(name)
         if absorb:
             _absorb(model, name, module, noise)
@@ -311,14 +270,20 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     return model
 
 
-def _warn_of_means(model: nn.Module) -> None:
+def _noisy(model: nn.Module) -> dict[str, Noise]:
+    layers = noise_layers(model)
+    if not layers:
+        raise FlowBNNError(
+            "this network has no noise; convert it first with to_stochastic(network, rules)", kind="model"
+        )
+    return layers
+
+
+@torch.no_grad()
+def _warn_of_means(layers: Mapping[str, Noise]) -> None:
     """Trained noise has means that the plain weights have come to rely on."""
-    with torch.no_grad():
-        moved = {
-            name: float((noise.mean() - 1).square().mean().sqrt())
-            for name, noise in noise_layers(model).items()
-            if noise.fitted
-        }
+    fitted = {name: noise for name, noise in layers.items() if noise.fitted}
+    moved = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
     if moved and max(moved.values()) > 0.02:
         name = max(moved, key=moved.__getitem__)
         warnings.warn(
@@ -348,11 +313,8 @@ def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> Non
     weight: Any = getattr(module, "weight", None)
     users = sum(weight is own for part in model.modules() for own in part._parameters.values())
     if users > 1 or not absorbs(module):
-        why = (
-            "its weight is tied to another layer's, which would be scaled too"
-            if users > 1
-            else f"it is a {type(module).__name__}"
-        )
+        tied = "its weight is tied to another layer's, which would be scaled too"
+        why = tied if users > 1 else f"it is a {type(module).__name__}"
         raise FlowBNNError(
             f"the mean of the noise cannot be absorbed into {name!r}: {why}; use absorb=False",
             kind="absorb",
@@ -363,7 +325,7 @@ def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> Non
 
 def describe(model: nn.Module) -> Table:
     """The table of what carries noise: layer, kind, posterior, site, dimensions, parameters."""
-    table = Table(
+    return Table(
         Conversion(
             name or "(the network)",
             type(model.get_submodule(name)).__name__,
@@ -372,10 +334,5 @@ def describe(model: nn.Module) -> Table:
             noise.layout.dim,
             sum(p.numel() for p in noise.parameters()),
         )
-        for name, noise in noise_layers(model).items()
+        for name, noise in _noisy(model).items()
     )
-    if not table:
-        raise FlowBNNError(
-            "this network has no noise; convert it first with to_stochastic(network, rules)", kind="model"
-        )
-    return table

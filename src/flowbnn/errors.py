@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
 __all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "shown", "some_of"]
@@ -27,9 +26,6 @@ class FlowBNNError(ValueError):
         super().__init__(message)
         self.fields = fields
         self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
-
-    def __reduce__(self) -> Any:  # arguments by name do not survive the pickle of an exception otherwise
-        return partial(type(self), **self.fields), (str(self),)
 
 
 class FlowBNNWarning(UserWarning):

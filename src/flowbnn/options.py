@@ -103,8 +103,8 @@ Probability = Annotated[float, Interval(gt=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
-_NOUNS = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary", PathLike: "path"}
-_NOUNS |= {Callable: "function"}
+_NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary"}
+_NOUNS |= {PathLike: "path", Callable: "function"}
 _ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
 
 
@@ -171,7 +171,8 @@ def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
         return _parts(arguments[0], value)
     if origin in (Union, UnionType):
         return next((found for one in arguments if (found := _parts(one, value))), [])
-    if not isinstance(origin, type) or not isinstance(value, origin) or isinstance(value, str):
+    fits: bool = isinstance(origin, type) and isinstance(value, origin)
+    if not fits or isinstance(value, str):
         return []
     if origin in (Sequence, list) or arguments[1:] == (...,):
         return [(arguments[0], part) for part in value]
