@@ -12,7 +12,6 @@ import flowbnn
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
     "compare",
-    "candidates",
     "results",
     "methods",
     "posterior",

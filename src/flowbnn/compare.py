@@ -1,7 +1,7 @@
 """All methods on a network and data of your own: one table of how good each is and what it costs.
 
-:func:`compare` fits every :class:`~flowbnn.candidates.Candidate` with every seed and returns a :class:`Comparison`, which prints as a
-table, has its rows as plain values, and can be written as ``results.json`` for the report of ``flowbnn_studies``.
+:func:`compare` fits every :class:`Candidate` with every seed and returns a :class:`Comparison`, which prints as a table, has its rows
+as plain values, and can be written as ``results.json`` for the report of ``flowbnn_studies``.
 """
 
 import math
@@ -9,11 +9,13 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +23,48 @@ import torch
 from torch import nn
 
 from flowbnn.batches import device_of
-from flowbnn.candidates import (
-    CANDIDATES,
-    PLAIN,
-    Candidate,
-    best_first,
-    find_candidates,
-    listed,
-    measure,
-    warm_up,
+from flowbnn.diagnostics.cost import PeakMemory, clock
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.methods import (
+    HMC,
+    MAP,
+    MLE,
+    MNF,
+    NUTS,
+    SGLD,
+    SWAG,
+    BayesByBackprop,
+    DeepEnsemble,
+    Laplace,
+    MCDropout,
+    MemberPosterior,
+    Method,
+    NodeNoise,
+    Posterior,
+    Temperature,
 )
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.methods import Method
 from flowbnn.methods.base import LikelihoodName
+from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.options import Count, File, Positive, Seed, checked
+from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import (
     CLASSIFICATION,
     Metric,
     Parts,
-    digest,
+    best_first,
     figure,
-    fingerprint,
-    plain,
-    read_json,
+    listed,
     recorded_warnings,
     reliability_figure,
     summary,
     write_json,
 )
-from flowbnn.training import check_writable, track
+from flowbnn.training import track
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["CANDIDATES", "PLAIN", "Candidate", "Comparison", "compare", "find_candidates", "measure"]
 
+PLAIN = "mle"  # times are ratios to those of the plain network
+HOURS = 100_000  # above this many weights HMC and NUTS take hours
 # fmt: off
 METRICS = (
     *CLASSIFICATION,
@@ -68,6 +80,187 @@ METRICS = (
 # fmt: on
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """One method with its settings.
+
+    Args:
+        key: short name, used in files and on the command line.
+        label: name in tables and figures.
+        method: its class.
+        settings: those that differ from the method's defaults.
+        own: common settings that it does not take over, because they mean another thing to it.
+        cost: of one training, roughly, as a multiple of the plain network's: the expensive ones are started first.
+        held_out: whether it learns from held-out data, as calibration does.
+        most_weights: larger networks are skipped, because it would take hours.
+        short: settings for a given number of epochs and of batches per epoch, where the defaults do not suit so few.
+    """
+
+    key: str
+    label: str
+    method: type[Method]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    cost: float = 1.0
+    held_out: bool = False
+    most_weights: float = math.inf
+    short: Callable[[int, int | None], Mapping[str, Any]] | None = None
+
+    @property
+    def method_name(self) -> str:
+        """The method's name, node noise with its kind: ``mc-dropout``, ``node-noise-planar``."""
+        kind = self.settings.get("kind")
+        return f"{self.method.name}-{kind}" if isinstance(kind, str) else self.method.name
+
+    def make(
+        self, specific: Mapping[str, Any] | None = None, batches: int | None = None, **common: Any
+    ) -> Method:
+        """The method with those ``common`` settings that it has, then its own, then the ``specific`` ones."""
+        known = {one.name for one in fields(self.method)} - set(self.own)
+        given = {name: value for name, value in common.items() if name in known}
+        suited = self.short(given["epochs"], batches) if self.short and "epochs" in given else {}
+        return self.method(**{**given, **suited, **self.settings, **(specific or {})})
+
+
+def _short_sgld(epochs: int, batches: int | None) -> dict[str, Any]:
+    """As many of SGLD's snapshots as fit into a short run, with fewer cycles where not even two do."""
+    usual = SGLD()
+    for cycles in (usual.cycles, 1, 0) if batches is not None else ():
+        for samples in range(usual.samples, 1, -1):
+            plan = SGLD(cycles=cycles, samples=samples).plan(epochs * (batches or 1))
+            if len(plan.kept) == samples:
+                return {"cycles": cycles, "samples": samples}
+    return {}
+
+
+def _short_swag(epochs: int, batches: int | None) -> dict[str, Any]:
+    """Let SWAG collect two sets of weights in two or three epochs."""
+    return {"per_epoch": 2} if epochs in (2, 3) else {}
+
+
+_CHAIN = {"samples": 50, "warmup": 50, "chains": 2}
+_PRIOR = ("prior_scale",)  # that of the noise, or of Laplace, means another thing than that of the weights
+# fmt: off
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("mle", "Maximum likelihood", MLE),
+    Candidate("map", "MAP", MAP),
+    Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True),
+    Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
+    Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, {"members": 5}, cost=5),
+    Candidate("swag", "SWAG", SWAG, cost=1.5, short=_short_swag),
+    Candidate("bayes-by-backprop", "Bayes by Backprop", BayesByBackprop, cost=2),
+    Candidate("bayes-by-backprop-mixture", "Bayes by Backprop, mixture prior", BayesByBackprop, {"prior": "scale-mixture"}, cost=2.5),
+    Candidate("mnf", "Multiplicative flows", MNF, cost=5),
+    Candidate("laplace", "Laplace, last layer", Laplace, own=_PRIOR, cost=1.5),
+    Candidate("laplace-all", "Laplace, all layers", Laplace, {"layers": "all"}, _PRIOR, cost=2),
+    Candidate("sgld", "SGLD", SGLD, own=("optimizer",), cost=3, short=_short_sgld),
+    Candidate("hmc", "HMC", HMC, {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
+    Candidate("nuts", "NUTS", NUTS, {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
+    Candidate("node-noise-gaussian", "Node noise, Gaussian", NodeNoise, {"kind": "gaussian"}, _PRIOR, cost=2),
+    Candidate("node-noise-mixture", "Node noise, mixture", NodeNoise, {"kind": "mixture"}, _PRIOR, cost=3),
+    Candidate("node-noise-planar", "Node noise, planar flow", NodeNoise, {"kind": "planar"}, _PRIOR, cost=4),
+)
+# fmt: on
+
+
+def find_candidates(keys: Iterable[str]) -> list[Candidate]:
+    """Candidates in the order of the tables, by their key, by the name of their method, or by a glob of keys.
+
+    >>> [one.key for one in find_candidates(["node-noise", "map", "laplace"])]
+    ['map', 'laplace', 'node-noise-gaussian', 'node-noise-mixture', 'node-noise-planar']
+    """
+    chosen: set[str] = set()
+    for key in keys:
+        by_key = {one.key for one in CANDIDATES if one.key == key}
+        by_method = {one.key for one in CANDIDATES if one.method.name == key}
+        matches = by_key or by_method or {one.key for one in CANDIDATES if fnmatchcase(one.key, key)}
+        if not matches:
+            names = [name for one in CANDIDATES for name in (one.key, one.method.name)]
+            raise FlowBNNError(
+                f"there is no method '{key}' to compare{nearest(key, names)}", argument="methods"
+            )
+        chosen |= matches
+    return [one for one in CANDIDATES if one.key in chosen]
+
+
+REPEATS, ENOUGH = 3, 2.0  # a prediction is timed so often, unless that takes more seconds than this
+
+
+def kept_numbers(posterior: Posterior) -> int:
+    """How many real numbers a posterior keeps in order to predict; of a list of networks, those of the list.
+
+    >>> loader = [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))]
+    >>> kept_numbers(MLE(epochs=1).fit(nn.Linear(3, 2), loader, progress=False))  # 3 * 2 + 2
+    8
+    """
+    inner = getattr(posterior, "posterior", posterior)  # temperature scaling wraps the posterior it scales
+    replaced = {f"network.{name}" for name in inner.names} if isinstance(inner, MemberPosterior) else set()
+    kept = {value.data_ptr(): value for name, value in inner.tensors().items() if name not in replaced}
+    return sum(value.numel() for value in kept.values() if value.is_floating_point())
+
+
+def sample_count(posterior: Posterior, wanted: int) -> int:
+    """Networks to average: each once where there are few (or one), else as many as wanted."""
+    few = posterior.default_samples == 1 or isinstance(posterior, MemberPosterior)
+    return min(wanted, posterior.default_samples) if few else wanted
+
+
+def warm_up(network: nn.Module, loader: Iterable[Any], likelihood: LikelihoodName = "auto") -> None:
+    """Train and predict on one batch, so that what torch does once per process is not counted on the first method."""
+    batch = list(islice(loader, 1))
+    posterior = MLE(epochs=2).fit(network, batch, likelihood=likelihood, progress=False, accelerator="cpu")
+    posterior.predict(batch, 1, progress=False)
+
+
+def measure(
+    method: Method,
+    network: nn.Module,
+    train: Iterable[Any],
+    test: Iterable[Any],
+    *,
+    novel: Any = None,
+    samples: int = 128,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit one method on a copy of a network and evaluate it: plain values, the metrics under ``values``.
+
+    Args:
+        method: from :mod:`flowbnn.methods`.
+        network: copied by the fit.
+        train, test: loaders.
+        novel: inputs unlike the training data, or a loader of them.
+        samples: networks averaged in a prediction.
+        options: of the fit, such as ``likelihood``, ``validation`` and ``seed``.
+    """
+    memory = PeakMemory(device_of(network))
+    started = clock()
+    posterior = method.fit(network, train, **{"progress": False, **options})
+    device = device_of(posterior.model)
+    seconds = clock(device) - started
+    number = sample_count(posterior, samples)
+    times: list[float] = []
+    while not times or (len(times) < REPEATS and sum(times) < ENOUGH):
+        started = clock(device)
+        predictive, targets = posterior.predict_with_targets(test, number, seed=0, progress=False)
+        times.append(clock(device) - started)
+    if targets is None:
+        raise FlowBNNError(
+            "the test loader must give (inputs, targets), not inputs alone", argument="test_loader"
+        )
+    peak, predictive = memory.read(), predictive.cpu()
+    values: dict[str, float | None] = dict(predictive.evaluate(targets))
+    if novel is not None:
+        pair = predictive, posterior.predict(novel, number, seed=0, progress=False).cpu()
+        classes = isinstance(predictive, CategoricalPredictive)
+        values["auroc"] = novelty_auroc(*(one.entropy if classes else one.epistemic.sum(-1) for one in pair))
+    values |= {"train_seconds": seconds, "predict_seconds": min(times)}
+    values |= {"parameters": float(kept_numbers(posterior)), "memory": peak}
+    content: dict[str, Any] = {"values": values, "samples": number}
+    if isinstance(predictive, CategoricalPredictive):
+        content["bins"] = reliability(predictive.probabilities, targets)
+    return content
+
+
 @checked
 def compare(
     network: nn.Module,
@@ -81,10 +274,8 @@ def compare(
     lr: Positive = 1e-3,
     samples: Count = 128,
     seed: Seed = 0,
-    seeds: Count | Sequence[int] = 1,
+    seeds: Count | Sequence[Seed] = 1,
     likelihood: LikelihoodName = "auto",
-    folder: File | None = None,
-    resume: bool = False,
     progress: bool = True,
     **options: Any,
 ) -> "Comparison":
@@ -102,9 +293,6 @@ def compare(
         seed, seeds: ``seed``, ``seed + 1``, ... for a number of seeds, or the seeds themselves; the network starts from the given
             weights with each of them.
         likelihood: as in :meth:`~flowbnn.methods.Method.fit`.
-        folder: write each method's numbers there as soon as it is done, and ``results.json``.
-        resume: reuse what an earlier call finished in ``folder`` with the same network, weights and data. Of the training data,
-            which may be augmented at random, only the targets are compared.
         progress: show a bar over the methods, on a terminal.
         options: of every fit, such as ``accelerator``.
 
@@ -119,114 +307,65 @@ def compare(
             raise FlowBNNError(
                 f"{name} is read once for every method: give a loader or a list", argument=name
             )
-    if folder is not None:
-        check_writable(Path(folder) / "results.json")
-    elif resume:
-        raise FlowBNNError("resume needs the folder that an earlier call wrote to", argument="resume")
-    numbers = [seed + more for more in range(seeds)] if isinstance(seeds, int) else list(seeds)
-    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise FlowBNNError(f"seeds must be different integers of at least 0, got {seeds}", argument="seeds")
+    numbers = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
     batches = len(train_loader) if hasattr(train_loader, "__len__") else None  # type: ignore[arg-type]
-    chosen, reasons = _choose(methods, epochs=epochs, lr=lr, batches=batches)
+    reasons: dict[str, str] = {}
+    chosen = _choose(methods, reasons, epochs=epochs, lr=lr, batches=batches)
     weights = sum(parameter.numel() for parameter in network.parameters())
-    data: dict[str, Any] = {}
-    identity: dict[str, Any] = {"samples": samples, "flowbnn": version("flowbnn")}
-    if folder is not None:
-        tensors = (*network.named_parameters(), *network.named_buffers())
-        identity["weights"] = {name: digest(value).hex()[:16] for name, value in tensors}
-        data = {"train": fingerprint(train_loader, inputs=False), "test": fingerprint(test_loader)}
-        data |= {"novel": fingerprint(novel), "validation": fingerprint(validation)}
-    content: dict[tuple[str, int], dict[str, Any]] = {}
-    stale: dict[str, list[str]] = {}
-    warm = False
-    fits = [(candidate, method, number) for candidate, method in chosen for number in numbers]
-    for candidate, method, number in track(fits, "comparing", progress):
-        seen = {**data, "validation": data.get("validation") if candidate.held_out else None}
-        own = plain({**identity, "seed": number, "method": repr(method), "data": seen})
-        path = Path(folder or ".") / "parts" / f"{candidate.key}-seed{number}.json"
-        stored = read_json(path) if resume else None
-        if stored is not None and stored.get("identity") == own:
-            content[candidate.key, number] = stored["content"]
-            continue
-        if stored is not None:
-            differs = [name for name in own if stored.get("identity", {}).get(name) != own[name]]
-            stale.setdefault(candidate.key, []).extend(differs)
-        part: dict[str, Any] = {"values": {}}
-        started = time.monotonic()
-        if methods is None and weights > (candidate.most_weights or math.inf):
-            part["refused"] = f"with {weights:,} weights it would take hours; name it in methods to run it"
-        else:
-            if not warm:
-                warm_up(network, train_loader, likelihood)
-                warm = True
-            try:
-                with recorded_warnings() as caught:
-                    part = measure(
-                        method,
-                        network,
-                        train_loader,
-                        test_loader,
-                        novel=novel,
-                        samples=samples,
-                        likelihood=likelihood,
-                        validation=validation if candidate.held_out else None,
-                        seed=number,
-                        **options,
-                    )
-                part["warnings"] = caught
-            except FlowBNNError as error:
-                _leave_out(candidate, error, reasons)
-                part["refused"] = str(error)
-        part["seconds"] = time.monotonic() - started
-        content[candidate.key, number] = part
-        if folder is not None:
-            write_json(path, {"identity": own, "content": part})
-    if stale:
-        differing = ", ".join(dict.fromkeys(name for names in stale.values() for name in names))
-        warnings.warn(
-            FlowBNNWarning(
-                f"what {folder} has of {', '.join(stale)} was made with other settings (different: {differing}), so it was done anew",
-                kind="stale",
-                different=differing.split(", "),
-            ),
-            stacklevel=3,
-        )
-    for (key, _), part in content.items():
-        if part.get("refused"):
-            reasons.setdefault(key, part["refused"])
     settings: dict[str, Any] = {"epochs": epochs, "lr": lr, "samples": samples, "seeds": numbers, **options}
     given = "".join(f", {name}={value!r}" for name, value in settings.items())
     call = f"flowbnn.compare(network, train_loader, test_loader, methods={methods!r}{given})"
     settings |= {"network": type(network).__name__, "weights": weights, "device": device_of(network).type}
     settings |= {"methods": {one.key: repr(method) for one, method in chosen}}
-    result = Comparison([one for one, _ in chosen], Parts(numbers, content), reasons, settings, call)
-    if folder is not None:
-        result.save(folder)
-    return result
+    parts = Parts(numbers, {})
+    warm_up(network, train_loader, likelihood)
+    fits = [(candidate, method, number) for candidate, method in chosen for number in numbers]
+    for candidate, method, number in track(fits, "comparing", progress):
+        if methods is None and weights > candidate.most_weights:
+            reasons[candidate.key] = (
+                f"with {weights:,} weights it would take hours; name it in methods to run it"
+            )
+            continue
+        started = time.monotonic()
+        try:
+            with recorded_warnings() as caught:
+                part = measure(
+                    method,
+                    network,
+                    train_loader,
+                    test_loader,
+                    novel=novel,
+                    samples=samples,
+                    likelihood=likelihood,
+                    validation=validation if candidate.held_out else None,
+                    seed=number,
+                    **options,
+                )
+        except FlowBNNError as error:
+            _leave_out(candidate, error, reasons)
+            continue
+        seconds = time.monotonic() - started
+        parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
+    return Comparison([one for one, _ in chosen], parts, reasons, settings, call)
 
 
 def _leave_out(candidate: Candidate, error: FlowBNNError, reasons: dict[str, str]) -> None:
     """Warn, once, that a method cannot serve; what the plain network cannot do, no method can."""
     if candidate.key == PLAIN:
-        raise FlowBNNError(f"{candidate.label} ('{PLAIN}'): {error}", **error.fields) from error
+        raise error
     if candidate.key not in reasons:
         text = f"{candidate.label} ('{candidate.key}') is left out of the comparison: {error}"
         warnings.warn(FlowBNNWarning(text, kind="left out", method=candidate.key), stacklevel=4)
     reasons[candidate.key] = str(error)
 
 
-def _choose(methods: Any, **common: Any) -> tuple[list[tuple[Candidate, Method]], dict[str, str]]:
-    """The methods, the plain network first, and why others are left out."""
+def _choose(methods: Any, reasons: dict[str, str], **common: Any) -> list[tuple[Candidate, Method]]:
+    """The methods, the plain network first; those that cannot be made go into ``reasons``."""
     if methods is None:
         methods = [one.key for one in CANDIDATES]
     elif isinstance(methods, str | Method):
         methods = [methods]
-    if not methods:
-        raise FlowBNNError(
-            "there is no method to compare: name some, or leave methods out for all", argument="methods"
-        )
     chosen: dict[str, tuple[Candidate, Method]] = {}
-    reasons: dict[str, str] = {}
     labelled = methods.items() if isinstance(methods, Mapping) else ((None, one) for one in methods)
     for label, one in ((None, PLAIN), *labelled):
         if isinstance(one, str):
@@ -235,19 +374,13 @@ def _choose(methods: Any, **common: Any) -> tuple[list[tuple[Candidate, Method]]
                     chosen[candidate.key] = (candidate, candidate.make(**common))
                 except FlowBNNError as error:
                     _leave_out(candidate, error, reasons)
-        elif isinstance(one, Method):
-            like = next((other for other in CANDIDATES if isinstance(one, other.method)), CANDIDATES[0])
-            key = re.sub(r"[^a-z0-9]+", "-", (label or one.name).lower()).strip("-") or "method"
-            while key in chosen:
-                key += "-again"
-            name = label or repr(one)
-            candidate = Candidate(key, name, type(one), like.family, vars(one), held_out=like.held_out)
-            chosen[key] = (candidate, one)
-        else:
-            raise FlowBNNError(
-                f"methods are keys or methods, such as 'map' or fb.MAP(), got {one!r}", argument="methods"
-            )
-    return list(chosen.values()), reasons
+            continue
+        key = re.sub(r"[^a-z0-9]+", "-", (label or one.name).lower()).strip("-") or "method"
+        while key in chosen:
+            key += "-again"
+        held_out = isinstance(one, Temperature)
+        chosen[key] = Candidate(key, label or repr(one), type(one), vars(one), held_out=held_out), one
+    return list(chosen.values())
 
 
 class Comparison:
@@ -270,7 +403,7 @@ class Comparison:
     ) -> None:
         self.parts, self.settings, self.call = _with_ratios(parts), settings or {}, call
         self.ranked = best_first(self.parts, candidates, "nll")
-        labels = {one.key: one.label for one in CANDIDATES} | {one.key: one.label for one in candidates}
+        labels = {one.key: one.label for one in (*CANDIDATES, *candidates)}
         self.notes = [
             f"{labels[key]} is not in the table: {reason.rstrip('.')}."
             for key, reason in (reasons or {}).items()
@@ -299,7 +432,8 @@ class Comparison:
             self.parts.row(one.key, one.label, self.metrics, method=one.method_name) for one in self.ranked
         ]
 
-    def __rich__(self) -> Any:
+    def __str__(self) -> str:
+        from rich.console import Console
         from rich.table import Table
 
         table = Table("", box=None, pad_edge=False)
@@ -308,13 +442,8 @@ class Comparison:
         for row in self.table_rows():
             cells = [_cell(row["values"].get(metric.key), metric.format) for metric in self.metrics]
             table.add_row(row["label"], *cells)
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
         text = StringIO()
-        Console(file=text, width=1000).print(self)
+        Console(file=text, width=1000).print(table)
         return "\n".join([text.getvalue(), self.answer, *(f"- {note}" for note in self.notes)])
 
     @property
@@ -331,17 +460,16 @@ class Comparison:
         )
         text += (
             f" It takes {parts.mean(best.key, 'training'):.1f} times the plain network's training time and "
-            f"{parts.mean(best.key, 'prediction'):.0f} times its prediction time. No method is better in both training time and NLL "
-            f"than, from cheap to expensive: {listed(parts, self.pareto('training', 'nll'), 'training', '.1f')} times."
+            f"{parts.mean(best.key, 'prediction'):.0f} times its prediction time."
         )
-        calibrated = best_first(parts, ranked, "ece")
+        calibrated = best_first(parts, ranked, "ece")[:1]
         if calibrated:
-            text += f" Best calibrated: {listed(parts, calibrated[:1], 'ece', '.4f')} (ECE)."
-        novelty = best_first(parts, ranked, "auroc", higher=True)
+            text += f" Best calibrated: {listed(parts, calibrated, 'ece', '.4f')} (ECE)."
+        novelty = best_first(parts, ranked, "auroc", higher=True)[:1]
         if novelty and parts.mean(novelty[0].key, "auroc") > 0.5:
-            text += f" Best at detecting novel inputs: {listed(parts, novelty[:1], 'auroc')} (AUROC)."
+            text += f" Best at detecting novel inputs: {listed(parts, novelty, 'auroc')} (AUROC)."
         elif novelty:
-            text += f" No method detects novel inputs (best: {listed(parts, novelty[:1], 'auroc')} AUROC, where 0.5 is guessing)."
+            text += f" No method detects novel inputs (best: {listed(parts, novelty, 'auroc')} AUROC, where 0.5 is guessing)."
         return text
 
     def _certainty(self) -> str:
@@ -354,38 +482,22 @@ class Comparison:
             return "No seed of another method comes near its worst seed."
         return f"Its worst seed is no better than the best seed of {len(near)} others: {'; '.join(near)}."
 
-    def pareto(self, cost: str, loss: str) -> list[Candidate]:
-        """The methods that no other beats in both, in the order of their cost."""
-
-        known = best_first(self.parts, best_first(self.parts, self.ranked, loss), cost)
-        at = {one.key: (self.parts.mean(one.key, cost), self.parts.mean(one.key, loss)) for one in known}
-
-        def beaten(x: float, y: float) -> bool:
-            return any(a <= x and b <= y and (a, b) != (x, y) for a, b in at.values())
-
-        return [one for one in known if not beaten(*at[one.key])]
-
     def figures(self) -> list[dict[str, Any]]:
         """Quality against cost, and calibration, as plain data for the report."""
         if not self.ranked:
             return []
 
-        def item(one: Candidate, **axes: str) -> dict[str, Any]:
-            cells = {axis: summary(self.parts.values(one.key, name)) for axis, name in axes.items()}
-            means = {axis: cell["mean"] for axis, cell in cells.items()}
-            return {
-                "label": one.label,
-                "method": one.method_name,
-                **means,
-                **{f"{axis}_std": cell["std"] for axis, cell in cells.items()},
-            }
+        def item(one: Candidate, cost: str, loss: str) -> dict[str, Any]:
+            x, y = (summary(self.parts.values(one.key, name)) for name in (cost, loss))
+            names = {"label": one.label, "method": one.method_name}
+            return {**names, "x": x["mean"], "y": y["mean"], "x_std": x["std"], "y_std": y["std"]}
 
         panels = [
             {
                 "title": f"{loss.upper()} against {cost} time",
                 "x_label": f"{cost} time, as a multiple of the plain network's",
                 "y_label": loss.upper(),
-                "items": [item(one, x=cost, y=loss) for one in known],
+                "items": [item(one, cost, loss) for one in known],
             }
             for loss in ("nll", "ece")
             for cost in ("training", "prediction")
@@ -396,16 +508,14 @@ class Comparison:
             "the right of it costs more than one on it and is no better."
         )
         drawn = [figure("pareto", "What a better answer costs", caption, {"panels": panels})]
-        binned = {
-            one.key: one.label
-            for one in self.ranked
-            if all("bins" in part for part in self.parts.of(one.key))
-        }
-        return drawn + ([reliability_figure("Test set.", binned, self.parts)] if binned else [])
+        binned = [one for one in self.ranked if all("bins" in part for part in self.parts.of(one.key))]
+        labels = {one.key: one.label for one in binned}
+        return drawn + ([reliability_figure("Test set.", labels, self.parts)] if labels else [])
 
     def save(self, folder: File) -> Path:
         """Write ``folder/results.json``; ``flowbnn report FOLDER`` makes a page of it."""
         threads = torch.get_num_threads()
+        versions = {"flowbnn": version("flowbnn"), "torch": torch.__version__}
         results = {
             "schema": 1,
             "study": "compare",
@@ -417,11 +527,7 @@ class Comparison:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(sum(part.get("seconds", 0.0) for part in self.parts.content.values()), 1),
             "device": f"{self.settings.get('device', 'cpu')}, {threads} thread{'s' if threads > 1 else ''}",
-            "versions": {
-                "flowbnn": version("flowbnn"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {**versions, "python": platform.python_version()},
             "seeds": self.parts.seeds,
             "settings": self.settings,
             "metrics": [asdict(metric) for metric in self.metrics],

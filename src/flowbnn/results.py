@@ -1,33 +1,27 @@
 """Numbers over seeds, as ``results.json`` has them: columns, rows, figures as plain data, and files that appear whole or not at all."""
 
-import hashlib
 import json
 import math
 import os
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.posterior.batches import is_batch, tensors_of
-from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 
 __all__ = [
     "CLASSIFICATION",
     "Metric",
     "Parts",
-    "digest",
+    "best_first",
     "figure",
-    "fingerprint",
+    "listed",
     "plain",
     "pooled_bins",
     "read_json",
@@ -112,13 +106,11 @@ class Parts:
 
     def common(self, first: str, second: str, metric: str) -> tuple[list[float], list[float]]:
         """One metric of two keys, at the seeds where both have it."""
-        shared = [
-            seed for seed in self.seeds if (first, seed) in self.content and (second, seed) in self.content
-        ]
-        pairs = [
-            [self.content[key, seed]["values"].get(metric) for key in (first, second)] for seed in shared
-        ]
-        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        empty: dict[str, Any] = {"values": {}}
+        both = []
+        for seed in self.seeds:
+            pair = [self.content.get((key, seed), empty)["values"].get(metric) for key in (first, second)]
+            both += [pair] if None not in pair else []
         return [a for a, _ in both], [b for _, b in both]
 
     def row(
@@ -142,17 +134,15 @@ class Parts:
         lines = []
         for key, label in labels.items():
             parts = self.of(key)
-            counts = Counter(
-                pair
-                for part in parts
-                for pair in dict.fromkeys((one["text"], one["layer"]) for one in part.get("warnings", []))
-            )
-            places: dict[str, list[str]] = {}
-            for (text, layer), count in counts.items():
-                times = f"{count} of {len(parts)} seeds"
-                places.setdefault(text, []).append(f"{layer} ({times})" if layer else f"(in {times})")
-            for text, where in places.items():
-                lines.append(f"{label}: {text} {'' if where[0][0] == '(' else 'at '}{', '.join(where)}")
+            told = [{(one["text"], one["layer"]) for one in part.get("warnings", [])} for part in parts]
+            texts = dict.fromkeys(one["text"] for part in parts for one in part.get("warnings", []))
+            for text in texts:
+                layers = sorted({layer for some in told for what, layer in some if what == text})
+                counts = {
+                    one: f"{sum((text, one) in some for some in told)} of {len(parts)}" for one in layers
+                }
+                where = [f"{one} ({n} seeds)" if one else f"(in {n} seeds)" for one, n in counts.items()]
+                lines.append(f"{label}: {text} {'at ' if layers[0] else ''}{', '.join(where)}")
         return lines
 
 
@@ -173,6 +163,17 @@ def recorded_warnings() -> Iterator[list[dict[str, str]]]:
         fields = one.message.fields
         text = HEALTH.get(fields.get("kind", ""), str(one.message))
         ours += [{"text": text, "layer": layer} for layer in fields.get("layers") or [""]]
+
+
+def best_first(parts: Parts, candidates: Iterable[Any], metric: str, higher: bool = False) -> list[Any]:
+    """The candidates (anything with a ``key`` and a ``label``) that have a metric, the best first."""
+    known = [one for one in candidates if not math.isnan(parts.mean(one.key, metric))]
+    return sorted(known, key=lambda one: parts.mean(one.key, metric), reverse=higher)
+
+
+def listed(parts: Parts, candidates: Iterable[Any], metric: str, form: str = ".3f") -> str:
+    """Candidates with their means, for a sentence."""
+    return ", ".join(f"{one.label} {parts.mean(one.key, metric):{form}}" for one in candidates)
 
 
 def figure(kind: str, title: str, caption: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +221,7 @@ def reliability_figure(
 def plain(value: Any) -> Any:
     """Plain values for JSON: tensors and tuples become lists, NaN and infinity become null.
 
+    >>> import torch
     >>> plain({"a": torch.tensor([1.0, float("nan")]), "b": (1, 2.5)})
     {'a': [1.0, None], 'b': [1, 2.5]}
     """
@@ -256,46 +258,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def fingerprint(data: Any, inputs: bool = True) -> dict[str, Any] | None:
-    """The number of examples and a checksum that does not depend on their order; None for no data.
-
-    The loader is read from a fixed seed, so that one which shuffles and drops its last batch gives the same examples every time. The
-    ``inputs`` of a loader that augments at random are left out.
-
-    >>> x, y = torch.randn(6, 3), torch.arange(6)
-    >>> fingerprint([(x, y)]) == fingerprint([(x[3:], y[3:]), (x[:3], y[:3])]), fingerprint([(x, y)]) == fingerprint([(-x, y)])
-    (True, False)
-    """
-    if data is None:
-        return None
-    generators = loader_generators(data)
-    randomness = Randomness(generators)
-    before = randomness.state()
-    seed_all(0)
-    for generator in generators:
-        generator.manual_seed(0)
-    count = total = 0
-    try:
-        for batch in [data] if is_batch(data) else data:
-            given, targets = split_batch(batch)
-            tensors = [*tensors_of(given)] * inputs + [*tensors_of(targets)]
-            aligned = len({len(tensor) if tensor.ndim else -1 for tensor in tensors}) == 1
-            for example in zip(*tensors, strict=True) if aligned else [tensors]:
-                checksum = hashlib.sha256(b"".join(map(digest, example))).digest()
-                count, total = count + 1, total + int.from_bytes(checksum[:8], "big")
-    except FlowBNNError:
-        return None  # the fits say what is wrong with the data
-    finally:
-        randomness.restore(before)
-    return {"examples": count, "checksum": f"{total % 2**64:016x}"}
-
-
-def digest(tensor: Tensor) -> bytes:
-    """A checksum of a tensor's shape and values."""
-    dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
-    return (
-        hashlib.sha256(dense.flatten().view(torch.uint8).numpy().tobytes()).digest()
-        + str(tuple(dense.shape)).encode()
-    )

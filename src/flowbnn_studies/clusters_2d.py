@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.candidates import Candidate, best_first, listed
+from flowbnn.compare import Candidate
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed, reliability_figure
 from flowbnn_studies.runner.figures import short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.candidates import PLAIN, Candidate, find_candidates, measure, warm_up
-from flowbnn.compare import Comparison
+from flowbnn.compare import PLAIN, Candidate, Comparison, find_candidates, measure, warm_up
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv

@@ -5,14 +5,14 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from flowbnn.candidates import Candidate, best_first, listed
+from flowbnn.compare import Candidate
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
 from flowbnn.models import SmallConv
 from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
+from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn_studies.runner.figures import histogram, histogram_panels, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.candidates import Candidate, best_first, listed
+from flowbnn.compare import Candidate
 from flowbnn.data import SPAN, TensorLoader, curve_points, true_curve
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, figure
+from flowbnn.results import Metric, Parts, best_first, figure, listed
 from flowbnn_studies.runner.figures import short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

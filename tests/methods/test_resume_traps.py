@@ -1,100 +1,17 @@
-"""What a resumed fit or comparison must not do in silence: take over old data, an old prior, or the place of a run that was cut."""
+"""What a resumed fit must not do in silence: take over old data, an old prior, or the place of a run that was cut."""
 
-import time
 import warnings
 
 import pytest
 import torch
 from small_problem import QUIET, blobs, loader, network
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import flowbnn as fb
-from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import FlowNoise
-from flowbnn.results import fingerprint
 from flowbnn.training import load_tensors
 from flowbnn.transforms import Radial
-
-X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
-Y = (X[:, 0] > 0).long()
-
-
-def batches(x, y, **options):
-    return DataLoader(TensorDataset(x, y), 16, shuffle=True, **options)
-
-
-def compared(folder, train, test, resume=True, **options):
-    """The numbers of a comparison, and which parts it made anew; it tells so exactly where there were others."""
-    before, had = time.time_ns(), {path.stem for path in (folder / "parts").glob("*.json")}
-    options = {"methods": ["map"], "epochs": 1, "samples": 2, "progress": False, **options}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", fb.errors.FlowBNNWarning)
-        rows = fb.compare(network(), train, test, folder=folder, resume=resume, **options).rows
-    parts = (folder / "parts").glob("*.json")
-    anew = sorted(path.stem for path in parts if path.stat().st_mtime_ns > before)
-    told = [str(one.message) for one in caught if "so it was done anew" in str(one.message)]
-    assert len(told) == (resume and bool(had & set(anew)))
-    assert all("different: " in line and "data" in line for line in told)
-    return rows, anew
-
-
-def test_a_comparison_on_other_data_starts_anew(tmp_path):
-    every = ["map-seed0", "mle-seed0"]
-    assert compared(tmp_path, batches(X, Y), batches(X, Y), resume=False)[1] == every
-    assert compared(tmp_path, batches(X, Y), batches(X, Y))[1] == []
-    assert compared(tmp_path, batches(X, Y), batches(-X, Y))[1] == every
-    assert compared(tmp_path, batches(X, Y), batches(-X, 1 - Y))[1] == every
-    assert compared(tmp_path, batches(X, torch.ones_like(Y)), batches(-X, 1 - Y))[1] == every
-    novel = {"novel": X + 5}
-    assert compared(tmp_path, batches(X, Y), batches(X, Y), **novel)[1] == every
-    assert compared(tmp_path, batches(X, Y), batches(X, Y), **novel)[1] == []
-    assert compared(tmp_path, batches(X, Y), batches(X, Y), novel=X + 6)[1] == every
-
-
-def test_held_out_data_count_for_methods_that_learn_from_them(tmp_path):
-    given = {"methods": ["map", "temperature"], "resume": True}
-    first, second = batches(X[:30], Y[:30]), batches(X[30:], Y[30:])
-    compared(tmp_path, batches(X, Y), batches(X, Y), validation=first, **given)
-    again = compared(tmp_path, batches(X, Y), batches(X, Y), validation=second, **given)[1]
-    assert again == ["temperature-seed0"]
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_reading_the_data_changes_no_number(tmp_path, own):
-    def rows(folder):
-        torch.manual_seed(3)
-        made = batches(X, Y, generator=torch.Generator().manual_seed(4) if own else None)
-        found = fb.compare(
-            network(), made, made, methods=["map"], epochs=1, seed=0, folder=folder, progress=False
-        )
-        return [row["nll"] for row in found.rows]
-
-    assert rows(None) == rows(tmp_path)
-
-
-def test_the_fingerprint_is_of_the_examples_and_not_of_their_order():
-    order = torch.randperm(60)
-    centred = X - X.mean(0)  # its sum is rounding and nothing else
-    for x in (X, centred, 1e6 * centred):
-        whole = fingerprint((x, Y))
-        assert whole == fingerprint([(x, Y)]) == fingerprint(batches(x[order], Y[order]))
-        assert whole == fingerprint(TensorLoader(x, Y, batch_size=7, shuffle=True))
-        assert whole != fingerprint((x, Y.flip(0)))
-        assert whole != fingerprint([(x[1:], Y[1:])])
-    named = [({"a": X, "b": -X}, Y)]
-    assert fingerprint(named) == fingerprint([({"a": X[order], "b": -X[order]}, Y[order])])
-    assert fingerprint(named) != fingerprint([({"a": X, "b": X}, Y)])
-    assert fingerprint([(X, -X, Y)]) != fingerprint([(X, X, Y)])
-    assert fingerprint(X) != fingerprint(2 * X)
-    assert fingerprint([(X, Y)], inputs=False) == fingerprint([(-X, Y)], inputs=False)
-
-
-def test_a_loader_that_drops_its_last_batch_has_one_fingerprint():
-    made = batches(X, Y, drop_last=True)
-    before = torch.get_rng_state()
-    assert fingerprint(made) == fingerprint(made)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def noisy(recipe=None):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from flowbnn.candidates import CANDIDATES, FAMILIES, find_candidates
+from flowbnn.compare import CANDIDATES, find_candidates
 from flowbnn.data import curve_points, ring, true_curve
 from flowbnn.errors import FlowBNNError
-from flowbnn.methods import METHODS
+from flowbnn.methods import METHODS, NodeNoise
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn_studies import Parts, get_study
 from flowbnn_studies.elephant import accuracy_with_new, threshold_for, uncertainty
@@ -22,12 +22,13 @@ def test_every_method_has_a_candidate_and_every_candidate_a_method():
         == len({candidate.label for candidate in CANDIDATES})
         == len(CANDIDATES)
     )
-    assert {candidate.family for candidate in CANDIDATES} <= set(FAMILIES)
     for candidate in CANDIDATES:
         made = candidate.make(epochs=7, lr=0.5, prior_scale=2.0)
         assert type(made) is candidate.method
         assert made.epochs == 7
-        assert candidate.family != "noise" or made.prior_scale == 0.5  # that of the noise, not of the weights
+        assert (
+            candidate.method is not NodeNoise or made.prior_scale == 0.5
+        )  # that of the noise, not of the weights
 
 
 def test_short_runs_get_settings_that_suit_them():
