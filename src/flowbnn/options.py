@@ -39,6 +39,7 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
+    is_typeddict,
 )
 
 from flowbnn.errors import FlowBNNError, nearest, shown
@@ -154,7 +155,7 @@ def _allows(annotation: Any, value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if annotation is float:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    kind = origin or annotation
+    kind = dict if is_typeddict(annotation) else origin or annotation
     if kind is Callable:
         return callable(value)
     if kind in (Sequence, Iterable) and isinstance(value, str):
