@@ -35,11 +35,10 @@ def test_short_runs_get_settings_that_suit_them():
     swag, sgld = find_candidates(["swag", "sgld"])
     for epochs in (2, 3, 4, 5):
         made = swag.make(epochs=epochs)
-        assert made.first >= 1
-        assert (made.epochs - made.first) * made.per_epoch >= 2
+        first = round(made.begin * made.epochs)
+        assert first >= 1
+        assert (made.epochs - first) * made.per_epoch >= 2
     assert repr(swag.make(epochs=6)) == "SWAG(epochs=6)"
-    with pytest.raises(FlowBNNError, match="more epochs"):
-        swag.make(epochs=1)
     for epochs, batches in ((2, 2), (3, 2), (3, 20), (20, 50)):
         made = sgld.make(epochs=epochs, batches=batches)
         assert len(made.plan(epochs * batches).kept) == made.samples >= 2

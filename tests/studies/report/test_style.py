@@ -29,15 +29,19 @@ def test_every_method_of_every_study_has_its_colour() -> None:
         kind = kind_of(variant.method)
         assert kind is not None, variant.label
         assert kind.colour == expected[name], variant.label
-    families: dict[str, set[str]] = {}
+    kinds: dict[str, set[str]] = {}
     assert all(kind_of(method) is not None for method in METHODS)
     for rival in CANDIDATES:
         kind = kind_of(rival.method_name)
         assert kind is not None, rival.label
-        families.setdefault(rival.family, set()).add(kind.name)
-    assert families.pop("noise") == {"Gaussian noise", "mixture noise", "flow noise"}
-    assert all(len(kinds) == 1 for kinds in families.values())
-    assert len(set().union(*families.values())) == len(families)
+        kinds.setdefault(rival.method.name, set()).add(kind.name)
+    assert kinds.pop("node-noise") == {"Gaussian noise", "mixture noise", "flow noise"}
+    alike = [{"mle", "map", "temperature"}, {"mc-dropout"}, {"deep-ensemble", "swag"}, {"laplace"}]
+    alike += [{"bayes-by-backprop", "mnf"}, {"sgld", "hmc", "nuts"}]
+    together = [{one for one in kinds if kinds[one] == kinds[other]} for other in kinds]
+    assert all(len(names) == 1 for names in kinds.values())
+    assert all(group in alike for group in together)
+    assert set().union(*alike) == set(kinds)
 
 
 def test_no_two_kinds_share_a_colour_and_no_class_has_that_of_a_method() -> None:
