@@ -133,16 +133,6 @@ def test_more_patience_lets_a_stopped_run_go_on(tmp_path):
     assert (again.epochs, again.stopped_early, again.best_epoch) == (5, True, 0)
 
 
-def test_a_schedule_that_is_too_short(tmp_path):
-    def cycle(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
-
-    run(make(schedule=cycle), tmp_path)
-    with pytest.raises(FlowBNNError, match="OneCycleLR ends too early .* all 4 epochs") as caught:
-        run(make(schedule=cycle), tmp_path, resume=True, epochs=4)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_rule_that_watches_validation_needs_one():
     def never(model, batch, clock):
         raise AssertionError("training began")
@@ -152,7 +142,7 @@ def test_a_rule_that_watches_validation_needs_one():
 
 
 @pytest.mark.parametrize("every", [None, 3])
-@pytest.mark.parametrize("fault", ["raises", "no mapping", "no number", "monitor"])
+@pytest.mark.parametrize("fault", ["raises", "monitor"])
 def test_an_epoch_whose_validation_fails_is_not_lost(tmp_path, every, fault):
     failing = {"left": 1}
 
@@ -164,7 +154,7 @@ def test_an_epoch_whose_validation_fails_is_not_lost(tmp_path, every, fault):
             failing["left"] = 0
             if fault == "raises":
                 raise FlowBNNError("the validation data hold NaN")
-            return {"no mapping": None, "no number": {"nll": "x"}, "monitor": {"accuracy": 1.0}}[fault]
+            return {"accuracy": 1.0}
         seen.append(value)
         return {"nll": value}
 

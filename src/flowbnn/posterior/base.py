@@ -45,7 +45,7 @@ from flowbnn.posterior.views import View, averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
     History,
-    check_architecture,
+    check_weights,
     first_nonfinite_layer,
     is_main_process,
     load_tensors,
@@ -53,7 +53,7 @@ from flowbnn.training import (
     track,
 )
 from flowbnn.training.finite import first_nonfinite_tensor
-from flowbnn.training.weights import kinds_of, warn_of_other_kinds
+from flowbnn.training.storage import kinds_of, warn_of_other_kinds
 
 __all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]
 
@@ -429,7 +429,7 @@ class Posterior:
             history = History.from_dict(document["history"])
         filled = {"network": model, "likelihood": likelihood}
         for part, target in filled.items():
-            check_architecture(target, _part(tensors, part), path)
+            check_weights(target, _part(tensors, part), path)
         warn_of_other_kinds(model, document.get("modules") or {}, path)
         for part, target in filled.items():
             target.load_state_dict(_part(tensors, part))

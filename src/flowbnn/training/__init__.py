@@ -1,13 +1,11 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
 from flowbnn.training.finite import check_finite_batch, first_nonfinite_layer
-from flowbnn.training.history import History
 from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
 from flowbnn.training.loop import train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
-from flowbnn.training.progress import track
-from flowbnn.training.storage import check_writable, load_tensors, save_tensors
-from flowbnn.training.weights import check_architecture, check_finite_weights
+from flowbnn.training.progress import History, track
+from flowbnn.training.storage import check_weights, check_writable, load_tensors, save_tensors
 
 __all__ = [
     "Clock",
@@ -15,9 +13,8 @@ __all__ = [
     "History",
     "TrainingOptions",
     "alone",
-    "check_architecture",
     "check_finite_batch",
-    "check_finite_weights",
+    "check_weights",
     "check_writable",
     "connect",
     "first_nonfinite_layer",

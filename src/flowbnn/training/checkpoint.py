@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.training.finite import first_nonfinite_tensor, name_below
-from flowbnn.training.history import Averages, History
 from flowbnn.training.options import EarlyStop, TrainingOptions
+from flowbnn.training.progress import History
 from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import keep_as, load_document, load_state, save_state
-from flowbnn.training.weights import check_architecture, check_finite_weights
+from flowbnn.training.storage import check_weights, keep_as, load_document, load_state, save_state
 
-__all__ = ["Position", "State", "changed_settings", "changed_structure", "unfinished"]
+__all__ = ["Position", "State"]
 
 # of an optimizer: how it computes, which is no state
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -38,18 +36,19 @@ class Position:
     batches_per_epoch: int | None = None
     monitor: str | None = None
     mode: str | None = None
-    averages: Averages = field(default_factory=Averages)
+    totals: dict[str, Any] = field(default_factory=dict)  # of the logs of this epoch, weighted by examples
+    weights: dict[str, float] = field(default_factory=dict)  # how many examples those are
     history: History = field(default_factory=History)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
-        return {**vars(self), "averages": self.averages.to_dict(), "history": self.history.to_dict()}
+        totals = {name: float(total) for name, total in self.totals.items()}
+        return {**vars(self), "totals": totals, "history": self.history.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Position":
         """The inverse of :meth:`to_dict`."""
-        more = {"averages": Averages(**values["averages"]), "history": History.from_dict(values["history"])}
-        return cls(**{**values, **more})
+        return cls(**{**values, "history": History.from_dict(values["history"])})
 
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"
@@ -94,9 +93,6 @@ class State:
 
     The random state at the epoch's beginning is kept, because a loader can only be brought back to the middle of an
     epoch by letting it begin again; ``random_now`` is the state at the last whole step, when that is not the present.
-
-    Args:
-        settings, structure, names_below: as in :func:`flowbnn.training.train`.
     """
 
     objective: nn.Module
@@ -130,18 +126,8 @@ class State:
         schedule = "none" if self.schedule is None else type(self.schedule).__name__
         self.classes = {"optimizer": type(self.optimizer).__name__, "learning-rate schedule": schedule}
 
-    def check_finite(self, advice: str) -> None:
-        """Refuse to go on with weights that are not finite, which never replace good ones on the disk."""
-        broken = first_nonfinite_tensor(zip(self.names, self.parameters, strict=True))
-        if broken is not None:
-            broken = name_below(broken, self.names_below)
-            raise FlowBNNError(
-                f"parameter {broken!r} is not finite {self.position}{advice}", kind="not finite", layer=broken
-            )
-
-    def save(self, path: Path, epochs: int, advice: str) -> None:
-        """Write the checkpoint of a run of so many epochs, unless its weights are not finite."""
-        self.check_finite(advice)
+    def save(self, path: Path, epochs: int) -> None:
+        """Write the checkpoint of a run of so many epochs."""
         if self.kept_as is not None:
             keep_as(path, self.kept_as)
             self.kept_as = None
@@ -190,17 +176,14 @@ class State:
 
     def load(self, path: Path, options: TrainingOptions, batches_per_epoch: int | None, warn: bool) -> None:
         """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
-        stored = load_state(path)
-        if stored.get("kind") != "training":
-            raise FlowBNNError(f"'{path}' is no checkpoint of a training run", kind="file")
-        for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
-            check_architecture(self.objective, weights, path, self.names_below)
-            check_finite_weights(weights, self.names, path, self.names_below)
-        position = Position.from_dict(stored["position"])
-        trouble = self.misfit(stored) or position.misfit(options, batches_per_epoch)
+        stored, trouble = load_state(path), "is no checkpoint of a training run: name another file"
+        if stored.get("kind") == "training":
+            for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+                check_weights(self.objective, weights, path, self.names_below, finite=self.names)
+            position = Position.from_dict(stored["position"])
+            trouble = self.misfit(stored) or position.misfit(options, batches_per_epoch)
         if trouble:
             raise FlowBNNError(f"'{path}' {trouble}, or begin again with resume=False", kind="checkpoint")
-        self.randomness.check(stored["random"]["now"])
         if warn:
             self.warn_of_changes(stored, path)
 
@@ -224,15 +207,24 @@ class State:
                 return f"was written with the {what} {before} and this run has {self.classes[what]}: build it as before"
         if stored["groups"] != self.groups:
             return "was written by an optimizer with other parameter groups: build it as before"
-        changed = changed_structure(stored["structure"], self.structure)
-        if changed is None:
-            return ""
-        layer = f"layer '{changed[0]}'" if changed[0] else "the network"
-        before, now = (
-            ", ".join(f"{name}={value!r}" for name, value in values.items()) or "none"
-            for values in changed[1:]
-        )
-        return f"was written while {layer} had {before} and now has {now}: convert the network as before"
+        generators, own = len(stored["random"]["now"]["generators"]), len(self.randomness.generators)
+        if generators != own:
+            return (
+                f"holds the state of {generators} random generators, this run has {own}: give the loader and train(generators=...) "
+                "the same ones as before"
+            )
+        for name in dict.fromkeys([*self.structure, *stored["structure"]]):
+            layers = stored["structure"].get(name, {}), self.structure.get(name, {})
+            keys = [key for key in layers[0] | layers[1] if layers[0].get(key) != layers[1].get(key)]
+            if keys:
+                before, now = (
+                    ", ".join(f"{k}={one[k]!r}" for k in keys if k in one) or "none" for one in layers
+                )
+                layer = f"layer '{name}'" if name else "the network"
+                return (
+                    f"was written while {layer} had {before} and now has {now}: convert the network as before"
+                )
+        return ""
 
     def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
         """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
@@ -295,11 +287,7 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
 def changed_settings(
     stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], rates: bool = True
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings of an optimizer that are not those of the file: ``{name: (stored, given)}``.
-
-    Args:
-        stored, groups: parameter groups, as in ``optimizer.param_groups``.
-        rates: whether learning rates are compared: a schedule that goes by what it sees has no initial rate.
+    """Settings of an optimizer's groups that are not those of the file, ``{name: (stored, given)}``; ``rates``: its learning rates too.
 
     >>> changed_settings([{"lr": 0.1, "eps": 0.01}], [{"lr": 0.2, "eps": 0.01, "name": "noise"}])
     {'lr of noise': (0.1, 0.2)}
@@ -310,30 +298,7 @@ def changed_settings(
         for name in HYPERPARAMETERS:
             if name in before and name in now and (rates or name != "lr"):
                 first = f"initial_{name}"
-                pair = _plain(before.get(first, before[name])), _plain(now.get(first, now[name]))
+                pair = before.get(first, before[name]), now.get(first, now[name])
                 if pair[0] != pair[1]:
                     changed[f"{name} of {group}" if group else name] = pair
     return changed
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_plain(part) for part in value)
-    return value.item() if hasattr(value, "item") else value
-
-
-def changed_structure(
-    stored: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
-    """The first layer described by other values than in the file: its name, and the values that differ, there and here.
-
-    >>> old, new = ({"recipe": "NormalAffine", "prior_scale": scale} for scale in (0.5, 0.1))
-    >>> changed_structure({"0": old}, {"0": new})
-    ('0', {'prior_scale': 0.5}, {'prior_scale': 0.1})
-    """
-    for name in dict.fromkeys([*given, *stored]):
-        before, now = stored.get(name, {}), given.get(name, {})
-        keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
-        if keys:
-            return name, *({key: one[key] for key in keys if key in one} for one in (before, now))  # type: ignore[return-value]
-    return None

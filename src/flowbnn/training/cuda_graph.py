@@ -23,14 +23,10 @@ from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recomp
 from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
-__all__ = ["NotRecordable", "Recorder", "is_fused", "make_recorder"]
+__all__ = ["Recorder", "is_fused", "make_recorder"]
 
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
-
-
-class NotRecordable(RuntimeError):
-    """The step cannot be recorded; nothing of it was taken."""
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -59,6 +55,7 @@ class Recorder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.signature: Any = None
         self.warm, self.looked = 0, False
+        self.trouble = ""  # why the step cannot be recorded
         self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.shown = torch.zeros((), device=device)
         self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
@@ -111,8 +108,12 @@ class Recorder:
             check(batch)
         self._bring(batch, clock)
         self.witnesses.append((batch, clock, torch.cuda.get_rng_state(self.device)))
+        if self.graph is None and self.warm == _WARM:
+            self._record(clock)
+            if self.trouble:
+                return False
         if self.graph is None:
-            self._slowly(clock)
+            self._step_before_recording(clock)
         else:
             self.graph.replay()
         self.weight += batch_size(batch)
@@ -138,13 +139,8 @@ class Recorder:
                 self.rates[index].fill_(rate)
                 self.known_rates[index] = rate
 
-    def _slowly(self, clock: Clock) -> None:
-        """The first steps, taken one by one; after the last of them the recording, which takes none."""
-        if self.warm == _WARM:
-            self._record(clock)
-            assert self.graph is not None
-            self.graph.replay()
-            return
+    def _step_before_recording(self, clock: Clock) -> None:
+        """One of the first steps, on the stream that is recorded later."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self._whole_step(clock)
@@ -152,6 +148,7 @@ class Recorder:
         self.warm += 1
 
     def _record(self, clock: Clock) -> None:
+        """Record a step without taking it, or say in ``trouble`` why that cannot be done."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -163,7 +160,8 @@ class Recorder:
             torch.cuda.synchronize(self.device)
             torch.cuda.set_rng_state(before, self.device)
             reason = " ".join(str(error).split())[:200]
-            raise NotRecordable(f"a CUDA graph of the training step cannot be made ({reason})") from None
+            self.trouble = f"a CUDA graph of the training step cannot be made ({reason})"
+            return
         self.gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
         self.graph = graph
 

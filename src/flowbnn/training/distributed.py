@@ -26,11 +26,11 @@ from flowbnn.training.device import Process
 from flowbnn.training.finite import batch_size
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.randomness import seed_all
-from flowbnn.training.signals import Terminated
 from flowbnn.training.storage import is_alive
 
 __all__ = [
     "SharedLoader",
+    "Terminated",
     "Worker",
     "WorkerLost",
     "is_connection_loss",
@@ -264,6 +264,10 @@ LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|peer
 
 class WorkerLost(FlowBNNError):
     """Another process has died."""
+
+
+class Terminated(RuntimeError):
+    """This process was asked to end (SIGTERM)."""
 
 
 def is_connection_loss(error: BaseException) -> bool:

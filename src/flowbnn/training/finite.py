@@ -12,13 +12,13 @@ from flowbnn.errors import FlowBNNError
 __all__ = [
     "batch_size",
     "check_finite_batch",
-    "explain_nonfinite_loss",
     "explain_single_row",
     "first_nonfinite_layer",
     "first_nonfinite_tensor",
     "is_finite",
     "name_below",
     "named_tensors",
+    "watch_layers",
 ]
 
 
@@ -63,7 +63,7 @@ def batch_size(batch: Any) -> int:
     return tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
 
 
-def explain_single_row(error: ValueError, batch: Any, epoch: int, index: int) -> None:
+def explain_single_row(error: Exception, batch: Any, epoch: int, index: int) -> None:
     """Say in one line where it is BatchNorm, which has nothing to normalize in a single example, that raised an error."""
     if "more than 1 value per channel" in str(error) and batch_size(batch) == 1:
         raise FlowBNNError(
@@ -125,10 +125,10 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
     >>> first_nonfinite_layer(network, lambda: network(torch.ones(1, 2)))
     '1'
     """
-    return _watch(model, call)[0]
+    return watch_layers(model, call)[0]
 
 
-def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
+def watch_layers(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
     """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
     sources: list[str] = []
     receivers: list[str] = []
@@ -160,39 +160,3 @@ def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str |
         for handle in handles:
             handle.remove()
     return next(iter(sources), None), next(iter(receivers), None)
-
-
-def explain_nonfinite_loss(
-    objective: nn.Module, call: Callable[[], Any], logs: Mapping[str, Any], names_below: str = ""
-) -> tuple[str, str | None]:
-    """Where a non-finite loss came from: the middle of an error message, and the layer or parameter it is about.
-
-    Args:
-        objective: the module that computes the loss.
-        call: computes it again.
-        logs: its other numbers.
-        names_below: as in :func:`flowbnn.training.train`.
-    """
-    parameter = first_nonfinite_tensor(objective.named_parameters())
-    if parameter is not None:
-        name = name_below(parameter, names_below)
-        return f"parameter {name!r} is not finite, so an earlier gradient was not", name
-    try:
-        source, receiver = _watch(objective, call)
-    except Exception as error:
-        return f"and running the batch again failed ({type(error).__name__})", None
-    if source:  # "" is the objective itself, whose loss is known to be bad
-        return f"{_describe(objective, source, names_below)} made it first", name_below(source, names_below)
-    if receiver:
-        words = f"{_describe(objective, receiver, names_below)} was given inputs that are not finite, which no layer made"
-        return words, name_below(receiver, names_below)
-    term = first_nonfinite_tensor((name, value) for name, value in logs.items() if isinstance(value, Tensor))
-    if term is not None:
-        return f"every layer's output is finite, but {term!r} is not", None
-    return "every layer's output is finite, so the loss function made it", None
-
-
-def _describe(objective: nn.Module, name: str, names_below: str) -> str:
-    kind = type(objective.get_submodule(name)).__name__
-    name = name_below(name, names_below)
-    return f"layer {name!r} ({kind})" if name else f"the model itself ({kind})"

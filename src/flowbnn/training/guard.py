@@ -12,12 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
-from flowbnn.training.finite import (
-    check_finite_batch,
-    explain_nonfinite_loss,
-    first_nonfinite_tensor,
-    name_below,
-)
+from flowbnn.training.finite import check_finite_batch, first_nonfinite_tensor, name_below, watch_layers
 from flowbnn.training.options import Clock
 
 __all__ = ["GradientGate", "Guard", "LossGate"]
@@ -49,6 +44,14 @@ class Guard:
             updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
             self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
 
+    def check_weights(self) -> None:
+        """Refuse to go on with weights that are not finite, which never replace good ones on the disk."""
+        state = self.state
+        broken = first_nonfinite_tensor(zip(state.names, state.parameters, strict=True))
+        if broken is not None:
+            broken = name_below(broken, state.names_below)
+            self.fail(f"parameter {broken!r} is not finite {state.position}", broken)
+
     def explain_loss(
         self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]
     ) -> NoReturn:
@@ -61,10 +64,30 @@ class Guard:
             with torch.enable_grad(), self.process.autocast():
                 state.objective(batch, clock)
 
-        cause, layer = explain_nonfinite_loss(state.objective, again, logs, state.names_below)
-        raise FlowBNNError(
-            f"the loss is not finite {state.position}: {cause}{self.advice}", kind="not finite", layer=layer
-        )
+        layer = first_nonfinite_tensor(state.objective.named_parameters())
+        if layer is not None:
+            layer = name_below(layer, state.names_below)
+            cause = f"parameter {layer!r} is not finite, so an earlier gradient was not"
+        else:
+            source, receiver = watch_layers(state.objective, again)
+            layer = source or receiver  # "" is the objective itself, whose loss is known to be bad
+            term = first_nonfinite_tensor(
+                (n, value) for n, value in logs.items() if isinstance(value, Tensor)
+            )
+            if layer:
+                kind = type(state.objective.get_submodule(layer)).__name__
+                layer = name_below(layer, state.names_below)
+                cause = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
+                cause += (
+                    " made it first"
+                    if source
+                    else " was given inputs that are not finite, which no layer made"
+                )
+            elif term is not None:
+                cause = f"every layer's output is finite, but {term!r} is not"
+            else:
+                cause = "every layer's output is finite, so the loss function made it"
+        self.fail(f"the loss is not finite {state.position}: {cause}", layer or None)
 
     def explain_gradient(self, when: str, more: str = "") -> None:
         """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
@@ -72,11 +95,10 @@ class Guard:
         name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
         if name is not None:
             name = name_below(name, self.state.names_below)
-            raise FlowBNNError(
+            self.fail(
                 f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
-                f"layer computes{self.advice}{more}",
-                kind="not finite",
-                layer=name,
+                f"layer computes{more}",
+                name,
             )
 
     def explain_recorded(self, recorder: Recorder) -> NoReturn:
@@ -93,17 +115,16 @@ class Guard:
                 self.explain_loss(batch, clock, logs, before)
             loss.backward()
             self.explain_gradient(when)
-        raise FlowBNNError(
-            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one{self.advice}",
-            kind="not finite",
+        self.fail(
+            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one"
         )
 
-    @property
-    def advice(self) -> str:
-        """What to do about numbers that are not finite, as the tail of an error message."""
+    def fail(self, words: str, layer: str | None = None) -> NoReturn:
+        """End the run, with advice that fits it."""
         half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
         saved = self.state.saved_step is not None
-        return half + (f"; the last good checkpoint is '{self.state.path}'" if saved else "")
+        good = f"; the last good checkpoint is '{self.state.path}'" if saved else ""
+        raise FlowBNNError(f"{words}{half}{good}", kind="not finite", layer=layer)
 
 
 class LossGate:

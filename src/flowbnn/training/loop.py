@@ -1,33 +1,34 @@
 """One loop for every method: an objective gives the loss of a batch, the loop does the rest."""
 
 import math
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import State
-from flowbnn.training.cuda_graph import NotRecordable, make_recorder
+from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, kept_modes, move_batch
-from flowbnn.training.distributed import Worker
+from flowbnn.training.distributed import Terminated, Worker
 from flowbnn.training.finite import check_finite_batch, explain_single_row, named_tensors
 from flowbnn.training.guard import Guard
-from flowbnn.training.history import Averages, History
 from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
-from flowbnn.training.progress import Display, open_tensorboard, terminal
+from flowbnn.training.progress import Display, History, open_tensorboard, terminal
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
-from flowbnn.training.signals import Interrupts
 from flowbnn.training.storage import check_writable
 
 __all__ = ["train"]
@@ -86,7 +87,6 @@ def train(
     (8, True)
     """
     options = options or TrainingOptions()
-    every = options.checkpoint_every
     kept: dict[str, Any] = {"settings": dict(settings or {}), "structure": dict(structure or {})}
     kept["names_below"] = names_below
     check_arguments(optimizer, loader, options, schedule, validate is not None, kept)
@@ -96,26 +96,66 @@ def train(
             while not run.finished:
                 with interrupts:
                     batches = run.begin_epoch()
-                while True:
+                more = True
+                while more:
                     with interrupts:
-                        batch = run.next_batch(batches)
-                        if batch is END:
-                            break
-                        run.step(batch)
-                        if every is not None and run.position.step % every == 0:
-                            run.save()
-                    run.show()
+                        more = run.step(batches)
                 run.end_epoch(interrupts)
     except KeyboardInterrupt:
         if run.path is not None and run.main:
-            print(
-                f"flowbnn: interrupted in epoch {run.position.epoch + 1}; {run.saved_words()}",
-                file=sys.stderr,
-            )
+            words = f"flowbnn: interrupted in epoch {run.position.epoch + 1}; {run.saved_words()}"
+            print(words, file=sys.stderr)
         raise
     if run.state.best_weights is not None:
         objective.load_state_dict(run.state.best_weights)
     return run.position.history
+
+
+class Interrupts:
+    """While installed, Ctrl-C inside ``with interrupts:`` is raised at the end of that block; a second one at once.
+
+    Outside the main thread, or where the program has its own handler, it does nothing. With ``terminate``, SIGTERM is treated in the
+    same way: the launcher sends it to the processes that are left when one has died.
+    """
+
+    def __init__(self, terminate: bool) -> None:
+        self.terminate = terminate
+        self.former: dict[signal.Signals, Any] = {}
+        self.holding = self.ending = False
+        self.waiting: type[BaseException] | None = None
+
+    def install(self) -> None:
+        """Take the signals over."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.former[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+        if self.terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.former[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+
+    def remove(self) -> None:
+        """Put the former handlers back."""
+        for number, former in self.former.items():
+            # a process that ends because another has died must still come to report it
+            ignored = number == signal.SIGTERM and self.ending
+            signal.signal(number, signal.SIG_IGN if ignored else former)
+
+    def __enter__(self) -> None:
+        self.holding = True
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.holding = False
+        if kind is None and self.waiting is not None:
+            raise self.waiting
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        wanted = KeyboardInterrupt if number == signal.SIGINT else Terminated
+        if wanted is Terminated and self.ending:
+            return
+        self.ending = self.ending or wanted is Terminated
+        if not self.holding or self.waiting is wanted:
+            raise wanted
+        self.waiting = self.waiting or wanted
 
 
 class Run:
@@ -150,6 +190,7 @@ class Run:
         self.guard = Guard(self.state, process)
         self.recorder = make_recorder(objective, optimizer, options, process.device, process.processes)
         self.updating = False  # whether weights and position do not belong together
+        self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(self.path, options, self.steps_per_epoch, warn=self.main)
         else:
@@ -168,19 +209,22 @@ class Run:
         interrupts = Interrupts(terminate=self.process.processes > 1)
         folder = self.options.tensorboard if self.main else None
         console = terminal() if self.main and self.options.progress else None
+        self.display: Display | None = None
         with ExitStack() as stack:
             self.tensorboard = open_tensorboard(folder, self.position.epoch + 1)
             if self.tensorboard is not None:
                 stack.callback(self.tensorboard.close)
             interrupts.install()
             stack.callback(interrupts.remove)
-            self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
+            if console is not None:
+                self.display = stack.enter_context(Display(self.options, self.steps_per_epoch, console))
             stack.enter_context(self.process.sharing(self.objective))
             stack.enter_context(kept_modes(self.objective))
             self.objective.train()
             try:
                 yield interrupts
             except Exception as error:
+                explain_single_row(error, self.batch, self.position.epoch, self.position.batches)
                 self.explain_lost_worker(error, interrupts)
                 raise
 
@@ -215,21 +259,17 @@ class Run:
         state.random_now = None
         return batches
 
-    def next_batch(self, batches: Iterator[Any]) -> Any:
-        """The next batch of the epoch, or ``END``."""
+    def step(self, batches: Iterator[Any]) -> bool:
+        """Loss, gradient and update of the next batch, or False; what is not finite ends the run before it reaches the weights."""
+        position, process, options, guard = self.position, self.process, self.options, self.guard
         self.state.random_now = self.randomness.torch_state() if self.path is not None else None
-        batch = next(batches, END)
+        batch = self.batch = next(batches, END)
         if batch is END:
             self.state.random_now = None
-        return batch
-
-    def step(self, batch: Any) -> None:
-        """Loss, gradient and update; what is not finite ends the run before it reaches the weights."""
-        position, process, options = self.position, self.process, self.options
+            return False
         epochs, length = options.epochs, self.steps_per_epoch
         done = position.epoch / epochs if length is None else position.step / (length * epochs)
         clock = Clock(position.epoch, position.step, length, epochs, min(1.0, done))
-        guard = self.guard
         if guard.loss_gate is not None:
             guard.check_last_step(self.recorder)
         tensors = named_tensors(batch)
@@ -240,42 +280,53 @@ class Run:
             if tensor.device != process.device:
                 batch = move_batch(batch, process.device)
                 break
-        if self.recorder is not None and self.replay(batch, clock):
-            return
-        before = self.randomness.torch_state()
-        self.optimizer.zero_grad()
-        try:
+        if self.recorder is None or not self.replay(batch, clock):
+            before = self.randomness.torch_state()
+            self.optimizer.zero_grad()
             with process.autocast():
                 result = self.module(batch, clock)
-        except ValueError as error:
-            explain_single_row(error, batch, position.epoch, position.batches)
-            raise
-        if position.batches == 0:
-            check_result(result)
-        loss, logs = result
-        if guard.loss_gate is not None:
-            guard.loss_gate.ask(loss)
-        elif not math.isfinite(loss.item()):
-            guard.explain_loss(batch, clock, logs, before)
-        weighted = loss if process.weight == 1.0 else loss * process.weight
-        (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
-        if guard.loss_gate is not None and not guard.loss_gate.finite():
-            guard.explain_loss(batch, clock, logs, before)
-        numbers: Mapping[str, Any] = {"loss": loss, **logs}
-        if process.processes > 1:
-            numbers = process.average(numbers)
-        self.update()
-        position.averages.add(numbers, process.rows or rows)
-        self.advance()
-
-    def advance(self) -> None:
-        """Step the schedule and count a step whose update is done."""
-        if self.schedule is not None and self.options.schedule_every == "step":
-            self.step_schedule()
-        self.position.step += 1
-        self.position.batches += 1
+            if position.batches == 0:
+                check_result(result)
+            loss, logs = result
+            if guard.loss_gate is not None:
+                guard.loss_gate.ask(loss)
+            elif not math.isfinite(loss.item()):
+                guard.explain_loss(batch, clock, logs, before)
+            weighted = loss if process.weight == 1.0 else loss * process.weight
+            (weighted if process.scaler is None else process.scaler.scale(weighted)).backward()
+            if guard.loss_gate is not None and not guard.loss_gate.finite():
+                guard.explain_loss(batch, clock, logs, before)
+            numbers: Mapping[str, Any] = {"loss": loss, **logs}
+            if process.processes > 1:
+                numbers = process.average(numbers)
+            self.update()
+            self.count(numbers, process.rows or rows)
+        if self.schedule is not None and options.schedule_every == "step":
+            self.schedule.step()
+        position.step += 1
+        position.batches += 1
         self.state.random_now = None
         self.updating = False
+        if options.checkpoint_every is not None and position.step % options.checkpoint_every == 0:
+            self.save()
+        if self.display is not None and self.display.due():
+            self.settle()
+            self.display.update(position.epoch, position.step, self.means())
+        return True
+
+    def count(self, numbers: Mapping[str, Any], rows: int) -> None:
+        """Add the logs of so many examples; those on a GPU are summed there, so that no step waits for the device."""
+        totals, weights = self.position.totals, self.position.weights
+        for name, value in numbers.items():
+            if isinstance(value, Tensor):
+                value = value.detach().double() if value.is_cuda else value.item()
+            totals[name] = totals.get(name, 0.0) + value * rows
+            weights[name] = weights.get(name, 0.0) + rows
+
+    def means(self) -> dict[str, float]:
+        """The logs of this epoch so far, as means over its examples."""
+        position = self.position
+        return {name: float(total) / position.weights[name] for name, total in position.totals.items()}
 
     def update(self) -> None:
         """Clip the gradients and let the optimizer take its step."""
@@ -307,52 +358,26 @@ class Run:
         else:
             self.optimizer.step()
 
-    def step_schedule(self, *value: float) -> None:
-        """One step of the learning-rate schedule; only ``ReduceLROnPlateau`` takes a value."""
-        assert self.schedule is not None
-        try:
-            self.schedule.step(*value)  # type: ignore[arg-type]
-        except ValueError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise FlowBNNError(
-                f"the learning-rate schedule {type(self.schedule).__name__} ends too early ({reason}); build it for all "
-                f"{self.options.epochs} epochs",
-                kind="schedule",
-            ) from None
-
     def replay(self, batch: Any, clock: Clock) -> bool:
         """One step by the recording; False where the batch does not fit it, or nothing can be recorded."""
         assert self.recorder is not None
-        position = self.position
-        try:
-            taken = self.recorder.take(batch, clock)
-        except ValueError as error:
-            explain_single_row(error, batch, position.epoch, position.batches)
-            raise
-        except NotRecordable as error:
+        if self.recorder.take(batch, clock):
+            self.updating = True
+            return True
+        if self.recorder.trouble:
             self.settle()
+            words = f"{self.recorder.trouble}; steps are taken one by one"
+            warnings.warn(FlowBNNWarning(words, kind="acceleration"))
             self.recorder = None
-            warnings.warn(FlowBNNWarning(f"{error}; steps are taken one by one", kind="acceleration"))
-            return False
-        if not taken:
-            # a step that is taken by itself must not follow a bad one
+        else:  # a step that is taken by itself must not follow a bad one
             self.guard.check_last_step(self.recorder, wait=True)
-            return False
-        self.updating = True
-        self.advance()
-        return True
+        return False
 
     def settle(self) -> None:
         """Wait for the device; bring the averages, which a recording keeps there, up to date."""
         self.guard.check_last_step(self.recorder, wait=True)
         if self.recorder is not None:
-            self.position.averages.add(*self.recorder.means())
-
-    def show(self) -> None:
-        """New numbers on the display, now and then."""
-        if self.display.due():
-            self.settle()
-            self.display.update(self.position.epoch, self.position.step, self.position.averages.means())
+            self.count(*self.recorder.means())
 
     def end_epoch(self, interrupts: Interrupts) -> None:
         """Validation, the record, the schedule, early stopping and the checkpoint."""
@@ -377,13 +402,18 @@ class Run:
             self.updating = True
             if self.schedule is not None and options.schedule_every == "epoch":
                 watched = options.early_stop.read(record) if options.early_stop else record["loss"]
-                self.step_schedule(*([watched] if isinstance(self.schedule, ReduceLROnPlateau) else []))
+                self.schedule.step(*([watched] if isinstance(self.schedule, ReduceLROnPlateau) else []))  # type: ignore[arg-type]
             if options.early_stop is not None and position.watch(options.early_stop, record):
                 self.state.keep_weights()
             position.history.records.append(record)
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
-            position.epoch, position.batches, position.averages = position.epoch + 1, 0, Averages()
+            position.epoch, position.batches, position.totals, position.weights = (
+                position.epoch + 1,
+                0,
+                {},
+                {},
+            )
             self.state.random_start = self.state.random_now = None
             self.updating = False
             if options.checkpoint_every is None or self.finished:
@@ -391,22 +421,19 @@ class Run:
             if self.tensorboard is not None:
                 for name, value in record.items():
                     self.tensorboard.add_scalar(name, value, position.epoch)
-        self.display.validated(record)
-        self.display.update(position.epoch, position.step, record)
+        if self.display is not None:
+            self.display.validated(record)
+            self.display.update(position.epoch, position.step, record)
 
     def epoch_record(self) -> dict[str, float]:
         """The numbers of the epoch that ends here, which are those of the first process."""
-        record = self.position.averages.means()
+        record = self.means()
         record["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if self.validate is not None:
             with kept_modes(self.objective), torch.no_grad():
                 values = self.validate(self.objective.eval())
-            try:
-                for name, value in values.items():
-                    record[f"validation_{name.removeprefix('validation_')}"] = float(value)
-            except (AttributeError, TypeError, ValueError, RuntimeError):
-                message = f"validate must return a dictionary of numbers, got {values!r:.100}"
-                raise FlowBNNError(message, kind="call", argument="validate") from None
+            for name, value in values.items():
+                record[f"validation_{name.removeprefix('validation_')}"] = float(value)
         record = self.process.agree(record)
         if self.options.early_stop is not None:
             self.options.early_stop.read(record)
@@ -422,8 +449,9 @@ class Run:
         if self.path is None or not self.main:
             return
         self.settle()
+        self.guard.check_weights()
         self.position.history.seconds = time.monotonic() - self.started
-        self.state.save(self.path, self.options.epochs, self.guard.advice)
+        self.state.save(self.path, self.options.epochs)
 
     def explain_lost_worker(self, error: Exception, interrupts: Interrupts) -> None:
         """If another process has died, keep the last whole step and say what happened; else do nothing."""
@@ -432,7 +460,7 @@ class Run:
         if who is None:
             interrupts.ending = asked
             return
-        if interrupts.waiting:
+        if interrupts.waiting is KeyboardInterrupt:
             raise KeyboardInterrupt
         message = f"{who} {self.position}, which ends the run; {self.saved_words()}"
         raise FlowBNNError(message, kind="worker lost") from None

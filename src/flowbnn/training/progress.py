@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar on a terminal, and TensorBoard logs where they are asked for."""
+"""What a run leaves behind and shows while it goes: one record of numbers per epoch, a bar on a terminal, TensorBoard logs."""
 
 import os
 import random
@@ -6,10 +6,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.storage import check_writable
@@ -17,11 +18,77 @@ from flowbnn.training.storage import check_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Display", "open_tensorboard", "terminal", "track"]
+__all__ = ["Display", "History", "open_tensorboard", "terminal", "track"]
 
 SHORT = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
 FIRST = ("elbo", "log_likelihood", "kl", "loss")
 SECONDS_BETWEEN = 0.1
+
+
+@dataclass
+class History:
+    """The record of a run, epoch by epoch.
+
+    Each record holds ``loss``, the objective's logs as means over the epoch's examples, ``learning_rate``
+    (of the first parameter group, at the epoch's end) and what ``validate`` returned, under ``validation_...``.
+
+    >>> history = History([{"loss": 2.0, "kl": 5.0}, {"loss": 1.0, "kl": 4.5}])
+    >>> history["kl"], history.epochs, history.last["loss"]
+    ([5.0, 4.5], 2, 1.0)
+    >>> History.from_dict(history.to_dict()) == history
+    True
+    """
+
+    records: list[dict[str, float]] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+    stopped_early: bool = False
+    best_epoch: int | None = None
+
+    @property
+    def epochs(self) -> int:
+        """Number of whole epochs recorded."""
+        return len(self.records)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that some epoch recorded, in order of appearance."""
+        return list(dict.fromkeys(name for record in self.records for name in record))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The last epoch's record."""
+        return self.records[-1] if self.records else {}
+
+    @overload
+    def __getitem__(self, name: str) -> list[float]: ...
+
+    @overload
+    def __getitem__(self, name: int) -> dict[str, float]: ...
+
+    def __getitem__(self, name: str | int) -> list[float] | dict[str, float]:
+        """All epochs of one number by its name, or all numbers of one epoch by its index: ``history["kl"]``, ``history[-1]``."""
+        if isinstance(name, int) and -len(self.records) <= name < len(self.records):
+            return self.records[name]
+        if name not in self.names:
+            close = nearest(name, self.names) if isinstance(name, str) else f" of {len(self.records)} epochs"
+            raise FlowBNNError(f"the history holds no {name!r}{close}", kind="name", argument=name)
+        return [record.get(str(name), float("nan")) for record in self.records]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "History":
+        """The inverse of :meth:`to_dict`."""
+        return cls(**values)
 
 
 def terminal() -> "Console | None":
@@ -38,22 +105,13 @@ def terminal() -> "Console | None":
 
 
 class Display:
-    """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go; nothing without a console.
+    """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go; ``steps`` are those of an epoch."""
 
-    Args:
-        options: of the run.
-        steps: per epoch, where that is known.
-        console: where to draw; None shows nothing.
-    """
-
-    def __init__(self, options: TrainingOptions, steps: int | None, console: "Console | None") -> None:
-        self.bar: Any = None
+    def __init__(self, options: TrainingOptions, steps: int | None, console: "Console") -> None:
         self.epochs, self.steps = options.epochs, steps
         self.watched = options.early_stop.monitor if options.early_stop else None
         self.validation: dict[str, float] = {}
         self.next_time = 0.0
-        if console is None:
-            return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (
@@ -65,20 +123,19 @@ class Display:
             TimeRemainingColumn(),
         )
         # without rich's refreshing thread, which would compete with the computation
-        self.bar = Progress(*columns, console=console, auto_refresh=False)
+        self.bar: Any = Progress(*columns, console=console, auto_refresh=False)
         total = float(self.epochs * (steps or 1))
         self.task = self.bar.add_task(
             options.description, total=total, epoch=1, epochs=self.epochs, numbers=""
         )
 
     def __enter__(self) -> "Display":
-        if self.bar is not None:
-            from rich.errors import LiveError
+        from rich.errors import LiveError
 
-            try:
-                self.bar.start()
-            except LiveError:  # the caller shows a live display of its own on this console
-                self.bar = None
+        try:
+            self.bar.start()
+        except LiveError:  # the caller shows a live display of its own on this console
+            self.bar = None
         return self
 
     def __exit__(self, *error: object) -> None:

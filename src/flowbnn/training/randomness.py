@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowbnn.errors import FlowBNNError
-
 __all__ = ["Randomness", "loader_generators", "seed_all"]
 
 
@@ -58,10 +56,11 @@ class Randomness:
     def state(self) -> dict[str, Any]:
         """Everything, as nested tensors and plain values."""
         version, words, gauss = random.getstate()
+        kind, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
         return {
             **self.torch_state(),
-            "python": (version, np.asarray(words, dtype=np.int64), gauss),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+            "python": (version, torch.tensor(words), gauss),
+            "numpy": (kind, torch.tensor(np.asarray(numbers, dtype=np.int64)), *rest),
         }
 
     def torch_state(self) -> dict[str, Any]:
@@ -76,7 +75,6 @@ class Randomness:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` or :meth:`torch_state` gave."""
-        self.check(state)
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available():
             places: Any = [self.device] if self.device is not None else range(torch.cuda.device_count())
@@ -87,14 +85,5 @@ class Randomness:
         if "python" in state:
             version, words, gauss = state["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
-            np.random.set_state(state["numpy"])  # noqa: NPY002
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuse a state with another number of generators."""
-        stored, own = len(state["generators"]), len(self.generators)
-        if stored != own:
-            raise FlowBNNError(
-                f"the checkpoint holds the state of {stored} random generators, this run has {own}: give the loader and "
-                "train(generators=...) the same ones as before",
-                kind="checkpoint",
-            )
+            kind, numbers, *rest = state["numpy"]
+            np.random.set_state((kind, numbers.numpy(), *rest))  # noqa: NPY002

@@ -7,42 +7,45 @@ all tensors. Nothing is ever unpickled, so that loading a file cannot run code.
 
 import json
 import os
-import re
 import shutil
 import socket
-import time
+import warnings
+import zipfile
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.training.finite import first_nonfinite_tensor, name_below
 
 __all__ = [
+    "check_weights",
     "check_writable",
     "decode_state",
     "encode_state",
     "is_alive",
     "keep_as",
+    "kinds_of",
     "load_document",
     "load_state",
     "load_tensors",
     "save_state",
     "save_tensors",
+    "warn_of_other_kinds",
 ]
 
 FORMAT = 2
 HEADER = "flowbnn"
 KIND = "__kind__"
-DAY = 24 * 3600.0
+SEQUENCES = {"tuple": tuple, "deque": deque}
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Path:
@@ -65,15 +68,10 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapp
     (True, {'epoch': 3})
     """
     path = Path(path)
-    stored, aliases = _without_aliases(tensors)
-    try:
+    with _replacing(path) as temporary:
+        stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FlowBNNError(
-            f"cannot write '{path}': its document is not JSON ({error})", kind="file"
-        ) from None
-    header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
-    with _renamed_to(path, f"cannot write '{path}'") as temporary:
+        header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
         save_file(stored, temporary, metadata={HEADER: header})
     return path
 
@@ -93,41 +91,30 @@ def load_document(path: str | Path) -> dict[str, Any]:
 
 def _load(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
-    document: dict[str, Any] = {}
-    trouble, text = "", None
-    if not path.is_file():
-        missing = f"there is no file '{path}'"
-        missing = f"'{path}' is a folder; name the file in it" if path.is_dir() else missing
-        raise FlowBNNError(missing, kind="file")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            text = (file.metadata() or {}).get(HEADER)
+            header = json.loads((file.metadata() or {}).get(HEADER, "null"))
             if with_tensors:
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        if text is None:
+        if header is None:
             trouble = "is a safetensors file, but flowbnn did not write it"
+        elif header["format"] != FORMAT:
+            trouble = f"has format {header['format']!r}, this flowbnn reads {FORMAT}"
+        elif header["checksum"] != _checksum(tensors, header["content"]) and with_tensors:
+            trouble = "is damaged: its bytes are not those that were written"
+        else:
+            parts = json.loads(header["content"])
+            aliases = parts["aliases"] if with_tensors else {}
+            return tensors | {name: tensors[stored] for name, stored in aliases.items()}, parts["document"]
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        trouble = f"has a damaged header ({type(error).__name__})"
     except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-        trouble = f"is cut short or no safetensors file ({_reason(error)})"
-        if _looks_like_pickle(path):
+        trouble = f"is damaged, cut short or no safetensors file ({_reason(error)})"
+        if not path.is_file():
+            trouble = "is a folder; name the file in it" if path.is_dir() else "is missing: there is no file"
+        elif zipfile.is_zipfile(path):
             trouble = "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
-    if text is not None and not trouble:
-        try:
-            header = json.loads(text)
-            version, checksum, content = header["format"], header.get("checksum"), header.get("content")
-            if version != FORMAT:
-                trouble = f"has format {version!r}, this flowbnn reads {FORMAT}"
-            elif with_tensors and checksum != _checksum(tensors, content):
-                trouble = "is damaged: its bytes are not those that were written"
-            else:
-                parts = json.loads(content)
-                document = parts["document"]
-                for name, target in parts["aliases"].items():
-                    tensors[name] = tensors[target] if with_tensors else torch.empty(0)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            trouble = f"has a damaged header ({type(error).__name__})"
-    if trouble:
-        raise FlowBNNError(f"'{path}' {trouble}", kind="file")
-    return tensors, document
+    raise FlowBNNError(f"'{path}' {trouble}", kind="file")
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -146,8 +133,8 @@ def load_state(path: str | Path) -> dict[str, Any]:
 def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A JSON tree of ``value``; its tensors go into ``tensors`` under ``name/...`` and leave their name behind.
 
-    Tuples, deques, counters, numpy arrays and dictionaries whose keys are not strings are marked, so that
-    :func:`decode_state` gives back the same types.
+    Tuples, deques, counters and dictionaries whose keys are not strings are marked, so that :func:`decode_state` gives back the same
+    types.
 
     >>> tensors = {}
     >>> tree = encode_state({"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, 0.999)}, "optimizer", tensors)
@@ -156,32 +143,18 @@ def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     >>> decode_state(tree, tensors)
     {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     if isinstance(value, Tensor):
         tensors[name] = value
         return {KIND: "tensor", "name": name}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return {KIND: "array", "value": encode_state(torch.from_numpy(value.copy()), name, tensors)}
     if isinstance(value, Mapping):
-        items = [
-            [encode_state(k, name, {}), encode_state(v, f"{name}/{k}", tensors)] for k, v in value.items()
-        ]
-        if isinstance(value, Counter):
-            return {KIND: "counter", "items": items}
-        if all(isinstance(key, str) for key in value) and KIND not in value:
-            return dict(items)
-        return {KIND: "map", "items": items}
-    if isinstance(value, (list, tuple, deque)):
+        items = [[key, encode_state(part, f"{name}/{key}", tensors)] for key, part in value.items()]
+        if isinstance(value, Counter) or KIND in value or not all(isinstance(key, str) for key in value):
+            return {KIND: "counter" if isinstance(value, Counter) else "map", "items": items}
+        return dict(items)
+    if isinstance(value, list | tuple | deque):
         parts = [encode_state(part, f"{name}/{index}", tensors) for index, part in enumerate(value)]
-        if isinstance(value, list):
-            return parts
-        return {KIND: "tuple" if isinstance(value, tuple) else "deque", "items": parts}
-    raise FlowBNNError(
-        f"cannot store {name!r}: a {type(value).__name__} is neither a number, text nor a tensor", kind="file"
-    )
+        return parts if isinstance(value, list) else {KIND: type(value).__name__, "items": parts}
+    return value
 
 
 def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -195,43 +168,33 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: decode_state(value, tensors) for key, value in tree.items()}
     if kind == "tensor":
         return tensors[tree["name"]]
-    if kind == "array":
-        return decode_state(tree["value"], tensors).numpy()
     if kind in ("map", "counter"):
-        pairs = {decode_state(key, tensors): decode_state(value, tensors) for key, value in tree["items"]}
+        pairs = {key: decode_state(value, tensors) for key, value in tree["items"]}
         return Counter(pairs) if kind == "counter" else pairs
-    parts = [decode_state(part, tensors) for part in tree["items"]]
-    return tuple(parts) if kind == "tuple" else deque(parts)
+    return SEQUENCES[kind](decode_state(part, tensors) for part in tree["items"])
 
 
 def keep_as(path: Path, other: Path) -> None:
-    """Give a file a second name, atomically; what had that name is replaced. ``path`` stays where it is."""
-    with _renamed_to(other, f"cannot keep '{path}' as '{other}'") as temporary:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, temporary)
+    """Copy a file under another name, atomically; what had that name is replaced."""
+    with _replacing(other) as temporary:
+        shutil.copyfile(path, temporary)
 
 
 def check_writable(path: str | Path) -> None:
     """Find out now, by writing a file of one byte, whether ``path`` can be written later; removes what killed runs left."""
     path = Path(path)
-    if path.is_dir():
-        raise FlowBNNError(f"'{path}' is a folder, but a file is to be written there", kind="file")
-    probe = _temporary(path)
+    trouble = f"'{path}' is a folder, but a file is to be written there" if path.is_dir() else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for part in path.parent.glob(f".{path.name}.*.part"):
-            if _is_left_over(part):
+        for part in path.parent.glob(f".{path.name}.{_this_machine()}-*.part"):
+            if not is_alive(int(part.stem.rpartition("-")[2])):  # else another process writes it just now
                 part.unlink(missing_ok=True)
-        probe.write_bytes(b"0")
-        probe.unlink(missing_ok=True)
+        _temporary(path).write_bytes(b"0")
+        _temporary(path).unlink(missing_ok=True)
     except OSError as error:
-        raise FlowBNNError(
-            f"cannot write in folder '{path.parent}' ({_reason(error)}); name another folder or make it writable",
-            kind="file",
-        ) from None
+        trouble = f"cannot write in folder '{path.parent}' ({_reason(error)}); name another folder or make it writable"
+    if trouble:
+        raise FlowBNNError(trouble, kind="file")
 
 
 def is_alive(process: int) -> bool:
@@ -240,12 +203,10 @@ def is_alive(process: int) -> bool:
     >>> is_alive(os.getpid())
     True
     """
-    if os.name == "nt":  # there, signal 0 is Ctrl-C
-        return True
     try:
         os.kill(process, 0)
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, OverflowError):
+    except ProcessLookupError:
         return False
     except OSError:  # no permission to ask, or no such file on this system
         return True
@@ -253,22 +214,21 @@ def is_alive(process: int) -> bool:
 
 
 @contextmanager
-def _renamed_to(path: Path, trouble: str) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path`` that takes its place, flushed to the disk, when the block has ended well."""
     temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _flush(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-        _flush(path.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
         raise FlowBNNError(
-            f"{trouble} ({_reason(error)}); what was there before is kept", kind="file"
+            f"cannot write '{path}' ({_reason(error)}); what was there before is kept", kind="file"
         ) from None
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -276,10 +236,6 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise FlowBNNError(
-                f"tensor {name!r} is sparse, quantized or on the meta device: store a dense one", kind="file"
-            )
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
@@ -299,17 +255,6 @@ def _checksum(tensors: Mapping[str, Tensor], content: str) -> int:
     return value
 
 
-def _looks_like_pickle(path: Path) -> bool:
-    """Whether a file that is no whole safetensors file begins like a pickle; one of ours may begin with 0x80 too."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-    except OSError:
-        return False
-    protocol = len(start) == 9 and start[0] == 0x80 and 2 <= start[1] <= 5
-    return start[:4] == b"PK\x03\x04" or (protocol and start[5:] != b"\0\0\0{")
-
-
 def _temporary(path: Path) -> Path:
     """Where a file is written before it gets its name, which says which process of which machine writes it."""
     return path.with_name(f".{path.name}.{_this_machine()}-{os.getpid()}.part")
@@ -319,28 +264,88 @@ def _this_machine() -> str:
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
-def _is_left_over(part: Path) -> bool:
-    """Whether nobody writes this any more. Another process of the same run may be writing its checkpoint just now."""
-    writer = re.search(r"\.([0-9a-f]{8})-(\d+)\.part$", part.name)
-    with suppress(FileNotFoundError):  # it has got its name meanwhile
-        if writer is None or time.time() - part.stat().st_mtime > DAY:
-            return True
-        return writer[1] == _this_machine() and (
-            int(writer[2]) == os.getpid() or not is_alive(int(writer[2]))
-        )
-    return False
-
-
-def _flush(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a folder, and renames there need no flush
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.strip().split("\n")[0][:200] or type(error).__name__
+
+
+# -------------------- does a stored state fit a network?
+
+
+def check_weights(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    source: str | Path,
+    names_below: str = "",
+    finite: Iterable[str] = (),
+) -> None:
+    """Refuse a state that does not fit the model's names, shapes and kinds of numbers, or is not finite, naming the first few.
+
+    Args:
+        names_below: is left out of the names, as in :func:`flowbnn.training.train`.
+        finite: names of tensors that must be.
+
+    >>> check_weights(nn.Linear(2, 1), nn.Linear(3, 1).state_dict(), "a.safetensors")
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: 'a.safetensors' is of another architecture: it differs in weight ((1, 3) there, (1, 2) here)
+    """
+    own = model.state_dict()
+    unlike = {name: _unlike(state[name], own[name]) for name in own if name in state}
+    differences = {
+        "it lacks": [name_below(name, names_below) for name in own if name not in state],
+        "it has besides": [name_below(name, names_below) for name in state if name not in own],
+        "it differs in": [f"{name_below(name, names_below)} ({how})" for name, how in unlike.items() if how],
+    }
+    words = [f"{what} {_few(names)}" for what, names in differences.items() if names]
+    trouble = f"is of another architecture: {'; '.join(words)}" if words else ""
+    layer = None if trouble else first_nonfinite_tensor((name, state[name]) for name in finite)
+    if layer is not None:
+        layer = name_below(layer, names_below)
+        trouble = f"holds NaN or infinite weights in {layer!r}; take an earlier file or begin again"
+    if trouble:
+        raise FlowBNNError(
+            f"'{source}' {trouble}", kind="not finite" if layer else "architecture", layer=layer
+        )
+
+
+def _unlike(stored: Any, own: Any) -> str:
+    """How two entries of a state differ, in words."""
+    if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
+        return "" if type(stored) is type(own) else "no tensor on one side"
+    if stored.shape != own.shape:
+        return f"{tuple(stored.shape)} there, {tuple(own.shape)} here"
+    same = stored.dtype == own.dtype
+    return "" if same else f"{stored.dtype} there, {own.dtype} here".replace("torch.", "")
+
+
+def _few(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """The class of every module that holds no others: what computes with the weights, or between them.
+
+    >>> kinds_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    {'0': 'Linear', '1': 'ReLU'}
+    """
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if name and next(module.children(), None) is None
+    }
+
+
+def warn_of_other_kinds(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
+    """Weights fit a network whose activations are others, and mean something else there."""
+    own = kinds_of(model)
+    changed = {name: (stored[name], own[name]) for name in own if stored.get(name, own[name]) != own[name]}
+    if changed:
+        words = _few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
+        warnings.warn(
+            FlowBNNWarning(
+                f"'{path}' was made from a network of other layers: {words}; its predictions here are not those of the network that "
+                "was trained",
+                kind="layers",
+                changed=changed,
+            )
+        )
