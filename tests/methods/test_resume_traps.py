@@ -27,7 +27,7 @@ def test_another_recipe_is_refused_when_a_fit_goes_on(tmp_path):
         fb.fit(other, loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET)
     message = str(caught.value)
     assert "\n" not in message
-    for words in ("layer '0'", "prior_scale=0.5", "prior_scale=0.1", "as before", "resume=False"):
+    for words in ("prior_scale of layer '0' 0.5 and this run has 0.1", "as before", "resume=False"):
         assert words in message
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     assert fb.fit(noisy(), loader(), epochs=2, checkpoint=tmp_path, resume=True, **QUIET).history.epochs == 2
@@ -35,7 +35,7 @@ def test_another_recipe_is_refused_when_a_fit_goes_on(tmp_path):
 
 def test_another_rate_of_dropout_is_refused_too(tmp_path):
     fb.MCDropout(rate=0.1, epochs=1).fit(network(), loader(), checkpoint=tmp_path, **QUIET)
-    with pytest.raises(FlowBNNError, match="had rate=0.1 and now has rate=0.4"):
+    with pytest.raises(FlowBNNError, match="rate of layer .* 0.1 and this run has 0.4"):
         fb.MCDropout(rate=0.4, epochs=2).fit(network(), loader(), checkpoint=tmp_path, resume=True, **QUIET)
 
 
@@ -45,7 +45,7 @@ def test_a_flow_of_ones_own_goes_on_with_its_prior(tmp_path):
 
     fb.fit(noisy(recipe(0.5)), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
     resumed = {"epochs": 2, "checkpoint": tmp_path, "resume": True, **QUIET}
-    with pytest.raises(FlowBNNError, match="had prior_scale=0.5 and now has prior_scale=0.2"):
+    with pytest.raises(FlowBNNError, match="prior_scale of layer .* 0.5 and this run has 0.2"):
         fb.fit(noisy(recipe(0.2)), loader(), **resumed)
     assert fb.fit(noisy(recipe(0.5)), loader(), **resumed).history.epochs == 2
 
@@ -121,18 +121,3 @@ def test_a_finished_or_useless_checkpoint_is_replaced_without_a_word(tmp_path):
         (tmp_path / "last.safetensors").write_bytes(b"nothing of use")
         fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["last.safetensors"]
-
-
-def test_where_files_cannot_be_linked_they_are_copied(tmp_path, monkeypatch):
-    def refused(*_):
-        raise OSError("no links here")
-
-    monkeypatch.setattr("os.link", refused)
-    cut(tmp_path, 1)
-    with pytest.warns(FlowBNNWarning, match="was interrupted"):
-        fb.fit(noisy(), loader(), epochs=1, checkpoint=tmp_path, **QUIET)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "last-before.safetensors",
-        "last.safetensors",
-    ]
-    assert load_tensors(tmp_path / "last-before.safetensors")[1]["epochs"] == 4

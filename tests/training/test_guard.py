@@ -5,8 +5,9 @@ import torch
 from objectives import train
 from torch import nn
 
+from flowbnn.batches import check_finite_batch
 from flowbnn.errors import FlowBNNError
-from flowbnn.training import TrainingOptions, check_finite_batch, first_nonfinite_layer, load_tensors
+from flowbnn.training import TrainingOptions, first_nonfinite_layer, load_tensors
 from flowbnn.training import train as train_objective
 
 

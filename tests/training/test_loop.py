@@ -1,6 +1,5 @@
 """What the loop does with a step function, and what it refuses."""
 
-import builtins
 import io
 import warnings
 
@@ -198,14 +197,12 @@ def test_loaders_of_every_kind():
     with pytest.raises(FlowBNNError, match="no batch in epoch 2"):
         run(loader=Drained())
     for empty in ([], DataLoader([], batch_size=2), DataLoader(range(3), batch_size=4, drop_last=True)):
-        with pytest.raises(FlowBNNError, match="the loader is empty"):
+        with pytest.raises(FlowBNNError, match="no batch in epoch 1: is it empty"):
             run(loader=empty)
     with pytest.raises(FlowBNNError, match="no batch in epoch 1"):
         run(loader=iter([]), epochs=1)
     with pytest.raises(FlowBNNError, match="iterator, which serves one epoch only"):
         run(loader=iter(batches()))
-    with pytest.raises(FlowBNNError, match="must be a DataLoader or a list"):
-        run(loader=3)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +248,9 @@ def test_steps_that_make_no_sense():
     check(lambda model, batch, clock: (torch.ones(()), {}), "no trainable parameter")
     check(lambda model, batch, clock: (model.weight.sum(), {"kl": torch.ones(2)}), "'kl' with 2 values")
     check(lambda model, batch, clock: (model.weight.sum(), 3), "dictionary")
+    model = linear()
     with pytest.raises(FlowBNNError, match="LBFGS"):
-        train(linear(), squared, torch.optim.LBFGS(linear().parameters()), batches())
-    with pytest.raises(FlowBNNError, match="must hold JSON"):
-        run(more={"settings": {"x": torch.ones(1)}})
+        train(model, squared, torch.optim.LBFGS(model.parameters()), batches())
 
 
 def test_an_unwritable_folder_is_found_before_the_first_step(tmp_path):
@@ -278,26 +274,13 @@ def test_tensorboard_logs(tmp_path):
     assert points == [(1, pytest.approx(history["loss"][0])), (2, pytest.approx(history["loss"][1]))]
 
 
-def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("torch.utils.tensorboard"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(FlowBNNError, match=r"pip install flowbnn\[tensorboard\]"):
-        run(tensorboard=tmp_path)
-
-
 def test_the_bar_shows_epoch_and_numbers():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150)
     options = TrainingOptions(epochs=7, description="LeNet", early_stop=EarlyStop("validation_nll"))
     with Display(options, steps=10, console=console) as display:
         assert display.due()
-        display.validated({"loss": 1.0, "validation_accuracy": 0.5, "validation_nll": 0.25})
+        display.update(1, 10, {"elbo": -2.0, "validation_accuracy": 0.5, "validation_nll": 0.25})
         display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5})
         assert not display.due()
     text = screen.getvalue()

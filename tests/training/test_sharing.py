@@ -20,7 +20,7 @@ from flowbnn.training.distributed import (
     synchronised_statistics,
     take_rows,
 )
-from flowbnn.training.launch import device_kind, settled_devices
+from flowbnn.training.launch import device_kind, planned
 
 RECIPES = {
     "affine": fb.noise.NormalAffine(),
@@ -222,9 +222,10 @@ def test_devices_that_are_not_there(monkeypatch, there, asked, words):
 def test_what_torchrun_started_is_what_there_is(monkeypatch):
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert settled_devices("cpu", 1, 1) == settled_devices("cpu", "auto", 2) == (2, 2)
+    assert planned(TrainingOptions(accelerator="cpu")) == ("cpu", 2, 2)
+    assert planned(TrainingOptions(accelerator="cpu", devices="auto", num_nodes=2)) == ("cpu", 2, 2)
     with pytest.raises(FlowBNNError, match="torchrun started 2 processes on each of 2 machines"):
-        settled_devices("cpu", 3, 1)
+        planned(TrainingOptions(accelerator="cpu", devices=3))
     assert device_kind("cpu") == "cpu"
 
 

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, split_batch
+from flowbnn.batches import device_of, dtype_of, first_nonfinite_tensor, split_batch
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
@@ -52,7 +52,6 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
-from flowbnn.training.finite import first_nonfinite_tensor
 from flowbnn.training.storage import kinds_of, warn_of_other_kinds
 
 __all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]

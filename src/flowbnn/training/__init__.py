@@ -1,6 +1,6 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
-from flowbnn.training.finite import check_finite_batch, first_nonfinite_layer
+from flowbnn.training.finite import first_nonfinite_layer
 from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
 from flowbnn.training.loop import train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
@@ -13,7 +13,6 @@ __all__ = [
     "History",
     "TrainingOptions",
     "alone",
-    "check_finite_batch",
     "check_weights",
     "check_writable",
     "connect",

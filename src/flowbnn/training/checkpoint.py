@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
 from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import check_weights, keep_as, load_document, load_state, save_state
+from flowbnn.training.storage import (
+    check_weights,
+    decode_state,
+    encode_state,
+    keep_as,
+    load_tensors,
+    save_tensors,
+)
 
 __all__ = ["Position", "State"]
 
@@ -33,9 +41,6 @@ class Position:
     step: int = 0
     best: float | None = None  # value of the monitored number
     waited: int = 0  # epochs since then
-    batches_per_epoch: int | None = None
-    monitor: str | None = None
-    mode: str | None = None
     totals: dict[str, Any] = field(default_factory=dict)  # of the logs of this epoch, weighted by examples
     weights: dict[str, float] = field(default_factory=dict)  # how many examples those are
     history: History = field(default_factory=History)
@@ -52,23 +57,6 @@ class Position:
 
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}, step {self.step + 1}"
-
-    def misfit(self, options: TrainingOptions, batches_per_epoch: int | None) -> str:
-        """Why a run cannot go on from here under these options, or with this loader; empty where it can."""
-        begun, rule, stored = self.epoch + (self.batches > 0), options.early_stop, self.batches_per_epoch
-        if begun > options.epochs:
-            return f"is in its epoch {begun} already and only {options.epochs} are asked for: ask for more epochs"
-        if None not in (stored, batches_per_epoch) and stored != batches_per_epoch:
-            return (
-                f"was written with {stored} batches per epoch, this loader has {batches_per_epoch}: give it the same data and batch "
-                "size as before"
-            )
-        if rule is not None and self.monitor and (self.monitor, self.mode) != (rule.monitor, rule.mode):
-            return (
-                f"was written while early stopping monitored {self.monitor!r} ({self.mode}), and this run monitors {rule.monitor!r} "
-                f"({rule.mode}): keep the rule"
-            )
-        return ""
 
     def follow(self, rule: EarlyStop | None) -> None:
         """Take over a rule for early stopping that may have been dropped or been given more patience."""
@@ -100,9 +88,10 @@ class State:
     schedule: LRScheduler | None
     randomness: Randomness
     scaler: torch.amp.GradScaler | None
-    path: Path | None
-    settings: dict[str, Any]
-    structure: dict[str, Any]
+    options: TrainingOptions
+    steps_per_epoch: int | None
+    settings: Mapping[str, Any]
+    structure: Mapping[str, Mapping[str, Any]]
     names_below: str
     position: Position = field(default_factory=Position)
     best_weights: dict[str, Any] | None = None
@@ -115,26 +104,31 @@ class State:
         names = {id(p): name for name, p in self.objective.named_parameters(remove_duplicate=False)}
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
-        if any(id(parameter) not in names for parameter in self.parameters):
-            raise FlowBNNError(
-                "the optimizer has parameters that are not part of the objective: build it from this objective's parameters",
-                kind="call",
-                argument="optimizer",
-            )
-        self.groups = [[names[id(parameter)] for parameter in group] for group in groups]
-        self.names = [name for group in self.groups for name in group]
-        schedule = "none" if self.schedule is None else type(self.schedule).__name__
-        self.classes = {"optimizer": type(self.optimizer).__name__, "learning-rate schedule": schedule}
+        self.path = self.options.checkpoint_path
+        groups = [[names[id(parameter)] for parameter in group] for group in groups]
+        self.names = [name for group in groups for name in group]
+        rule = self.options.early_stop
+        self.facts = {  # which must not change when a run is resumed; None is not known
+            "optimizer": type(self.optimizer).__name__,
+            "parameter groups": groups,
+            "learning-rate schedule": "none" if self.schedule is None else type(self.schedule).__name__,
+            "batches per epoch": self.steps_per_epoch,
+            "early stopping by": rule and f"{rule.monitor} ({rule.mode})",
+            "random generators": len(self.randomness.generators),
+        }
+        for layer, values in self.structure.items():
+            self.facts |= {f"{key} of layer '{layer}'": repr(value) for key, value in values.items()}
 
-    def save(self, path: Path, epochs: int) -> None:
-        """Write the checkpoint of a run of so many epochs."""
+    def save(self) -> None:
+        """Write the checkpoint."""
+        assert self.path is not None
         if self.kept_as is not None:
-            keep_as(path, self.kept_as)
+            keep_as(self.path, self.kept_as)
             self.kept_as = None
         contents = {
             "kind": "training",
             "torch": torch.__version__,
-            "epochs": epochs,
+            "epochs": self.options.epochs,
             "position": self.position.to_dict(),
             "weights": self.objective.state_dict(),
             "best_weights": self.best_weights,
@@ -145,18 +139,18 @@ class State:
                 "now": {**self.randomness.state(), **(self.random_now or {})},
                 "start": self.random_start,
             },
-            "classes": self.classes,
-            "groups": self.groups,
+            "facts": self.facts,
             "settings": self.settings,
-            "structure": self.structure,
         }
-        save_state(path, contents)
+        tensors: dict[str, Tensor] = {}
+        document = {name: encode_state(value, name, tensors) for name, value in contents.items()}
+        save_tensors(self.path, tensors, document)
         self.saved_step = self.position.step
 
-    def keep_former(self, path: Path) -> None:
+    def keep_former(self) -> None:
         """Warn where this run takes the place of an interrupted one, whose checkpoint is then kept under another name."""
-        former = unfinished(path)
-        if former is None:
+        path = self.path
+        if path is None or (former := unfinished(path)) is None:
             return
         other = path.with_name(f"{path.stem}-before{path.suffix}")
         longer = unfinished(other)
@@ -174,20 +168,34 @@ class State:
             )
         )
 
-    def load(self, path: Path, options: TrainingOptions, batches_per_epoch: int | None, warn: bool) -> None:
+    def load(self, warn: bool) -> None:
         """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
-        stored, trouble = load_state(path), "is no checkpoint of a training run: name another file"
+        path, rule, epochs = self.path, self.options.early_stop, self.options.epochs
+        assert path is not None
+        tensors, document = load_tensors(path)
+        stored, trouble = (
+            decode_state(document, tensors),
+            "is no checkpoint of a training run: name another file",
+        )
+        changed: list[str] = []
         if stored.get("kind") == "training":
             for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
                 check_weights(self.objective, weights, path, self.names_below, finite=self.names)
             position = Position.from_dict(stored["position"])
-            trouble = self.misfit(stored) or position.misfit(options, batches_per_epoch)
+            begun = position.epoch + (position.batches > 0)
+            for what in stored["facts"] | self.facts:
+                before, now = (facts.get(what, "none") for facts in (stored["facts"], self.facts))
+                if before != now and before is not None and now is not None:
+                    changed.append(f"{what} {before!s:.80} and this run has {now!s:.80}")
+            trouble = f"was written with {', '.join(changed[:3])}: build it as before" if changed else ""
+            if begun > epochs:
+                trouble = (
+                    f"is in its epoch {begun} already and only {epochs} are asked for: ask for more epochs"
+                )
         if trouble:
             raise FlowBNNError(f"'{path}' {trouble}, or begin again with resume=False", kind="checkpoint")
         if warn:
             self.warn_of_changes(stored, path)
-
-        rule = options.early_stop
         position.follow(rule)
         vars(self.position).update(vars(position))
         self.best_weights = stored["best_weights"] if rule is not None and rule.restore_best else None
@@ -199,32 +207,6 @@ class State:
             self.scaler.load_state_dict(stored["scaler"])
         self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
         self.saved_step = self.position.step
-
-    def misfit(self, stored: Mapping[str, Any]) -> str:
-        """Why a stored state cannot be taken over; empty where it can."""
-        for what, before in stored["classes"].items():
-            if before != self.classes[what]:
-                return f"was written with the {what} {before} and this run has {self.classes[what]}: build it as before"
-        if stored["groups"] != self.groups:
-            return "was written by an optimizer with other parameter groups: build it as before"
-        generators, own = len(stored["random"]["now"]["generators"]), len(self.randomness.generators)
-        if generators != own:
-            return (
-                f"holds the state of {generators} random generators, this run has {own}: give the loader and train(generators=...) "
-                "the same ones as before"
-            )
-        for name in dict.fromkeys([*self.structure, *stored["structure"]]):
-            layers = stored["structure"].get(name, {}), self.structure.get(name, {})
-            keys = [key for key in layers[0] | layers[1] if layers[0].get(key) != layers[1].get(key)]
-            if keys:
-                before, now = (
-                    ", ".join(f"{k}={one[k]!r}" for k in keys if k in one) or "none" for one in layers
-                )
-                layer = f"layer '{name}'" if name else "the network"
-                return (
-                    f"was written while {layer} had {before} and now has {now}: convert the network as before"
-                )
-        return ""
 
     def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
         """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
@@ -249,16 +231,13 @@ class State:
 
     def keep_weights(self) -> None:
         """Remember the present weights as the best."""
-        state = self.objective.state_dict()
-        self.best_weights = {
-            name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
-        }
+        self.best_weights = deepcopy(self.objective.state_dict())
 
 
 def unfinished(path: Path) -> Position | None:
     """How far an interrupted run has come; None where there is no file, it is finished, or nothing of it can be used."""
     try:
-        document = load_document(path)
+        document = load_tensors(path)[1]
         position = Position.from_dict(document["position"])
     except (FlowBNNError, KeyError, TypeError):
         return None

@@ -8,7 +8,7 @@ stay those from before the bad step until the host looks, some steps later.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from flowbnn.batches import apply, batch_size, named_tensors
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recompiles
-from flowbnn.training.finite import batch_size, named_tensors
 from flowbnn.training.options import Clock, TrainingOptions
 
 __all__ = ["Recorder", "is_fused", "make_recorder"]
@@ -36,14 +36,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 class Recorder:
-    """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller.
-
-    Args:
-        objective: computes the loss of a batch; its ``capturable`` is True (see :func:`flowbnn.training.train`).
-        optimizer: one of torch's fused ones.
-        options: of the run.
-        device: a CUDA device.
-    """
+    """Takes steps on one CUDA device by replaying a recording; what does not fit the recording it leaves to the caller."""
 
     def __init__(
         self, objective: nn.Module, optimizer: Optimizer, options: TrainingOptions, device: torch.device
@@ -100,7 +93,7 @@ class Recorder:
             self.signature = signature
             size = sum(t.numel() * t.element_size() for _, t in named_tensors(batch))
             self.witnesses = deque(maxlen=max(1, min(64, _WITNESSES // max(1, size))))
-            self.batch = _map(batch, self._room_for)
+            self.batch = apply(batch, self._room_for)
         if signature != self.signature:
             return False
         check = getattr(self.objective, "check_batch", None)
@@ -174,7 +167,7 @@ class Recorder:
 
     def _whole_step(self, clock: Clock) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with nullcontext() if self.warm else quiet_compiler():  # the first way back is compiled too
+        with nullcontext() if self.warm else quiet_compiler():  # the first backward pass is compiled too
             loss, logs = self._evaluate(clock)
             loss.backward()
         parameters = [
@@ -281,16 +274,6 @@ def make_recorder(
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for all recordings on a device: cuBLAS keeps some 60 MiB for every stream it was ever called on."""
     return torch.cuda.Stream(device)
-
-
-def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map(part, function) for key, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return tuple(_map(part, function) for part in batch)
-    return batch
 
 
 def _only_tensors(batch: Any) -> bool:

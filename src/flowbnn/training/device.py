@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.training.launch import device_kind
 from flowbnn.training.options import TrainingOptions
 
@@ -36,12 +35,6 @@ class Process:
             torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         )
         self.half, self.dtype = MIXED.get(options.precision), TRUE.get(options.precision)
-        if self.half == torch.float16 and kind != "cuda":
-            raise FlowBNNError(
-                "precision='16-mixed' needs a CUDA device: use 'bf16-mixed'",
-                kind="value",
-                argument="precision",
-            )
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the forward pass
         if self.half is not None:
             self.autocast = partial(torch.autocast, kind, self.half)

@@ -12,18 +12,19 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from flowbnn.batches import batch_size
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.noise import Share, share_batch
 from flowbnn.training.device import Process
-from flowbnn.training.finite import batch_size
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.randomness import seed_all
 from flowbnn.training.storage import is_alive
@@ -95,33 +96,18 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 class SharedLoader:
     """This process's rows of every batch that a loader gives: the batches, and their order, are those of one process.
 
-    A ``DataLoader`` fetches only the examples that belong here. A loader with ``sharded(rank, world)``, ``batch_size`` and
-    ``num_data`` (:class:`flowbnn.data.TensorLoader`) gives its rows itself. Any other one is gone through in full on every
-    process, and its batches are cut. A ``DataLoader`` with a ``DistributedSampler`` is shared out already and used as it is.
-
-    Args:
-        loader: whose batches are the global ones.
-        rank, world: of this process, and how many there are.
-        announce: called with the share and its weight before each batch.
+    A ``DataLoader`` with a ``DistributedSampler`` is shared out already and used as it is. ``announce`` is called with the share and
+    its weight before each batch.
     """
 
     def __init__(self, loader: Any, rank: int, world: int, announce: Callable[[Share, float], None]) -> None:
         self.loader, self.rank, self.world, self.announce = loader, rank, world, announce
         self.sampler = getattr(loader, "sampler", None)
-        self.shares: deque[tuple[Share, float]] = deque()
-        self.part = self._part()
-
-    def _part(self) -> Any:
-        """The loader of this process's rows."""
-        if isinstance(self.sampler, DistributedSampler):
-            return self.loader
-        if hasattr(self.loader, "sharded"):
-            with suppress(FlowBNNError):  # a last batch too small for all, or no generator: cutting can do it
-                return self.loader.sharded(self.rank, self.world)
-        return pick_rows(self.loader, self._pick, self.rank)
+        self.shares: deque[tuple[Share, float]] = deque()  # a DataLoader asks some batches ahead
+        self.even = isinstance(self.sampler, DistributedSampler)
+        self.part = loader if self.even else pick_rows(loader, self._pick, rank)
 
     def _pick(self, number: int, rows: int) -> tuple[int, int]:
-        # a DataLoader asks some batches ahead
         self.shares.append(share_of(rows, self.rank, self.world))
         return self.shares[-1][0][:2]
 
@@ -130,34 +116,13 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
-        for number, batch in enumerate(self.part):
-            self.announce(*self._share(number, batch))
+        for batch in self.part:
+            if self.even:
+                rows = batch_size(batch)
+                self.announce(Share(self.rank * rows, (self.rank + 1) * rows, self.world * rows), 1.0)
+            else:
+                self.announce(*self.shares.popleft())
             yield batch
-
-    def _share(self, number: int, batch: Any) -> tuple[Share, float]:
-        if self.shares:
-            return self.shares.popleft()
-        if self.part is self.loader:  # even shares, by a sampler of the user's
-            rows = batch_size(batch)
-            return Share(self.rank * rows, (self.rank + 1) * rows, self.world * rows), 1.0
-        total = min(self.part.batch_size, self.part.num_data - number * self.part.batch_size)
-        return share_of(total, self.rank, self.world)
-
-
-class _Rows(Sampler[list[int]]):
-    """Of every batch of indices, those that ``pick(number, rows)`` names; batches of which it names none are left out."""
-
-    def __init__(self, batches: Any, pick: Pick) -> None:
-        self.batches, self.pick = batches, pick
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number, batch in enumerate(self.batches):
-            start, stop = self.pick(number, len(batch))
-            if start < stop:
-                yield list(batch)[start:stop]
 
 
 def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
@@ -171,7 +136,7 @@ def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
     """
     sampler = getattr(loader, "batch_sampler", None)
     if type(loader) is not DataLoader or sampler is None or isinstance(loader.dataset, IterableDataset):
-        return _Cut(loader, pick)
+        return _Picked(loader, pick, batch_size, take_rows)
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("collate_fn", "pin_memory", "timeout", "generator", "num_workers")
@@ -179,32 +144,35 @@ def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
     if loader.num_workers:
         names = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
         options.update({name: getattr(loader, name) for name in names})
-        options["worker_init_fn"] = _Apart(rank, loader.worker_init_fn)
-    return DataLoader(loader.dataset, batch_sampler=_Rows(sampler, pick), **options)
+        options["worker_init_fn"] = partial(_seed_apart, rank, loader.worker_init_fn)
+    indices = _Picked(sampler, pick, len, lambda batch, start, stop: list(batch)[start:stop])
+    return DataLoader(loader.dataset, batch_sampler=indices, **options)
 
 
-class _Cut:
-    def __init__(self, loader: Any, pick: Pick) -> None:
-        self.loader, self.pick = loader, pick
+class _Picked:
+    """Of every batch, of examples or of their indices, the rows that ``pick`` names."""
+
+    def __init__(
+        self, batches: Any, pick: Pick, size: Callable[[Any], int], cut: Callable[[Any, int, int], Any]
+    ) -> None:
+        self.batches, self.pick, self.size, self.cut = batches, pick, size, cut
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.loader):
-            start, stop = self.pick(number, batch_size(batch))
+        for number, batch in enumerate(self.batches):
+            start, stop = self.pick(number, self.size(batch))
             if start < stop:
-                yield take_rows(batch, start, stop)
+                yield self.cut(batch, start, stop)
 
 
-class _Apart:
+def _seed_apart(rank: int, then: Callable[[int], None] | None, worker: int) -> None:
     """Start of a data worker: other random numbers than the same worker of another process has."""
-
-    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
-        self.rank, self.then = rank, then
-
-    def __call__(self, worker: int) -> None:
-        if self.rank:
-            seed_all((torch.initial_seed() + 7919 * self.rank) % 2**32)
-        if self.then is not None:
-            self.then(worker)
+    if rank:
+        seed_all((torch.initial_seed() + 7919 * rank) % 2**32)
+    if then is not None:
+        then(worker)
 
 
 @contextmanager

@@ -1,113 +1,188 @@
-"""Numbers that are not finite: noticed at once, traced to the layer that made them, never written to disk."""
+"""What is not finite ends a run before it reaches the weights or the disk, with a line that says where it came from."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors
 from flowbnn.errors import FlowBNNError
+from flowbnn.training.checkpoint import State
+from flowbnn.training.cuda_graph import Recorder, is_fused
+from flowbnn.training.device import Process
+from flowbnn.training.options import Clock
+from flowbnn.training.storage import name_below
 
-__all__ = [
-    "batch_size",
-    "check_finite_batch",
-    "explain_single_row",
-    "first_nonfinite_layer",
-    "first_nonfinite_tensor",
-    "is_finite",
-    "name_below",
-    "named_tensors",
-    "watch_layers",
-]
+__all__ = ["GradientGate", "Guard", "LossGate", "first_nonfinite_layer"]
 
 
-def named_tensors(batch: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its place in it.
+class Guard:
+    """Watches the losses and gradients of one run, whose parameters are on the device of its process."""
 
-    >>> [name for name, _ in named_tensors((torch.zeros(2), {"label": torch.zeros(2)}))]
-    ['0', '1.label']
-    """
-    if isinstance(batch, Tensor):
-        return [(name or "0", batch)]
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(batch, Mapping):
-        pairs = batch.items()
-    elif isinstance(batch, (list, tuple)):
-        pairs = enumerate(batch)
-    tensors = []
-    for key, part in pairs:
-        place = f"{name}.{key}" if name else str(key)
-        tensors += [(place, part)] if isinstance(part, Tensor) else named_tensors(part, place)
-    return tensors
+    def __init__(self, state: State, process: Process) -> None:
+        self.state, self.process = state, process
+        cuda = process.device.type == "cuda"
+        together = all(parameter.device == process.device for parameter in state.parameters)
+        self.loss_gate = LossGate() if cuda else None
+        self.gradient_gate: GradientGate | None = None
+        if cuda and together and process.scaler is None:
+            self.gradient_gate = GradientGate(state.optimizer, process.device)
 
+    def check_last_step(self, recorder: Recorder | None, wait: bool = False) -> None:
+        """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
+        position = self.state.position
+        if recorder is not None and recorder.bad(wait):
+            self.explain_recorded(recorder)
+        if self.gradient_gate is not None and not self.gradient_gate.finite():
+            updated = "" if self.gradient_gate.skips else "; the weights have been updated with it"
+            self.explain_gradient(f"in epoch {position.epoch + 1}, step {position.step}", updated)
 
-def name_below(name: str, root: str) -> str:
-    """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
+    def check_weights(self) -> None:
+        """Refuse to go on with weights that are not finite, which never replace good ones on the disk."""
+        state = self.state
+        broken = first_nonfinite_tensor(zip(state.names, state.parameters, strict=True))
+        if broken is not None:
+            broken = name_below(broken, state.names_below)
+            self.fail(f"parameter {broken!r} is not finite {state.position}", broken)
 
-    >>> name_below("network.fc1.weight", "network"), name_below("likelihood.scale", "network")
-    ('fc1.weight', 'likelihood.scale')
-    """
-    if not root:
-        return name
-    return "" if name == root else name.removeprefix(root + ".")
+    def explain_loss(
+        self, batch: Any, clock: Clock, logs: Mapping[str, Any], before: dict[str, Any]
+    ) -> NoReturn:
+        """Say where a loss that is not finite came from, by running the batch again with the same draws."""
+        state = self.state
+        check_finite_batch(batch, state.position.epoch, state.position.batches)
 
+        def again() -> None:
+            state.randomness.restore(before)
+            with torch.enable_grad(), self.process.autocast():
+                state.objective(batch, clock)
 
-def batch_size(batch: Any) -> int:
-    """Rows of the batch's first tensor; 1 where it has no tensor or the tensor no axes.
-
-    >>> batch_size((torch.zeros(8, 3), torch.zeros(8)))
-    8
-    """
-    tensors = named_tensors(batch)
-    return tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
-
-
-def explain_single_row(error: Exception, batch: Any, epoch: int, index: int) -> None:
-    """Say in one line where it is BatchNorm, which has nothing to normalize in a single example, that raised an error."""
-    if "more than 1 value per channel" in str(error) and batch_size(batch) == 1:
-        raise FlowBNNError(
-            f"epoch {epoch + 1}, batch {index + 1}: the batch has a single example, which BatchNorm cannot be trained on; "
-            "give the loader drop_last=True or another batch size",
-            kind="batch",
-        ) from error
-
-
-def check_finite_batch(batch: Any, epoch: int, index: int) -> None:
-    """Refuse a batch that holds NaN or infinite numbers, or no rows; ``epoch`` and ``index`` count from 0.
-
-    >>> check_finite_batch((torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])), epoch=2, index=5)
-    Traceback (most recent call last):
-    ...
-    flowbnn.errors.FlowBNNError: epoch 3, batch 6: 1 of 2 rows of tensor '0' hold NaN or infinite values; ...
-    """
-    for name, tensor in named_tensors(batch):
-        empty = tensor.dim() > 0 and tensor.shape[0] == 0
-        if not empty and is_finite(tensor):
-            continue
-        trouble = f"tensor {name!r} has no rows; leave empty batches out of the loader"
-        if not empty:
-            bad = ~torch.isfinite(tensor)
-            rows = int(bad.flatten(1).any(1).sum()) if tensor.dim() > 1 else int(bad.sum())
-            trouble = (
-                f"{rows} of {tensor.shape[0] if tensor.dim() else 1} rows of tensor {name!r} hold NaN or infinite values; "
-                "clean the data or leave these rows out"
+        layer = first_nonfinite_tensor(state.objective.named_parameters())
+        if layer is not None:
+            layer = name_below(layer, state.names_below)
+            cause = f"parameter {layer!r} is not finite, so an earlier gradient was not"
+        else:
+            source, receiver = _watch(state.objective, again)
+            layer = source or receiver  # "" is the objective itself, whose loss is known to be bad
+            term = first_nonfinite_tensor(
+                (n, value) for n, value in logs.items() if isinstance(value, Tensor)
             )
-        raise FlowBNNError(f"epoch {epoch + 1}, batch {index + 1}: {trouble}", kind="batch")
+            if layer:
+                kind = type(state.objective.get_submodule(layer)).__name__
+                layer = name_below(layer, state.names_below)
+                cause = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
+                cause += (
+                    " made it first"
+                    if source
+                    else " was given inputs that are not finite, which no layer made"
+                )
+            elif term is not None:
+                cause = f"every layer's output is finite, but {term!r} is not"
+            else:
+                cause = "every layer's output is finite, so the loss function made it"
+        self.fail(f"the loss is not finite {state.position}: {cause}", layer or None)
+
+    def explain_gradient(self, when: str, more: str = "") -> None:
+        """Name the parameter whose gradient is not finite; a norm that only overflowed is no fault."""
+        pairs = zip(self.state.names, self.state.parameters, strict=True)
+        name = first_nonfinite_tensor((name, p.grad) for name, p in pairs if p.grad is not None)
+        if name is not None:
+            name = name_below(name, self.state.names_below)
+            self.fail(
+                f"the gradient of {name!r} is not finite {when} although the loss is; lower the learning rate or bound what that "
+                f"layer computes{more}",
+                name,
+            )
+
+    def explain_recorded(self, recorder: Recorder) -> NoReturn:
+        """Take the recorder's last batches again, one by one and with the same draws, until one goes wrong."""
+        state, last = self.state, self.state.position.step
+        when = f"between steps {max(1, last - len(recorder.witnesses) + 1)} and {last}"
+        for batch, clock, random in recorder.witnesses:
+            torch.cuda.set_rng_state(random, self.process.device)
+            before = state.randomness.torch_state()
+            state.optimizer.zero_grad()
+            with self.process.autocast():
+                loss, logs = state.objective(batch, clock)
+            if not math.isfinite(loss.item()):
+                self.explain_loss(batch, clock, logs, before)
+            loss.backward()
+            self.explain_gradient(when)
+        self.fail(
+            f"the loss or a gradient was not finite {when}, but not when these steps were taken again one by one"
+        )
+
+    def fail(self, words: str, layer: str | None = None) -> NoReturn:
+        """End the run, with advice that fits it."""
+        half = "; half precision overflows: try precision='32-true'" if self.process.half is not None else ""
+        saved = self.state.saved_step is not None
+        good = f"; the last good checkpoint is '{self.state.path}'" if saved else ""
+        raise FlowBNNError(f"{words}{half}{good}", kind="not finite", layer=layer)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite. The sum tells in one pass; only a sum that overflowed needs a second look."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
-        return True
-    tensor = tensor.detach()
-    total = tensor.sum() if tensor.is_floating_point() else torch.view_as_real(tensor).sum()
-    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+class LossGate:
+    """Is the loss finite? Asked behind the forward pass and answered when the backward pass is queued, so that CUDA never idles."""
+
+    def __init__(self) -> None:
+        self.answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self.event = torch.cuda.Event()
+
+    def ask(self, loss: Tensor) -> None:
+        """Before backward."""
+        self.answer.copy_(torch.isfinite(loss.detach()), non_blocking=True)
+        self.event.record()
+
+    def finite(self) -> bool:
+        """After backward: whether the loss was finite."""
+        self.event.synchronize()
+        return bool(self.answer.item())
 
 
-def first_nonfinite_tensor(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first name whose tensor is not finite."""
-    return next((name for name, tensor in named if not is_finite(tensor)), None)
+class GradientGate:
+    """Was the gradient finite? Asked on CUDA, and answered when the next step begins, so that the device never idles.
+
+    The fused optimizers of torch take the answer on the device and leave the weights alone when it is no (``found_inf``).
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.skips = is_fused(optimizer)
+        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.answer = torch.empty((), pin_memory=True)
+        self.event = torch.cuda.Event()
+        self.asked = False
+
+    def update(self, gradients: list[Tensor]) -> None:
+        """The optimizer's step, after the question whether its gradients are finite."""
+        self.found.zero_()
+        if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
+            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
+        else:
+            for gradient in gradients:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self.found.logical_or_(~torch.isfinite(values).all())
+        self.answer.copy_(self.found, non_blocking=True)
+        self.event.record()
+        self.asked = True
+        if self.skips:
+            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        try:
+            self.optimizer.step()
+        finally:
+            if self.skips:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def finite(self) -> bool:
+        """Whether the gradient last asked about was finite; waits for the backward pass that made it."""
+        if not self.asked:
+            return True
+        self.asked = False
+        self.event.synchronize()
+        return self.answer.item() == 0
 
 
 def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | None:
@@ -125,10 +200,10 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
     >>> first_nonfinite_layer(network, lambda: network(torch.ones(1, 2)))
     '1'
     """
-    return watch_layers(model, call)[0]
+    return _watch(model, call)[0]
 
 
-def watch_layers(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
+def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
     """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
     sources: list[str] = []
     receivers: list[str] = []

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,13 +18,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from flowbnn.batches import batch_size, check_finite_batch, named_tensors
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, kept_modes, move_batch
 from flowbnn.training.distributed import Terminated, Worker
-from flowbnn.training.finite import check_finite_batch, explain_single_row, named_tensors
-from flowbnn.training.guard import Guard
+from flowbnn.training.finite import Guard
 from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
@@ -87,25 +87,18 @@ def train(
     (8, True)
     """
     options = options or TrainingOptions()
-    kept: dict[str, Any] = {"settings": dict(settings or {}), "structure": dict(structure or {})}
-    kept["names_below"] = names_below
-    check_arguments(optimizer, loader, options, schedule, validate is not None, kept)
+    kept = {"settings": settings or {}, "structure": structure or {}, "names_below": names_below}
+    check_arguments(objective, optimizer, options, schedule, validate is not None)
     run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept)
-    try:
-        with run.open() as interrupts:
-            while not run.finished:
+    with run.open() as interrupts:
+        while not run.finished:
+            with interrupts:
+                batches = run.begin_epoch()
+            more = True
+            while more:
                 with interrupts:
-                    batches = run.begin_epoch()
-                more = True
-                while more:
-                    with interrupts:
-                        more = run.step(batches)
-                run.end_epoch(interrupts)
-    except KeyboardInterrupt:
-        if run.path is not None and run.main:
-            words = f"flowbnn: interrupted in epoch {run.position.epoch + 1}; {run.saved_words()}"
-            print(words, file=sys.stderr)
-        raise
+                    more = run.step(batches)
+            run.end_epoch(interrupts)
     if run.state.best_weights is not None:
         objective.load_state_dict(run.state.best_weights)
     return run.position.history
@@ -145,7 +138,7 @@ class Interrupts:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.holding = False
-        if kind is None and self.waiting is not None:
+        if self.waiting is not None:
             raise self.waiting
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -182,25 +175,23 @@ class Run:
         self.randomness = Randomness(
             [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
         )
-        self.state = State(objective, optimizer, schedule, self.randomness, process.scaler, self.path, **kept)
+        self.steps_per_epoch = length_of(loader)
+        kept |= {"options": options, "steps_per_epoch": self.steps_per_epoch, "scaler": process.scaler}
+        self.state = State(objective, optimizer, schedule, self.randomness, **kept)
         self.position, self.parameters = self.state.position, self.state.parameters
         self.module = process.wrap(objective)
         self.loader = process.share_out(loader)
-        self.steps_per_epoch = length_of(self.loader)
         self.guard = Guard(self.state, process)
         self.recorder = make_recorder(objective, optimizer, options, process.device, process.processes)
         self.updating = False  # whether weights and position do not belong together
         self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
-            self.state.load(self.path, options, self.steps_per_epoch, warn=self.main)
+            self.state.load(warn=self.main)
         else:
             if options.seed is not None:
                 seed_all(options.seed)
             if self.path is not None and self.main:
-                self.state.keep_former(self.path)
-        rule = options.early_stop
-        self.position.batches_per_epoch = self.steps_per_epoch
-        self.position.monitor, self.position.mode = (rule.monitor, rule.mode) if rule else (None, None)
+                self.state.keep_former()
         self.started = time.monotonic() - self.position.history.seconds
 
     @contextmanager
@@ -223,9 +214,8 @@ class Run:
             self.objective.train()
             try:
                 yield interrupts
-            except Exception as error:
-                explain_single_row(error, self.batch, self.position.epoch, self.position.batches)
-                self.explain_lost_worker(error, interrupts)
+            except BaseException as error:
+                self.explain(error, interrupts)
                 raise
 
     @property
@@ -383,21 +373,21 @@ class Run:
         """Validation, the record, the schedule, early stopping and the checkpoint."""
         position, options = self.position, self.options
         if position.batches == 0:
-            again = " (was it an iterator, which serves one epoch only?)" if position.epoch else ""
-            message = f"the loader gave no batch in epoch {position.epoch + 1}{again}"
-            raise FlowBNNError(message, kind="loader")
+            words = f"the loader gave no batch in epoch {position.epoch + 1}: is it empty, or an iterator, which serves one epoch only?"
+            raise FlowBNNError(words, kind="loader")
         self.settle()
         self.process.synchronize(self.objective)
         self.state.random_now = self.randomness.state()
-        if self.validate is not None and options.checkpoint_every is None:
+        if self.validate is not None and self.state.saved_step != position.step:
             with interrupts:  # before validation, which may take long or fail: a resumed run begins with it
-                self.save_step()
-        try:
-            record = self.epoch_record()
-        except Exception:
-            with suppress(FlowBNNError):
-                self.save_step()
-            raise
+                self.save()
+        record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
+        if self.validate is not None:
+            with kept_modes(self.objective), torch.no_grad():
+                values = self.validate(self.objective.eval())
+            for name, value in values.items():
+                record[f"validation_{name.removeprefix('validation_')}"] = float(value)
+        record = self.process.agree(record)
         with interrupts:
             self.updating = True
             if self.schedule is not None and options.schedule_every == "epoch":
@@ -408,12 +398,8 @@ class Run:
             position.history.records.append(record)
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
-            position.epoch, position.batches, position.totals, position.weights = (
-                position.epoch + 1,
-                0,
-                {},
-                {},
-            )
+            position.epoch, position.batches = position.epoch + 1, 0
+            position.totals, position.weights = {}, {}
             self.state.random_start = self.state.random_now = None
             self.updating = False
             if options.checkpoint_every is None or self.finished:
@@ -422,27 +408,7 @@ class Run:
                 for name, value in record.items():
                     self.tensorboard.add_scalar(name, value, position.epoch)
         if self.display is not None:
-            self.display.validated(record)
             self.display.update(position.epoch, position.step, record)
-
-    def epoch_record(self) -> dict[str, float]:
-        """The numbers of the epoch that ends here, which are those of the first process."""
-        record = self.means()
-        record["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
-        if self.validate is not None:
-            with kept_modes(self.objective), torch.no_grad():
-                values = self.validate(self.objective.eval())
-            for name, value in values.items():
-                record[f"validation_{name.removeprefix('validation_')}"] = float(value)
-        record = self.process.agree(record)
-        if self.options.early_stop is not None:
-            self.options.early_stop.read(record)
-        return record
-
-    def save_step(self) -> None:
-        """Write the checkpoint, unless the one that is there is of this very step."""
-        if self.state.saved_step != self.position.step:
-            self.save()
 
     def save(self) -> None:
         """Write the checkpoint, from the first process."""
@@ -451,19 +417,26 @@ class Run:
         self.settle()
         self.guard.check_weights()
         self.position.history.seconds = time.monotonic() - self.started
-        self.state.save(self.path, self.options.epochs)
+        self.state.save()
 
-    def explain_lost_worker(self, error: Exception, interrupts: Interrupts) -> None:
-        """If another process has died, keep the last whole step and say what happened; else do nothing."""
+    def explain(self, error: BaseException, interrupts: Interrupts) -> None:
+        """Keep the last whole step where the run is interrupted or another process has died, and say what happened."""
+        position = self.position
         asked, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
         who = self.process.lost(error)
-        if who is None:
-            interrupts.ending = asked
-            return
-        if interrupts.waiting is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        message = f"{who} {self.position}, which ends the run; {self.saved_words()}"
-        raise FlowBNNError(message, kind="worker lost") from None
+        if who is not None:
+            message = f"{who} {position}, which ends the run; {self.saved_words()}"
+            raise FlowBNNError(message, kind="worker lost") from None
+        interrupts.ending = asked
+        if "more than 1 value per channel" in str(error) and batch_size(self.batch) == 1:
+            raise FlowBNNError(
+                f"epoch {position.epoch + 1}, batch {position.batches + 1}: the batch has a single example, which BatchNorm cannot be "
+                "trained on; give the loader drop_last=True or another batch size",
+                kind="batch",
+            ) from error
+        if isinstance(error, KeyboardInterrupt) and self.path is not None and self.main:
+            words = f"flowbnn: interrupted in epoch {position.epoch + 1}; {self.saved_words()}"
+            print(words, file=sys.stderr)
 
     def saved_words(self) -> str:
         """Keep the last whole step, unless an update was torn apart, and say where the state is."""

@@ -1,12 +1,11 @@
 """What a training run is asked to do: its options, its clock, its rule for early stopping, and what cannot work."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -146,36 +145,26 @@ class TrainingOptions:
 
 
 def check_arguments(
+    objective: nn.Module,
     optimizer: Optimizer,
-    loader: Any,
     options: TrainingOptions,
     schedule: LRScheduler | None,
     validates: bool,
-    kept: dict[str, Any],
 ) -> None:
-    """Refuse what :func:`flowbnn.training.train` cannot do before anything begins; ``kept`` goes into the checkpoint as JSON."""
-    rule = options.early_stop
+    """Refuse what :func:`flowbnn.training.train` cannot do before anything begins."""
+    rule, own = options.early_stop, set(objective.parameters())
     trouble = ""
-    if isinstance(optimizer, LBFGS):
+    if any(not own.issuperset(group["params"]) for group in optimizer.param_groups):
+        trouble = "the optimizer has parameters that are not part of the objective: build it from this objective's parameters"
+    elif isinstance(optimizer, LBFGS):
         trouble = "LBFGS needs a closure, which this loop does not give; use Adam or SGD"
     elif isinstance(schedule, ReduceLROnPlateau) and options.schedule_every == "step":
         trouble = "ReduceLROnPlateau goes by whole epochs: set schedule_every='epoch'"
-    elif not hasattr(loader, "__iter__"):
-        trouble = f"the loader must be a DataLoader or a list of batches, got a {type(loader).__name__}"
-    elif options.epochs > 1 and hasattr(loader, "__next__"):
-        trouble = "the loader is an iterator, which serves one epoch only: pass a list or a DataLoader"
-    elif length_of(loader) == 0:
-        trouble = "the loader is empty: give it data, or drop_last=False if the data fill no batch"
     elif rule is not None and not validates and rule.monitor.startswith("validation_"):
         trouble = (
             f"early stopping monitors {rule.monitor!r}, but this run has no validation: give it validation data, or monitor one of "
             "the training's own numbers, such as EarlyStop('loss')"
         )
-    else:
-        try:
-            json.dumps(kept)
-        except (TypeError, ValueError) as error:
-            trouble = f"settings and structure must hold JSON values only ({error})"
     if trouble:
         raise FlowBNNError(trouble, kind="call")
 
@@ -190,17 +179,17 @@ def length_of(loader: Any) -> int | None:
 
 def check_result(result: Any) -> None:
     """Refuse an objective that does not return a loss and logs."""
+    loss, logs = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     trouble = ""
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+    if not isinstance(logs, Mapping):
         trouble = "must return two things: the loss and a dictionary of logs"
+    elif not isinstance(loss, Tensor) or loss.numel() != 1:
+        trouble = "must return a loss that is a tensor of one number"
+    elif not loss.requires_grad:
+        trouble = "gives a loss that depends on no trainable parameter; is the whole model frozen?"
     else:
-        loss, logs = result
-        arrays = [name for name, value in logs.items() if isinstance(value, Tensor) and value.numel() != 1]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            trouble = "must return a loss that is a tensor of one number"
-        elif not loss.requires_grad:
-            trouble = "gives a loss that depends on no trainable parameter; is the whole model frozen?"
-        elif arrays:
-            trouble = f"logs {arrays[0]!r} with {logs[arrays[0]].numel()} values; log one number"
+        for name, value in logs.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                trouble = f"logs {name!r} with {value.numel()} values; log one number"
     if trouble:
         raise FlowBNNError(f"the objective {trouble}", kind="call", argument="objective")

@@ -6,9 +6,10 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
@@ -60,13 +61,7 @@ class History:
         """The last epoch's record."""
         return self.records[-1] if self.records else {}
 
-    @overload
-    def __getitem__(self, name: str) -> list[float]: ...
-
-    @overload
-    def __getitem__(self, name: int) -> dict[str, float]: ...
-
-    def __getitem__(self, name: str | int) -> list[float] | dict[str, float]:
+    def __getitem__(self, name: str | int) -> Any:
         """All epochs of one number by its name, or all numbers of one epoch by its index: ``history["kl"]``, ``history[-1]``."""
         if isinstance(name, int) and -len(self.records) <= name < len(self.records):
             return self.records[name]
@@ -108,10 +103,6 @@ class Display:
     """A live line: epoch, ELBO, log-likelihood, KL, the last validation, time gone and time to go; ``steps`` are those of an epoch."""
 
     def __init__(self, options: TrainingOptions, steps: int | None, console: "Console") -> None:
-        self.epochs, self.steps = options.epochs, steps
-        self.watched = options.early_stop.monitor if options.early_stop else None
-        self.validation: dict[str, float] = {}
-        self.next_time = 0.0
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (
@@ -123,56 +114,36 @@ class Display:
             TimeRemainingColumn(),
         )
         # without rich's refreshing thread, which would compete with the computation
-        self.bar: Any = Progress(*columns, console=console, auto_refresh=False)
-        total = float(self.epochs * (steps or 1))
-        self.task = self.bar.add_task(
-            options.description, total=total, epoch=1, epochs=self.epochs, numbers=""
-        )
+        self.bar = Progress(*columns, console=console, auto_refresh=False)
+        self.epochs, self.steps, self.next_time = options.epochs, steps, 0.0
+        self.fields: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
+        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **self.fields)
+        self.validation: dict[str, float] = {}
 
     def __enter__(self) -> "Display":
         from rich.errors import LiveError
 
-        try:
+        with suppress(LiveError):  # the caller shows a live display of its own on this console
             self.bar.start()
-        except LiveError:  # the caller shows a live display of its own on this console
-            self.bar = None
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.refresh()
-            self.bar.stop()
+        self.bar.stop()
 
     def due(self) -> bool:
         """Whether it is time to show new numbers; reading them may wait for the device, so not at every step."""
-        return self.bar is not None and time.monotonic() >= self.next_time
+        return time.monotonic() >= self.next_time
 
     def update(self, epoch: int, step: int, means: Mapping[str, float]) -> None:
-        """Show the epoch's means so far."""
-        if self.bar is None:
-            return
+        """Show the epoch's means so far, and the last validation."""
         self.next_time = time.monotonic() + SECONDS_BETWEEN
-        done = float(step if self.steps is not None else epoch)
-        shown = min(epoch + 1, self.epochs)
-        self.bar.update(self.task, completed=done, epoch=shown, numbers=self.numbers(means))
+        self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
+        first = [name for name in FIRST if name in means][:3]
+        values = {name: means[name] for name in first} | dict(list(self.validation.items())[:2])
+        numbers = [f"{SHORT.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()]
+        done, shown = step if self.steps is not None else epoch, min(epoch + 1, self.epochs)
+        self.bar.update(self.task, completed=done, epoch=shown, numbers="  ".join(numbers))
         self.bar.refresh()
-
-    def numbers(self, means: Mapping[str, float]) -> str:
-        """The few numbers worth a line."""
-        names = [name for name in FIRST if name in means]
-        names = [name for name in names if name != "loss" or len(names) == 1]
-        if self.watched is not None and self.watched in means and self.watched not in names:
-            names.append(self.watched)
-        values = {name: means[name] for name in names} | dict(list(self.validation.items())[:2])
-        return "  ".join(
-            f"{SHORT.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()
-        )
-
-    def validated(self, record: Mapping[str, float]) -> None:
-        """Remember the validation numbers of an epoch that ended."""
-        names = [name for name in record if name.startswith("validation_")]
-        names.sort(key=lambda name: name != self.watched)
-        self.validation = {name: record[name] for name in names}
 
 
 def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
@@ -193,12 +164,7 @@ def open_tensorboard(folder: File | None, step: int) -> Any:
     if folder is None:
         return None
     check_writable(Path(folder) / "events")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise FlowBNNError(
-            "tensorboard logs were asked for but tensorboard is not there: pip install flowbnn[tensorboard]"
-        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.utils.tensorboard import SummaryWriter  # pip install flowbnn[tensorboard]
     return SummaryWriter(str(folder), purge_step=step)

@@ -33,10 +33,8 @@ def loader_generators(loader: Any) -> list[torch.Generator]:
 class Randomness:
     """The global generators of torch (CPU and CUDA), numpy and ``random``, and any generators handed in.
 
-    Args:
-        generators: of the loader, and those that the objective draws from.
-        device: the one device of a process that is one of several; its state is then the first (and only) one of ``cuda``, so
-            that all processes, each on a device of its own, can share one state. None keeps those of all devices.
+    ``device`` is that of one of several processes; its state is then the only one of ``cuda``, so that all processes, each on a device
+    of its own, can share one state. None keeps those of all devices.
 
     >>> source = torch.Generator().manual_seed(0)
     >>> randomness = Randomness([source])

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flowbnn.batches import first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.training.finite import first_nonfinite_tensor, name_below
 
 __all__ = [
     "check_weights",
@@ -34,10 +34,8 @@ __all__ = [
     "is_alive",
     "keep_as",
     "kinds_of",
-    "load_document",
-    "load_state",
     "load_tensors",
-    "save_state",
+    "name_below",
     "save_tensors",
     "warn_of_other_kinds",
 ]
@@ -81,31 +79,21 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     A file that is missing, cut short, damaged, or something else altogether gives one :class:`FlowBNNError` line.
     """
-    return _load(Path(path), with_tensors=True)
-
-
-def load_document(path: str | Path) -> dict[str, Any]:
-    """The document alone of what :func:`save_tensors` wrote, without reading the tensors or the checksum."""
-    return _load(Path(path), with_tensors=False)[1]
-
-
-def _load(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
+    path = Path(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             header = json.loads((file.metadata() or {}).get(HEADER, "null"))
-            if with_tensors:
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if header is None:
             trouble = "is a safetensors file, but flowbnn did not write it"
         elif header["format"] != FORMAT:
             trouble = f"has format {header['format']!r}, this flowbnn reads {FORMAT}"
-        elif header["checksum"] != _checksum(tensors, header["content"]) and with_tensors:
+        elif header["checksum"] != _checksum(tensors, header["content"]):
             trouble = "is damaged: its bytes are not those that were written"
         else:
             parts = json.loads(header["content"])
-            aliases = parts["aliases"] if with_tensors else {}
-            return tensors | {name: tensors[stored] for name, stored in aliases.items()}, parts["document"]
+            aliases = {name: tensors[stored] for name, stored in parts["aliases"].items()}
+            return tensors | aliases, parts["document"]
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
         trouble = f"has a damaged header ({type(error).__name__})"
     except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
@@ -115,19 +103,6 @@ def _load(path: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, 
         elif zipfile.is_zipfile(path):
             trouble = "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
     raise FlowBNNError(f"'{path}' {trouble}", kind="file")
-
-
-def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
-    """Write a nested state, such as an optimizer's, of tensors and plain values, atomically."""
-    tensors: dict[str, Tensor] = {}
-    document = {name: encode_state(value, name, tensors) for name, value in state.items()}
-    return save_tensors(path, tensors, document)
-
-
-def load_state(path: str | Path) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote, with the same types."""
-    tensors, document = load_tensors(path)
-    return decode_state(document, tensors)
 
 
 def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -270,6 +245,17 @@ def _reason(error: BaseException) -> str:
 
 
 # -------------------- does a stored state fit a network?
+
+
+def name_below(name: str, root: str) -> str:
+    """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
+
+    >>> name_below("network.fc1.weight", "network"), name_below("likelihood.scale", "network")
+    ('fc1.weight', 'likelihood.scale')
+    """
+    if not root:
+        return name
+    return "" if name == root else name.removeprefix(root + ".")
 
 
 def check_weights(
