@@ -16,14 +16,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
 from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import (
-    check_weights,
-    decode_state,
-    encode_state,
-    keep_as,
-    load_tensors,
-    save_tensors,
-)
+from flowbnn.training.storage import check_weights, keep_as, load_state, load_tensors, save_state
 
 __all__ = ["Position", "State"]
 
@@ -142,9 +135,7 @@ class State:
             "facts": self.facts,
             "settings": self.settings,
         }
-        tensors: dict[str, Tensor] = {}
-        document = {name: encode_state(value, name, tensors) for name, value in contents.items()}
-        save_tensors(self.path, tensors, document)
+        save_state(self.path, contents)
         self.saved_step = self.position.step
 
     def keep_former(self) -> None:
@@ -172,11 +163,7 @@ class State:
         """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
         path, rule, epochs = self.path, self.options.early_stop, self.options.epochs
         assert path is not None
-        tensors, document = load_tensors(path)
-        stored, trouble = (
-            decode_state(document, tensors),
-            "is no checkpoint of a training run: name another file",
-        )
+        stored, trouble = load_state(path), "is no checkpoint of a training run: name another file"
         changed: list[str] = []
         if stored.get("kind") == "training":
             for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):

@@ -34,8 +34,10 @@ __all__ = [
     "is_alive",
     "keep_as",
     "kinds_of",
+    "load_state",
     "load_tensors",
     "name_below",
+    "save_state",
     "save_tensors",
     "warn_of_other_kinds",
 ]
@@ -103,6 +105,19 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         elif zipfile.is_zipfile(path):
             trouble = "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
     raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+
+
+def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
+    """Write a nested state, such as an optimizer's, of tensors and plain values, atomically."""
+    tensors: dict[str, Tensor] = {}
+    document = {name: encode_state(value, name, tensors) for name, value in state.items()}
+    return save_tensors(path, tensors, document)
+
+
+def load_state(path: str | Path) -> dict[str, Any]:
+    """Read what :func:`save_state` wrote, with the same types."""
+    tensors, document = load_tensors(path)
+    return decode_state(document, tensors)
 
 
 def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
