@@ -1,7 +1,7 @@
 """The checkpoint of a training run: everything needed to go on as if it had never stopped."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.options import EarlyStop, TrainingOptions
@@ -98,6 +98,10 @@ class State:
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
         self.path = self.options.checkpoint_path
+        self.hyperparameters: dict[str, Any] = {}  # those that the run began with
+        for number, group in enumerate(self.optimizer.param_groups):
+            of = f" of {group.get('name') or f'group {number}'}" if len(groups) > 1 or "name" in group else ""
+            self.hyperparameters |= {f"{name}{of}": group[name] for name in HYPERPARAMETERS if name in group}
         groups = [[names[id(parameter)] for parameter in group] for group in groups]
         self.names = [name for group in groups for name in group]
         rule = self.options.early_stop
@@ -134,6 +138,7 @@ class State:
             },
             "facts": self.facts,
             "settings": self.settings,
+            "hyperparameters": self.hyperparameters,
         }
         save_state(self.path, contents)
         self.saved_step = self.position.step
@@ -192,18 +197,20 @@ class State:
             self.schedule.load_state_dict(stored["schedule"])
         if self.scaler is not None and stored["scaler"]:
             self.scaler.load_state_dict(stored["scaler"])
+        self.hyperparameters = stored["hyperparameters"]
         self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
         self.saved_step = self.position.step
 
     def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
         """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""
-        changed = {
-            name: (before, self.settings[name])
-            for name, before in stored["settings"].items()
-            if name in self.settings and before != self.settings[name]
-        }
-        rates = not isinstance(self.schedule, ReduceLROnPlateau)  # which has no initial rate
-        kept = changed_settings(stored["optimizer"]["param_groups"], self.optimizer.param_groups, rates)
+        changed, kept = (
+            {
+                name: (before, own[name])
+                for name, before in stored[kind].items()
+                if own.get(name, before) != before
+            }
+            for kind, own in (("settings", self.settings), ("hyperparameters", self.hyperparameters))
+        )
         words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
         words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
         if words:
@@ -248,23 +255,3 @@ def load_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
                 and value.stride() != parameter.stride()
             ):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def changed_settings(
-    stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], rates: bool = True
-) -> dict[str, tuple[Any, Any]]:
-    """Settings of an optimizer's groups that are not those of the file, ``{name: (stored, given)}``; ``rates``: its learning rates too.
-
-    >>> changed_settings([{"lr": 0.1, "eps": 0.01}], [{"lr": 0.2, "eps": 0.01, "name": "noise"}])
-    {'lr of noise': (0.1, 0.2)}
-    """
-    changed = {}
-    for number, (before, now) in enumerate(zip(stored, groups, strict=True)):
-        group = now.get("name") or (f"group {number}" if len(groups) > 1 else "")
-        for name in HYPERPARAMETERS:
-            if name in before and name in now and (rates or name != "lr"):
-                first = f"initial_{name}"
-                pair = before.get(first, before[name]), now.get(first, now[name])
-                if pair[0] != pair[1]:
-                    changed[f"{name} of {group}" if group else name] = pair
-    return changed

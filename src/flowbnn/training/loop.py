@@ -421,19 +421,19 @@ class Run:
 
     def explain(self, error: BaseException, interrupts: Interrupts) -> None:
         """Keep the last whole step where the run is interrupted or another process has died, and say what happened."""
-        position = self.position
+        position, message = self.position, ""
         asked, interrupts.ending = interrupts.ending, True  # from here on SIGTERM changes nothing
         who = self.process.lost(error)
         if who is not None:
             message = f"{who} {position}, which ends the run; {self.saved_words()}"
-            raise FlowBNNError(message, kind="worker lost") from None
-        interrupts.ending = asked
-        if "more than 1 value per channel" in str(error) and batch_size(self.batch) == 1:
-            raise FlowBNNError(
+        elif "more than 1 value per channel" in str(error) and batch_size(self.batch) == 1:
+            message = (
                 f"epoch {position.epoch + 1}, batch {position.batches + 1}: the batch has a single example, which BatchNorm cannot be "
-                "trained on; give the loader drop_last=True or another batch size",
-                kind="batch",
-            ) from error
+                "trained on; give the loader drop_last=True or another batch size"
+            )
+        interrupts.ending = asked or who is not None
+        if message:
+            raise FlowBNNError(message, kind="worker lost" if who else "batch") from error
         if isinstance(error, KeyboardInterrupt) and self.path is not None and self.main:
             words = f"flowbnn: interrupted in epoch {position.epoch + 1}; {self.saved_words()}"
             print(words, file=sys.stderr)
