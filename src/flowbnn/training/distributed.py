@@ -181,7 +181,7 @@ def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Itera
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     layers = [module for module in model.modules() if type(module) in kinds and "forward" not in vars(module)]
     for module in layers:
-        vars(module)["forward"] = _dropout(module, share)
+        vars(module)["forward"] = partial(_dropout, module, share)
     try:
         yield
     finally:
@@ -189,22 +189,19 @@ def shared_dropout(model: nn.Module, share: Callable[[], Share | None]) -> Itera
             del vars(module)["forward"]
 
 
-def _dropout(module: Any, share: Callable[[], Share | None]) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        rows = share()
-        known = rows is not None and x.ndim > 1 and x.shape[0] % (rows.stop - rows.start) == 0
-        if rows is None or not known or not module.training or not 0.0 < module.p < 1.0:
-            return type(module).forward(module, x)
-        keep = 1.0 - module.p
-        rest = x.shape[1:] if type(module) is nn.Dropout else (x.shape[1], *(1,) * (x.ndim - 2))
+def _dropout(module: Any, share: Callable[[], Share | None], x: Tensor) -> Tensor:
+    rows = share()
+    known = rows is not None and x.ndim > 1 and x.shape[0] % (rows.stop - rows.start) == 0
+    if rows is None or not known or not module.training or not 0.0 < module.p < 1.0:
+        return type(module).forward(module, x)
+    keep = 1.0 - module.p
+    rest = x.shape[1:] if type(module) is nn.Dropout else (x.shape[1], *(1,) * (x.ndim - 2))
 
-        def draw(number: int) -> Tensor:
-            return torch.empty((number, *rest), dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
+    def draw(number: int) -> Tensor:
+        return torch.empty((number, *rest), dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
 
-        mask = rows.of(x.shape[0], draw)
-        return x.mul_(mask) if module.inplace else x * mask
-
-    return forward
+    mask = rows.of(x.shape[0], draw)
+    return x.mul_(mask) if module.inplace else x * mask
 
 
 @contextmanager

@@ -205,30 +205,23 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
 
 def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
     """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
+    names = {module: name for name, module in model.named_modules()}
     sources: list[str] = []
     receivers: list[str] = []
     inputs_finite: list[bool] = []
 
-    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
-            if not inputs_finite[-1]:
-                receivers.append(name)
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
+        if not inputs_finite[-1]:
+            receivers.append(names[module])
 
-        return hook
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if inputs_finite.pop() and not sources and first_nonfinite_tensor(named_tensors(output)):
+            sources.append(names[module])
 
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if inputs_finite.pop() and not sources and first_nonfinite_tensor(named_tensors(output)):
-                sources.append(name)
-
-        return hook
-
-    handles = []
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
+    handles += [module.register_forward_hook(after) for module in names]
     try:
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(after(name)))
         with torch.no_grad():
             call()
     finally:

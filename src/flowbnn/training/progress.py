@@ -116,8 +116,8 @@ class Display:
         # without rich's refreshing thread, which would compete with the computation
         self.bar = Progress(*columns, console=console, auto_refresh=False)
         self.epochs, self.steps, self.next_time = options.epochs, steps, 0.0
-        self.fields: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
-        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **self.fields)
+        shown: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
+        self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **shown)
         self.validation: dict[str, float] = {}
 
     def __enter__(self) -> "Display":
