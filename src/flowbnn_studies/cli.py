@@ -1,8 +1,9 @@
 """The command line: ``flowbnn list``, ``run``, ``compare``, ``demo``, ``report``. Thin: words to objects, errors to a line."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -144,7 +145,7 @@ def run(
     """Run one study and write OUT/STUDY/results.json."""
     with _one_line(_command(context)):
         from flowbnn.training import is_main_process, launched
-        from flowbnn_studies import get_study, open_workers, run_study
+        from flowbnn_studies import get_study
 
         chosen = get_study(study)
         changes = dict(map(_setting, change or []))
@@ -152,14 +153,11 @@ def run(
             changes["epochs" if hasattr(chosen.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = chosen.make_settings(quick=quick, **changes)
         alone = devices * nodes == 1 and not launched()
-        with open_workers(_jobs(jobs, accelerator if alone else "several")) as workers:
-            results = run_study(
+        with _study_runner(context, _jobs(jobs, accelerator if alone else "several")) as run_one:
+            results = run_one(
                 chosen,
                 settings=settings,
                 seeds=seeds,
-                out=_folder(out, quick),
-                resume=resume,
-                progress=not no_progress,
                 accelerator=accelerator,
                 precision=precision,
                 devices=devices,
@@ -167,8 +165,6 @@ def run(
                 acceleration=acceleration,
                 only=only,
                 collect=collect,
-                workers=workers,
-                command=_command(context, here=False),
                 trial=quick or getattr(settings, "source", "") == "generated",
             )
         if is_main_process():
@@ -199,7 +195,7 @@ def compare(
 ) -> None:
     """Which method to use on a network and data, and what each costs; writes OUT/compare-NETWORK-DATA/results.json."""
     with _one_line(_command(context)):
-        from flowbnn_studies import get_study, open_workers, run_study
+        from flowbnn_studies import get_study
 
         study = get_study("compare")
         changes: dict[str, Any] = dict(map(_setting, change or []))
@@ -208,18 +204,8 @@ def compare(
         if methods is not None:
             changes["methods"] = tuple(name.strip() for name in methods.split(",") if name.strip())
         settings = study.make_settings(quick=quick, network=network, data=data, **changes)
-        with open_workers(_jobs(jobs)) as workers:
-            results = run_study(
-                study,
-                settings=settings,
-                seeds=seeds,
-                out=_folder(out, quick),
-                resume=resume,
-                progress=not no_progress,
-                workers=workers,
-                command=_command(context, here=False),
-                trial=quick,
-            )
+        with _study_runner(context, _jobs(jobs)) as run_one:
+            results = run_one(study, settings=settings, seeds=seeds)
         _show(results, _folder(out, quick), every=True)
 
 
@@ -235,25 +221,16 @@ def demo(
     """Run two-clusters and digits and write the report: about a minute on two cores."""
     with _one_line(_command(context)):
         from flowbnn.training import check_writable
-        from flowbnn_studies import get_study, open_workers, run_study
+        from flowbnn_studies import get_study
         from flowbnn_studies.report import write_report
 
         folder = _folder(out, quick)
         check_writable(folder / "report.html")
         names = ("two-clusters", "digits")
-        with open_workers(_jobs(jobs)) as workers:
+        with _study_runner(context, _jobs(jobs)) as run_one:
             for study in map(get_study, names):
-                results = run_study(
-                    study,
-                    settings=study.make_settings(quick=quick),
-                    out=folder,
-                    resume=resume,
-                    progress=not no_progress,
-                    workers=workers,
-                    command=f"flowbnn run {study.name}{' --quick' if quick else ''}",
-                    trial=quick,
-                )
-                _show(results)
+                command = f"flowbnn run {study.name}{' --quick' if quick else ''}"
+                _show(run_one(study, settings=study.make_settings(quick=quick), command=command))
         page = write_report([folder / name / "results.json" for name in names], folder / "report.html")
         typer.echo(f"\nThe report: {page}")
 
@@ -286,6 +263,24 @@ def report(
             typer.echo(f"The tables: {write_markdown(paths, markdown)}")
         if figures is not None:
             typer.echo(f"The figures: {len(save_figures(paths, figures))} in {figures}")
+
+
+@contextmanager
+def _study_runner(context: typer.Context, jobs: int) -> Iterator[Callable[..., dict[str, Any]]]:
+    """``run_study`` with the options that all commands share, and open workers."""
+    from flowbnn_studies import open_workers, run_study
+
+    given = context.params
+    with open_workers(jobs) as workers:
+        yield partial(
+            run_study,
+            out=_folder(given["out"], given["quick"]),
+            resume=given["resume"],
+            progress=not given["no_progress"],
+            workers=workers,
+            command=_command(context, here=False),
+            trial=given["quick"],
+        )
 
 
 def _command(context: typer.Context, here: bool = True) -> str:

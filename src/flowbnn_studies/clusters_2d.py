@@ -1,7 +1,7 @@
 """Two classes on a plane and a ring of far-away inputs: which methods know that they do not know?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +39,7 @@ METRICS = (
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on.
+    """What the study depends on, besides :class:`MethodSettings`.
 
     Args:
         spread: of each blob.
@@ -47,12 +47,7 @@ class Settings(MethodSettings):
         radius: of the ring; the blobs lie within 6 of the origin.
         ring: points on it.
         hidden: widths of the network's hidden layers.
-        batch: points in a step.
-        epochs, lr: of the training.
-        prior: standard deviation of the prior of the weights, where a method has one.
-        samples: networks averaged in a prediction.
         grid: points along a side of the maps, which reach a third beyond the ring.
-        methods: keys of the methods; none for all.
     """
 
     spread: Positive = 1.2
@@ -64,7 +59,6 @@ class Settings(MethodSettings):
     batch: Count = 100
     epochs: Count = 150
     lr: Positive = 1e-2
-    prior: Positive = 1.0
     samples: Count = 128
     grid: Count = 65
 
@@ -123,7 +117,8 @@ class Clusters2d(MethodStudy):
             *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS)
-        return Findings(answer(parts, chosen), METRICS, rows, figures(settings, parts, chosen), notes)
+        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "map"))
+        return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
 def axis_of(s: Settings) -> Tensor:
@@ -141,7 +136,9 @@ def _map(posterior: Posterior, s: Settings) -> dict[str, Any]:
     return {"entropy": table(predictive.entropy), "epistemic": epistemic}
 
 
-def figures(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
+def figures(
+    s: Settings, parts: Parts, chosen: Sequence[Candidate], drawn: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The maps of the first seed, and calibration on known points."""
     kinds = {
         "entropy": (
@@ -159,9 +156,6 @@ def figures(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict
             "scale. Single networks have none and are left out.",
         ),
     }
-    drawn = {
-        one.label: parts.content[one.key, 0] for one in chosen if "map" in parts.content.get((one.key, 0), {})
-    }
     made = []
     for name, (title, label, metric, caption) in kinds.items():
         panels = []
@@ -175,10 +169,8 @@ def figures(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict
             points = {"points": first["points"], "point_class": first["point_class"], "ring": s.radius}
             data = {"label": label, "x": axis, "y": axis, "top": math.log(2), **points, "panels": panels}
             made.append(figure("map", title, caption, data))
-    if chosen:
-        labels = {one.key: one.label for one in chosen}
-        made.append(reliability_figure("Test points from the blobs.", labels, parts))
-    return made
+    labels = {one.key: one.label for one in chosen}
+    return [*made, reliability_figure("Test points from the blobs.", labels, parts)]
 
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:

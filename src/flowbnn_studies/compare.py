@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from flowbnn.compare import PLAIN, Candidate, Comparison, find_candidates, measure, warm_up
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
-from flowbnn.options import Count, Ge, Positive, options
+from flowbnn.options import Ge, options
 from flowbnn.results import Parts
 from flowbnn_studies.data import load_images, novel_noise
 from flowbnn_studies.runner.job import Job
@@ -130,35 +130,17 @@ def prepare_data(network: str, data: str, seed: int, train: int = 0, test: int =
 
 @options
 class Settings(MethodSettings):
-    """What the comparison depends on.
+    """What the comparison depends on, besides :class:`MethodSettings`; the plain network is always among the methods.
 
     Args:
-        network: ``mlp``, ``small-conv``, ``lenet`` or ``vgg16``.
-        data: ``digits``, ``clusters``, ``mnist``, ``fashion-mnist`` or ``cifar10``.
-        batch: examples in a step.
-        epochs, lr: of the training.
-        prior: standard deviation of the prior of the weights, where a method has one.
-        samples: networks averaged in a prediction.
+        network, data: their names.
         train, test: at most that many examples; 0 for all.
-        methods: keys of the methods; none for all. The plain network is always there.
     """
 
-    network: str = "lenet"
-    data: str = "digits"
-    batch: Count = 64
-    epochs: Count = 30
-    lr: Positive = 2e-3
-    prior: Positive = 1.0
-    samples: Count = 64
+    network: Literal["mlp", "small-conv", "lenet", "vgg16"] = "lenet"
+    data: Literal["digits", "clusters", "mnist", "fashion-mnist", "cifar10"] = "digits"
     train: Annotated[int, Ge(0)] = 0
     test: Annotated[int, Ge(0)] = 0
-
-    def __post_init__(self) -> None:
-        for kind, name, known in (("network", self.network, NETWORKS), ("data set", self.data, DATA)):
-            if name not in known:
-                raise FlowBNNError(
-                    f"there is no {kind} '{name}'{nearest(name, known)}", argument=kind.split()[0]
-                )
 
 
 class CompareStudy(MethodStudy):
@@ -225,19 +207,16 @@ class CompareStudy(MethodStudy):
         }
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        known = self.measured(settings, parts)
+        one = parts.of(self.measured(settings, parts)[0].key)[0]
         table = Comparison(self.candidates(settings), parts, self.refusals(parts))
-        notes = []
-        if known:
-            one = parts.of(known[0].key)[0]
-            sizes = one["sizes"]
-            notes = [
-                f"{settings.network} has {one['weights']:,} weights; {sizes['train']} examples to learn from, {sizes['test']} to test "
-                f"on, and as novel inputs {sizes['novel']} of {sizes['strange']}. {settings.epochs} epochs, batches of "
-                f"{settings.batch}, a learning rate of {settings.lr:g}; up to {settings.samples} networks in a prediction. No setting "
-                "was tuned for a method: a row shows what it gives with its defaults, and the Markov chains are as short as a "
-                "comparison of minutes allows.",
-                "Times are CPU seconds of one thread, so that what else runs on the machine counts little; the time of a prediction is "
-                "the least of up to three.",
-            ]
+        sizes = one["sizes"]
+        notes = [
+            f"{settings.network} has {one['weights']:,} weights; {sizes['train']} examples to learn from, {sizes['test']} to test "
+            f"on, and as novel inputs {sizes['novel']} of {sizes['strange']}. {settings.epochs} epochs, batches of "
+            f"{settings.batch}, a learning rate of {settings.lr:g}; up to {settings.samples} networks in a prediction. No setting "
+            "was tuned for a method: a row shows what it gives with its defaults, and the Markov chains are as short as a "
+            "comparison of minutes allows.",
+            "Times are CPU seconds of one thread, so that what else runs on the machine counts little; the time of a prediction is "
+            "the least of up to three.",
+        ]
         return Findings(table.answer, table.metrics, table.table_rows(), table.figures(), notes + table.notes)

@@ -5,9 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from flowbnn.convert import to_stochastic
 from flowbnn.data import Digits, load_digits
-from flowbnn.methods import Posterior, fit
+from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_aupr, novelty_auroc, reliability
 from flowbnn.models import SmallConv
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
@@ -23,7 +22,7 @@ from flowbnn_studies.runner.figures import (
     short,
     training_panels,
 )
-from flowbnn_studies.runner.job import Job, cosine, fit_plain
+from flowbnn_studies.runner.job import Job, cosine
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -75,6 +74,8 @@ class Settings:
 
 def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
     """The noise of a variant; the flows sit where Xiong's report puts them in its LeNet."""
+    if variant == "plain":
+        return {}
     if variant == "dropout":
         # whole channels before the convolutions, single features before the linear layers, as is usual
         return {"*": Dropout(rate=settings.dropout, site="channel"), "conv1": None}
@@ -114,19 +115,12 @@ class DigitsStudy(Study):
         digits = load_digits(s.novel, job.seed)
         loader = shuffled(digits.train, s.batch, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
-        posterior: Posterior
         if job.after is None:
-            posterior = fit_plain(network, loader, s.weight_lr, **job.options(s.start_epochs, len(loader)))
-            posterior.save(job.posterior)
+            posterior = job.fit(network, loader, epochs=s.start_epochs, weight_lr=s.weight_lr)
             return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
-        start = job.load_start(network)
-        more = {**job.options(s.epochs, len(loader)), "schedule": cosine}
-        if job.variant == "plain":
-            posterior = fit_plain(start, loader, s.weight_lr, **more)
-        else:
-            stochastic = to_stochastic(start, rules_of(s, job.variant))
-            posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)
-        posterior.save(job.posterior)
+        rates: dict[str, Any] = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr, "schedule": cosine}
+        rules = rules_of(s, job.variant)
+        posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
         return self.evaluate(job, posterior, digits)
 
     def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:

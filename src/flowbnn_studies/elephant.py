@@ -1,6 +1,6 @@
 """The elephant in the office of Ravenda's report, on digits: a class that training never saw, and rejecting it as new."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -47,19 +47,14 @@ METRICS = (
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on.
+    """What the study depends on, besides :class:`MethodSettings`.
 
     Args:
         novel: the digit that training never sees.
         shown: the known digit of the picture.
         width, hidden: of the network.
-        batch: images in a step.
-        epochs, lr: of the training.
-        prior: standard deviation of the prior of the weights, where a method has one.
-        samples: networks averaged in a prediction, T in the report.
-        drawn: of them, how many the picture shows.
+        drawn: how many of the sampled networks, T in the report, the picture shows.
         kept: share of held-out known images that the threshold of rejection keeps.
-        methods: keys of the methods; none for all.
     """
 
     novel: Annotated[int, Interval(ge=0, le=9)] = 8
@@ -69,7 +64,6 @@ class Settings(MethodSettings):
     batch: Count = 128
     epochs: Count = 40
     lr: Positive = 3e-3
-    prior: Positive = 1.0
     samples: Count = 100
     drawn: Count = 40
     kept: Kept = 0.95
@@ -115,7 +109,8 @@ class Elephant(MethodStudy):
             *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS)
-        return Findings(answer(parts, chosen), METRICS, rows, figures(settings, parts, chosen), notes)
+        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "sides"))
+        return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
 def uncertainty(predictive: CategoricalPredictive, name: str) -> Tensor:
@@ -218,30 +213,22 @@ def _side(one: CategoricalPredictive, image: Tensor, title: str, drawn: int) -> 
     }
 
 
-def figures(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
+def figures(
+    settings: Settings, parts: Parts, chosen: Sequence[Candidate], drawn: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The T distributions of two images, and the entropies of all."""
-    drawn = {
-        one.label: parts.content[one.key, 0]
-        for one in chosen
-        if "sides" in parts.content.get((one.key, 0), {})
-    }
     made = []
     if drawn:
         first = next(iter(drawn.values()))
+
+        def side(one: dict[str, Any]) -> dict[str, Any]:
+            note = f"entropy* {one['entropy']:.2f}, total variance {one['variance']:.2f}"
+            return {"note": note, "samples": one["samples"]}
+
         panels = [
-            {
-                "title": label,
-                "sides": [
-                    {
-                        "note": f"entropy* {side['entropy']:.2f}, total variance {side['variance']:.2f}",
-                        "samples": side["samples"],
-                    }
-                    for side in part["sides"]
-                ],
-            }
-            for label, part in drawn.items()
+            {"title": label, "sides": [side(one) for one in part["sides"]]} for label, part in drawn.items()
         ]
-        images = [{"title": side["title"], "pixels": side["pixels"]} for side in first["sides"]]
+        images = [{"title": one["title"], "pixels": one["pixels"]} for one in first["sides"]]
         made.append(
             figure(
                 "draws",
@@ -252,19 +239,16 @@ def figures(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> li
                 {"classes": first["classes"], "images": images, "panels": panels},
             )
         )
-    if chosen:
-        contents = {one.label: [part["entropy"] for part in parts.of(one.key)] for one in chosen}
-        groups = {"known": "known digits", "novel": f"the new {settings.novel}"}
-        made.append(
-            figure(
-                "histogram",
-                "Entropy* of known and of new digits",
-                "Entropy of the mean probabilities in nats; all seeds together. The further apart the two are, the fewer known digits "
-                "are lost when the new one is rejected.",
-                {"x_label": "entropy* (nats)", "panels": histogram_panels(contents, groups)},
-            )
-        )
-    return made
+    contents = {one.label: [part["entropy"] for part in parts.of(one.key)] for one in chosen}
+    groups = {"known": "known digits", "novel": f"the new {settings.novel}"}
+    entropies = figure(
+        "histogram",
+        "Entropy* of known and of new digits",
+        "Entropy of the mean probabilities in nats; all seeds together. The further apart the two are, the fewer known digits "
+        "are lost when the new one is rejected.",
+        {"x_label": "entropy* (nats)", "panels": histogram_panels(contents, groups)},
+    )
+    return [*made, entropies]
 
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:

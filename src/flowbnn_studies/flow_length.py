@@ -5,15 +5,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.convert import to_stochastic
-from flowbnn.methods import fit
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
-from flowbnn_studies.runner.job import Job, fit_plain
+from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -94,14 +92,11 @@ class FlowLength(Study):
         loader = shuffled(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
         if job.variant == "plain":
-            plain = fit_plain(network, loader, s.short_lr, **job.options(s.short_epochs, len(loader)))
-            plain.save(job.posterior)
+            plain = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
             return {"values": plain.predict(test[0]).cpu().evaluate(test[1])}
-        length = int(job.variant.removeprefix("length-"))
-        stochastic = to_stochastic(job.load_start(network), {"*": NormalPlanar(length)})
-        more = job.options(s.epochs, len(loader))
-        posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)
-        posterior.save(job.posterior)
+        rules = {"*": NormalPlanar(int(job.variant.removeprefix("length-")))}
+        rates = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr}
+        posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
         return {
             "values": {
                 **final_bound(posterior, train, s.draws, s.kl_draws),

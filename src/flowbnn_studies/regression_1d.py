@@ -1,6 +1,6 @@
 """The toy regression of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): what each method says where it has seen nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,19 +38,14 @@ METRICS = (
 
 @options
 class Settings(MethodSettings):
-    """What the study depends on.
+    """What the study depends on, besides :class:`MethodSettings`.
 
     Args:
         train, test: number of points; as many test points lie outside the training range.
         low, high: the inputs that are drawn and tested; training inputs lie in [0, 0.5].
         noise: the standard deviation of the targets that all methods are given, the curve's root mean square one.
         hidden: width of the network between its two layers.
-        batch: points in a step.
-        epochs, lr: of the training.
-        prior: standard deviation of the prior of the weights, where a method has one.
-        samples: networks averaged in a prediction.
         grid: points along the axis of the pictures.
-        methods: keys of the methods; none for all.
     """
 
     train: Count = 100
@@ -62,7 +57,6 @@ class Settings(MethodSettings):
     batch: Count = 25
     epochs: Count = 300
     lr: Positive = 1e-2
-    prior: Positive = 1.0
     samples: Count = 200
     grid: Count = 121
 
@@ -130,7 +124,8 @@ class Regression1d(MethodStudy):
             f"seed and {settings.epochs} epochs or what their own settings say; nothing was chosen on the test points.",
             *self.remarks(settings, parts),
         ]
-        drawn = [gallery(settings, parts, chosen)] if chosen and 0 in parts.seeds else []
+        first = self.of_first_seed(settings, parts, "curve")
+        drawn = [gallery(settings, first)] if first else []
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
@@ -165,15 +160,13 @@ def _curve(posterior: Posterior, s: Settings) -> dict[str, Any]:
     }
 
 
-def gallery(s: Settings, parts: Parts, chosen: Sequence[Candidate]) -> dict[str, Any]:
+def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """One panel for each method, of the first seed."""
     panels = []
-    for one in chosen:
-        part = parts.content.get((one.key, 0), {})
-        if "curve" in part:
-            growth = part["values"].get("growth")
-            note = "" if growth is None else f"spread × {growth:.1f} outside"
-            panels.append({"title": one.label, "note": note, **part["curve"], "points": part["points"]})
+    for label, part in first.items():
+        growth = part["values"].get("growth")
+        note = "" if growth is None else f"spread × {growth:.1f} outside"
+        panels.append({"title": label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
     return figure(
         "bands",

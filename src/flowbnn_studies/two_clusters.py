@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.convert import to_stochastic
 from flowbnn.data import TensorLoader, best_possible, clusters, true_probability
-from flowbnn.methods import Posterior, fit
+from flowbnn.methods import Posterior
 from flowbnn.metrics import reliability
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalPlanar
@@ -16,7 +15,7 @@ from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
 from flowbnn_studies.runner.figures import count_modes_of, density_panels, short, training_panels
-from flowbnn_studies.runner.job import Job, cosine, fit_plain
+from flowbnn_studies.runner.job import Job, cosine
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -99,19 +98,13 @@ class TwoClusters(Study):
         train, test = points_of(s, job.seed)
         loader: TensorLoader = shuffled(train, s.batch, job.seed)
         network = MLP(2, (s.hidden,), 2)
-        posterior: Posterior
         if job.variant == "plain":
-            posterior = fit_plain(network, loader, s.short_lr, **job.options(s.short_epochs, len(loader)))
+            posterior = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
         else:
-            start = job.load_start(network)
-            more = {**job.options(s.epochs, len(loader)), "schedule": cosine}
-            if job.variant == "longer":
-                posterior = fit_plain(start, loader, s.weight_lr, **more)
-            else:
-                recipe = NormalPlanar(s.flow_length) if job.variant == "flow" else NormalAffine()
-                stochastic = to_stochastic(start, {"*": recipe})
-                posterior = fit(stochastic, loader, weight_lr=s.weight_lr, noise_lr=s.noise_lr, **more)
-        posterior.save(job.posterior)
+            recipe = {"flow": NormalPlanar(s.flow_length), "gaussian": NormalAffine()}.get(job.variant)
+            rules = {"*": recipe} if recipe else None
+            rates: dict[str, Any] = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr, "schedule": cosine}
+            posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
         return self.evaluate(job, posterior, test)
 
     def evaluate(self, job: Job, posterior: Posterior, test: tuple[Tensor, Tensor]) -> dict[str, Any]:

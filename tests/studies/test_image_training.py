@@ -44,8 +44,6 @@ def test_dropout_mixture_and_plain():
     mixture = rules_for("lenet", "best-mixture-channel", Training(components=3))
     assert mixture["*"].components == 3
     assert rules_for("lenet", "xiong-longer", Training()) == {}
-    with pytest.raises(FlowBNNError, match="no method"):
-        rules_for("lenet", "best-flow", Training())
 
 
 def test_every_variant_has_a_training_and_starts_from_one_before_it():

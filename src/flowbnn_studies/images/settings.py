@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.models import VGG16, LeNet
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
@@ -213,8 +212,6 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
     if method == "dropout":
         # whole channels before a convolution, single features before a linear layer, as is usual
         return {training.dropped: Dropout(rate=training.rate, site="channel")}
-    if method not in METHODS or site not in SITES:
-        raise FlowBNNError(f"there is no method '{variant}'; one is 'best-flow-channel'", argument="variant")
     common: dict[str, Any] = {
         "site": site,
         "prior_scale": training.prior_scale,

@@ -1,6 +1,7 @@
 """One variant with one seed: what it depends on, where it keeps its state, and how it is done."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flowbnn.methods import MLE, PointPosterior, Posterior
+from flowbnn.convert import to_stochastic
+from flowbnn.methods import MLE, PointPosterior, Posterior, fit
+from flowbnn.noise import Recipe
 from flowbnn.results import plain, read_json, write_json
 
-__all__ = ["Job", "cosine", "fit_plain"]
+__all__ = ["Job", "cosine"]
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
@@ -23,21 +26,6 @@ GPUS = ("cuda", "gpu")
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
     """Learning rates that fall to zero over the run, along a cosine."""
     return CosineAnnealingLR(optimizer, steps)
-
-
-def fit_plain(
-    network: nn.Module,
-    loader: Any,
-    lr: float,
-    *,
-    epochs: int,
-    optimizer: Any = None,
-    schedule: Any = None,
-    **options: Any,
-) -> Posterior:
-    """Train the plain network by maximum likelihood, with options as :meth:`Job.options` gives them."""
-    method = MLE(epochs=epochs, lr=lr, optimizer=optimizer, schedule=schedule)
-    return method.fit(network, loader, **options)
 
 
 @dataclass(frozen=True)
@@ -96,6 +84,29 @@ class Job:
     def load_start(self, network: nn.Module) -> nn.Module:
         """The network it starts from, in the architecture of ``network``."""
         return PointPosterior.load(self.start, network).model
+
+    def fit(
+        self,
+        network: nn.Module,
+        loader: Any,
+        rules: Mapping[Any, Recipe | None] | None = None,
+        *,
+        epochs: int,
+        weight_lr: float,
+        noise_lr: float = 0.0,
+        schedule: Any = None,
+    ) -> Any:
+        """Train a network, by maximum likelihood or with noise where there are rules, and save it for those that start from it."""
+        options = {**self.options(epochs, len(loader)), "schedule": schedule}
+        posterior: Posterior
+        if rules:
+            noisy = to_stochastic(network, rules)
+            posterior = fit(noisy, loader, weight_lr=weight_lr, noise_lr=noise_lr, **options)
+        else:
+            own = {name: options.pop(name) for name in ("epochs", "optimizer", "schedule")}
+            posterior = MLE(lr=weight_lr, **own).fit(network, loader, **options)
+        posterior.save(self.posterior)
+        return posterior
 
     def identity(self) -> dict[str, Any]:
         """Everything the result depends on: a stored part or checkpoint is used only if all of it is the same.

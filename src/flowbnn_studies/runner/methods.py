@@ -12,7 +12,7 @@ from flowbnn.compare import CANDIDATES, Candidate, find_candidates, sample_count
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods import Method, Posterior
-from flowbnn.options import options
+from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
@@ -27,9 +27,18 @@ class MethodSettings:
     """The settings that every study of methods has.
 
     Args:
+        batch: examples in a step.
+        epochs, lr: of the training.
+        prior: standard deviation of the prior of the weights, where a method has one.
+        samples: networks averaged in a prediction.
         methods: keys of :data:`~flowbnn.compare.CANDIDATES`; none for all.
     """
 
+    batch: Count = 64
+    epochs: Count = 30
+    lr: Positive = 2e-3
+    prior: Positive = 1.0
+    samples: Count = 64
     methods: tuple[str, ...] = ()
 
     def relevant(self, variant: str) -> dict[str, Any]:
@@ -51,8 +60,7 @@ def predict(posterior: Posterior, inputs: torch.Tensor, samples: int) -> Any:
 class MethodStudy(Study):
     """A study with a row for each method. Subclasses define ``evaluate`` instead of ``train``, and ``findings``.
 
-    Their settings are :class:`MethodSettings` with ``epochs``, ``lr`` and ``prior``. What single methods need beyond that stands in
-    ``specific``.
+    Their settings are :class:`MethodSettings`. What single methods need beyond that stands in ``specific``.
     """
 
     partial = True
@@ -96,6 +104,11 @@ class MethodStudy(Study):
         method = candidate.make(self.specific.get(candidate.key), batches=steps, **common)
         options = job.options(s.epochs, steps)
         return method, {name: options[name] for name in OPTIONS}
+
+    def of_first_seed(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
+        """By label, the parts of seed 0 that have something to draw under ``name``."""
+        first = {one.label: parts.content.get((one.key, 0), {}) for one in self.measured(settings, parts)}
+        return {label: part for label, part in first.items() if name in part}
 
     def measured(self, settings: Any, parts: Parts) -> list[Candidate]:
         """The methods that have numbers; where none has, the reason is raised."""

@@ -280,7 +280,7 @@ def _results(
         "device": machine("device"),
         "versions": {name: machine(name) for name in ("flowbnn", "torch", "python")},
         "seeds": parts.seeds,
-        "settings": {**study.describe_settings(settings), **{name: machine(name) for name in where}},
+        "settings": {**asdict(settings), **{name: machine(name) for name in where}},
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
         "figures": findings.figures,

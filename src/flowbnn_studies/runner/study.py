@@ -6,7 +6,7 @@ To add one, subclass :class:`Study`: a class of settings, the list of variants, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -133,10 +133,6 @@ class Study:
             parts = {group: replace(part, **{inner: value}) for group, part in groups.items()}
             settings = replace(settings, **(parts or {name: value}))
         return settings
-
-    def describe_settings(self, settings: Any) -> dict[str, Any]:
-        """The settings as plain values."""
-        return asdict(settings)
 
 
 STUDIES: dict[str, Study] = {}
