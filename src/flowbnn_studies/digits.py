@@ -14,13 +14,13 @@ from flowbnn.options import Count, Interval, NonNegative, Share, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
 from flowbnn_studies.runner.figures import (
-    count_modes_of,
+    density_figure,
     density_pair,
     density_panels,
     histogram,
     histogram_panels,
     short,
-    training_panels,
+    training_figure,
 )
 from flowbnn_studies.runner.job import Job, cosine
 from flowbnn_studies.runner.methods import shuffled
@@ -238,17 +238,17 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
             {"x_label": "predictive entropy (nats)", "panels": histogram_panels(entropies, groups)},
         ),
         reliability_figure("Known digits.", labels, parts),
-        figure(
-            "curves",
-            "Training",
+        training_figure(
+            parts,
+            labels,
+            noisy,
+            list(labels),
             "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation.",
-            {"x_label": "epoch", "panels": training_panels(parts, labels, noisy, list(labels))},
         ),
-        figure(
-            "density",
-            "The noise that was learned",
-            f"Seed {first}: densities of the noise dimensions that moved farthest from their prior, and one pair of them. "
-            + count_modes_of([part["densities"] for part in parts.of("flow")]),
-            {"panels": flow["densities"], "pairs": [flow["pair"]]},
+        density_figure(
+            parts,
+            "flow",
+            "densities of the noise dimensions that moved farthest from their prior, and one pair of them.",
+            pairs=[flow["pair"]],
         ),
     ]

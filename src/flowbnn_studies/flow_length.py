@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowbnn.models import MLP
 from flowbnn.noise import NormalPlanar, noise_layers
-from flowbnn.options import Count, NonNegative, Positive, options
+from flowbnn.options import Count, NonNegative, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
@@ -15,7 +15,7 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
-from flowbnn_studies.two_clusters import points_of
+from flowbnn_studies.two_clusters import ClusterSettings, points_of
 
 __all__ = ["FlowLength", "Settings"]
 
@@ -31,16 +31,13 @@ METRICS = (
 
 
 @options
-class Settings:
-    """What the study depends on.
+class Settings(ClusterSettings):
+    """What the study depends on, with the epochs and the rates of the report.
 
     Args:
         lengths: of the planar flow at each layer; 0 is the learnable Gaussian alone.
-        epochs: as in the figure.
-        weight_lr, noise_lr: those of the report.
         draws: noise draws for the final ELBO, for each point.
         kl_draws: draws for the final KL.
-        spread, train, test, hidden, batch, short_epochs, short_lr, samples: as in ``two-clusters``.
     """
 
     lengths: tuple[int, ...] = (0, 3, 6, 9, 12, 15)
@@ -49,14 +46,6 @@ class Settings:
     noise_lr: NonNegative = 2e-3
     draws: Count = 64
     kl_draws: Count = 8192
-    spread: Positive = 1.95
-    train: Count = 8000
-    test: Count = 20000
-    hidden: Count = 32
-    batch: Count = 800
-    short_epochs: Count = 12
-    short_lr: NonNegative = 1e-3
-    samples: Count = 128
 
 
 class FlowLength(Study):

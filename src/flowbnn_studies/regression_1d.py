@@ -108,9 +108,14 @@ class Regression1d(MethodStudy):
         loader = shuffled((scaled(inputs), targets), s.batch, job.seed)
         validation = TensorLoader(scaled(held_out[0]), held_out[1], batch_size=s.train)
         posterior = self.fit(job, candidate, network, loader, validation, likelihood=Gaussian(noise=s.noise))
-        content: dict[str, Any] = {"values": _values(posterior, s, generator)}
+        axis = torch.linspace(s.low, s.high, s.grid)
+        curve = predict(posterior, scaled(axis.unsqueeze(1)), s.samples)
+        spread = curve.epistemic.sqrt().squeeze(1)
+        values = {**_values(posterior, s, generator), "growth": growth_of(axis, spread)}
+        content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            content["curve"] = _curve(posterior, s)
+            mean, total = short(curve.mean.squeeze(1)), short(curve.std.squeeze(1))
+            content["curve"] = {"x": short(axis), "mean": mean, "epistemic": short(spread), "total": total}
             content["points"] = {"x": short(inputs.squeeze(1)), "y": short(targets.squeeze(1))}
         return content
 
@@ -130,34 +135,16 @@ class Regression1d(MethodStudy):
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
 
 
-def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> dict[str, float | None]:
+def _values(posterior: Posterior, s: Settings, generator: torch.Generator) -> dict[str, float]:
     inside = curve_points(s.test, generator)
     left = curve_points(s.test // 2, generator, span=(s.low, SPAN[0]))
     right = curve_points(s.test - s.test // 2, generator, span=(SPAN[1], s.high))
-    values: dict[str, float | None] = dict(
-        predict(posterior, scaled(inside[0]), s.samples).evaluate(inside[1])
-    )
     beyond = (torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]]))
-    far = predict(posterior, scaled(beyond[0]), s.samples).evaluate(beyond[1])
-    axis = torch.linspace(s.low, s.high, s.grid)
-    spread = predict(posterior, scaled(axis.unsqueeze(1)), s.samples).epistemic.sqrt().squeeze(1)
-    return {
-        **values,
-        "growth": growth_of(axis, spread),
-        "coverage_outside": far["coverage_90"],
-        "nll_outside": far["nll"],
-    }
-
-
-def _curve(posterior: Posterior, s: Settings) -> dict[str, Any]:
-    axis = torch.linspace(s.low, s.high, s.grid)
-    predictive = predict(posterior, scaled(axis.unsqueeze(1)), s.samples)
-    return {
-        "x": short(axis),
-        "mean": short(predictive.mean.squeeze(1)),
-        "epistemic": short(predictive.epistemic.sqrt().squeeze(1)),
-        "total": short(predictive.std.squeeze(1)),
-    }
+    near, far = (
+        predict(posterior, scaled(inputs), s.samples).evaluate(targets)
+        for inputs, targets in (inside, beyond)
+    )
+    return {**near, "coverage_outside": far["coverage_90"], "nll_outside": far["nll"]}
 
 
 def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

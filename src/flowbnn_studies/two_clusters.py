@@ -14,21 +14,21 @@ from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
-from flowbnn_studies.runner.figures import count_modes_of, density_panels, short, training_panels
+from flowbnn_studies.runner.figures import density_figure, density_panels, short, training_figure
 from flowbnn_studies.runner.job import Job, cosine
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
-__all__ = ["Settings", "TwoClusters", "points_of"]
+__all__ = ["ClusterSettings", "Settings", "TwoClusters", "points_of"]
 
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
 NOISY = ("flow", "gaussian")
 
 
 @options
-class Settings:
-    """What the study depends on.
+class ClusterSettings:
+    """The blobs, the network and its short training, which ``flow-length`` has too.
 
     Args:
         spread: standard deviation of each blob; 1.95 lets the best classifier be right on 96.1 %.
@@ -38,9 +38,7 @@ class Settings:
         short_epochs, short_lr: the plain network's training, stopped early as Xiong's was.
         epochs: more epochs, with noise, or without for the plain network that is trained as long.
         weight_lr, noise_lr: their learning rates.
-        flow_length: planar flows at each layer.
         samples: networks averaged in a prediction.
-        grid: points along a side of the field.
     """
 
     spread: Positive = 1.95
@@ -53,12 +51,18 @@ class Settings:
     epochs: Count = 20
     weight_lr: NonNegative = 1e-2
     noise_lr: NonNegative = 5e-2
-    flow_length: Count = 2
     samples: Count = 128
+
+
+@options
+class Settings(ClusterSettings):
+    """What the study depends on: planar flows at each layer, and points along a side of the field."""
+
+    flow_length: Count = 2
     grid: Count = 40
 
 
-def points_of(settings: Any, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def points_of(settings: ClusterSettings, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test points of one seed."""
     generator = torch.Generator().manual_seed(1000 + seed)
     train = clusters(settings.train, settings.spread, generator)
@@ -212,21 +216,14 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
             {"models": fields, "seed": first},
         ),
         reliability_figure("", labels, parts),
-        figure(
-            "curves",
-            "Training",
+        training_figure(
+            parts,
+            labels,
+            NOISY,
+            (*NOISY, "longer"),
             "Mean over seeds of each epoch's mean; the band is one standard deviation. In nats, the first two per example.",
-            {
-                "x_label": "epoch",
-                "y_label": "nats",
-                "panels": training_panels(parts, labels, NOISY, (*NOISY, "longer")),
-            },
         ),
-        figure(
-            "density",
-            "The noise that was learned",
-            f"Seed {first}: marginal densities of the dimensions that moved farthest from the prior. "
-            + count_modes_of([part["densities"] for part in parts.of("flow")]),
-            {"panels": parts.content["flow", first]["densities"]},
+        density_figure(
+            parts, "flow", "marginal densities of the dimensions that moved farthest from the prior."
         ),
     ]

@@ -64,10 +64,13 @@ def load_source(source: Source, split: str, root: Path, download: bool) -> Image
     """One split of the set that ``source`` describes."""
     check("split", split, Literal["train", "test"])
     pieces = source.splits[split]
-    read = [
-        _verified(source, piece, paths)
-        for piece, paths in zip(pieces, _obtain(source, pieces, root, download), strict=True)
-    ]
+    found = _find(source, pieces, root)
+    missing = [path for path in found if not path.is_file()]
+    if missing:
+        _supply(source, missing, root, download)
+        found = _find(source, pieces, root)
+    paths = iter(found)
+    read = [_verified(source, piece, tuple(next(paths) for _ in piece.files)) for piece in pieces]
     pixels, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     return ImageSet(
         torch.from_numpy(pixels),
@@ -120,17 +123,6 @@ def _title(source: Source, piece: Piece, what: str) -> str:
     split = next(name for name, pieces in source.splits.items() if piece in pieces)
     where = f", {piece.files[0]}" if len(source.splits[split]) > 1 else ""
     return f"the {what} of {source.title} ({split}{where})"
-
-
-def _obtain(source: Source, pieces: tuple[Piece, ...], root: Path, download: bool) -> list[tuple[Path, ...]]:
-    """The files of each piece, downloaded when they are not all there."""
-    found = _find(source, pieces, root)
-    missing = [path for path in found if not path.is_file()]
-    if missing:
-        _supply(source, missing, root, download)
-        found = _find(source, pieces, root)
-    taken = iter(found)
-    return [tuple(next(taken) for _ in piece.files) for piece in pieces]
 
 
 def _find(source: Source, pieces: tuple[Piece, ...], root: Path) -> list[Path]:

@@ -6,7 +6,6 @@ turns in every round, so that whatever else the machine does falls on all of the
 
 import gc
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.data import TensorLoader
+from flowbnn.diagnostics.cost import clock
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import Posterior
 from flowbnn_studies.images.data import Pictures
@@ -44,18 +44,10 @@ class Timed:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         device = self.loader.tensors[0].device
-        wait(device)
-        started = time.perf_counter()
+        started = clock(device)
         for _, batch in zip(range(self.steps), self.loader, strict=False):
             yield batch
-        wait(device)
-        self.seconds.append((time.perf_counter() - started) / self.steps)
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        self.seconds.append((clock(device) - started) / self.steps)
 
 
 def measure_cost(
@@ -126,7 +118,7 @@ def _images(pictures: Pictures) -> int:
 def _training(settings: ImageSettings, group: str) -> Training:
     """A method's own noise under the plain network's optimizer, batches and schedule."""
     own: Training = getattr(settings, group)
-    noise = "prior_scale base_scale components positions rate dropped noise_lr warmup gamma"
+    noise = "prior_scale base_scale components positions rate dropped noise_lr warmup"
     same = {name: getattr(own, name) for name in noise.split()}
     return replace(settings.plain, epochs=PASSES, **same)
 
@@ -154,10 +146,8 @@ def _predict(
     seconds: dict[str, list[float]] = {name: [] for name in posteriors}
     for turn in range(settings.rounds + 1):
         for name, posterior in posteriors.items():
-            wait(pictures.device)
-            started = time.perf_counter()
+            started = clock(pictures.device)
             predict(posterior, many if name == "plain" else images, settings.samples, precision)
-            wait(pictures.device)
             if turn:  # the first is for warming up
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock(pictures.device) - started)
     return seconds

@@ -67,9 +67,8 @@ def training_figure(
             drawn = [v for v in drawn if any(any(part["curves"]["kl"]) for part in parts.of(v.key))]
         lines = [curve(v.label, [part["curves"][stored] for part in parts.of(v.key)], scale) for v in drawn]
         if lines and published is not None:
-            levels = [
-                {"label": label, "value": value} for label, value in published.levels.get(key, {}).items()
-            ]
+            known = published.levels.get(key, {}).items()
+            levels = [{"label": label, "value": value} for label, value in known]
             lines += _published_lines(published, key, {v.key: v.label for v in drawn})
             panels.append(panel(title, unit, lines, levels=levels))
         elif lines:
@@ -77,10 +76,8 @@ def training_figure(
     if not panels:
         return None
     if published is not None:
-        title, text = (
-            f"{source.split(', ')[-1].capitalize()} of Xiong's report, redrawn",
-            f"Xiong's recipe, site {site}.",
-        )
+        title = f"{source.split(', ')[-1].capitalize()} of Xiong's report, redrawn"
+        text = f"Xiong's recipe, site {site}."
     elif site:
         title, text = f"The same at site {site}", f"Xiong's recipe with one draw for each {site}."
     else:
@@ -115,20 +112,13 @@ def _published_lines(published: Published, key: str, labels: dict[str, str]) -> 
 
 def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     """Accuracy and ECE against the strength of each corruption."""
-
-    def line(variant: Variant, kind: str, name: str) -> dict[str, Any]:
-        return curve(variant.label, [part["shift"][kind][name] for part in parts.of(variant.key)])
-
-    panels = [
-        panel(
-            f"{kind.capitalize()}: {words}",
-            "",
-            [line(variant, kind, name) for variant in variants],
-            better=better,
-        )
-        for name, words, better in (("accuracy", "accuracy", "higher"), ("ece", "ECE", "lower"))
-        for kind in KINDS
-    ]
+    panels = []
+    for name, words, better in (("accuracy", "accuracy", "higher"), ("ece", "ECE", "lower")):
+        for kind in KINDS:
+            lines = [
+                curve(v.label, [part["shift"][kind][name] for part in parts.of(v.key)]) for v in variants
+            ]
+            panels.append(panel(f"{kind.capitalize()}: {words}", "", lines, better=better))
     caption = "Corrupted test images, five strengths of each kind: the mean over seeds minus that of the plain network."
     data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
     plain = next((v.label for v in variants if v.key in PLAIN.values()), None)

@@ -36,12 +36,10 @@ def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
 
 def missing_seeds(parts: Parts, shown: Sequence[Variant]) -> dict[str, str]:
     """For variants with fewer seeds than others of their recipe: how many they have, in words."""
-    most: dict[str, int] = {}
-    for variant in shown:
-        recipe = split_key(variant.key)[0]
-        most[recipe] = max(most.get(recipe, 0), len(parts.of(variant.key)))
-    counts = {v.key: (len(parts.of(v.key)), most[split_key(v.key)[0]]) for v in shown}
-    return {key: f"{number} of {full} seeds" for key, (number, full) in counts.items() if number < full}
+    counts = {v.key: len(parts.of(v.key)) for v in shown}
+    recipes = {key: split_key(key)[0] for key in counts}
+    full = {key: max(counts[other] for other in counts if recipes[other] == recipes[key]) for key in counts}
+    return {key: f"{counts[key]} of {full[key]} seeds" for key in counts if counts[key] < full[key]}
 
 
 def finished(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
@@ -87,13 +85,10 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     table = []
     pairs = (("flow", "gaussian"), ("mixture", "gaussian"), ("gaussian", "plain"), ("flow", "plain"))
     for recipe, site, (method, other) in ((r, s, pair) for r in RECIPES for s in SITES for pair in pairs):
-        first, second = (
-            f"{recipe}-{method}-{site}",
-            PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}",
-        )
-        title = f"{RECIPES[recipe] if recipe == 'xiong' else 'Best'}: {method} − {other}, {site}".replace(
-            "gaussian", "Gaussian"
-        )
+        first = f"{recipe}-{method}-{site}"
+        second = PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}"
+        words = f"{method} − {other}, {site}".replace("gaussian", "Gaussian")
+        title = f"{RECIPES[recipe] if recipe == 'xiong' else 'Best'}: {words}"
         for metric in metrics:
             result = compare(parts, first, second, metric) if metric.key in MAIN or _beyond(metric) else None
             if result is not None and result.number > 1:
@@ -114,11 +109,8 @@ def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) 
     for metric in metrics:
         result = compare(parts, first, second, metric) if metric.key in MAIN else None
         if result is not None:
-            one = (
-                f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}"
-                if result.number > 1
-                else "one seed"
-            )
+            interval = f"{result.low:+.4f} to {result.high:+.4f}, p {result.p:.2g}"
+            one = interval if result.number > 1 else "one seed"
             name = metric.label if metric.label.isupper() else metric.label.lower()
             kind = verdict(result, metric)
             lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({one})")

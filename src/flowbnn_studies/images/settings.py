@@ -36,8 +36,7 @@ class Training:
         schedule: ``"constant"``, ``"cosine"`` or ``"linear"``, the last two down to zero.
         rise: share of the run over which the rate first grows linearly from zero.
         padding, flip, cutout: crop at random after padding by so many pixels; mirror at random; blank a square of that side.
-        beta, gamma, warmup: weights of KL and entropy, and the share of the run over which the KL's grows.
-        samples: draws of the noise per image and step.
+        beta, warmup: weight of the KL, and the share of the run over which it grows.
         prior_scale, base_scale: standard deviations of the prior and of the noise at the start.
         components: of the mixture base.
         positions: site ``"position"``: how many positions the KL counts; 0 is the mean, as in Xiong's report.
@@ -58,9 +57,7 @@ class Training:
     flip: bool = False
     cutout: Natural = 0
     beta: NonNegative = 1.0
-    gamma: NonNegative = 0.0
     warmup: Share = 0.0
-    samples: Count = 1
     prior_scale: Positive = 0.5
     base_scale: Positive = 0.5
     components: Count = 16
@@ -165,7 +162,7 @@ def quick_settings(**changes: Any) -> dict[str, Any]:
     }
 
 
-METHODS = {"gaussian": "Gaussian noise", "flow": "Flow noise", "mixture": "Mixture noise"}
+METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
 NAMES = {
     "plain": "mle",
     "longer": "mle-longer",
@@ -249,16 +246,14 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
         variant("xiong-plain", f"{name}, plain", cost=0.5),
         variant("xiong-longer", f"{name}, plain, trained as long", **start),
         variant("xiong-dropout", "Dropout", cost=1.2, **start),
-        *(variant(f"xiong-{m}-{s}", f"{METHODS[m]}, {s}", **start) for m, s in noisy),
+        *(
+            variant(f"xiong-{m}-{s}", f"{METHODS[m][0].upper()}{METHODS[m][1:]}, {s}", **start)
+            for m, s in noisy
+        ),
     ]
     best = [
         variant("best-plain", f"Best: {name}, plain"),
         variant("best-dropout", "Best: dropout", cost=1.2),
-        *(variant(f"best-{m}-{s}", f"Best: {_inside(METHODS[m])}, {s}") for m, s in noisy),
+        *(variant(f"best-{m}-{s}", f"Best: {METHODS[m]}, {s}") for m, s in noisy),
     ]
     return (*xiong, *best, Variant("cost", "Cost", shown=False, seeds=1, alone=True))
-
-
-def _inside(label: str) -> str:
-    """A label inside a sentence: ``flow noise``, but ``Gaussian noise``."""
-    return label if label.startswith("Gaussian") else label.lower()

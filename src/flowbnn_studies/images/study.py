@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flowbnn.results import Parts
-from flowbnn_studies.data.images import usable_device
 from flowbnn_studies.images.cost import measure_cost
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate, image_metrics
@@ -26,6 +25,8 @@ from flowbnn_studies.runner.study import Findings, Study, Variant
 
 __all__ = ["IMAGE_STUDIES", "ImageStudy"]
 
+SEEDS = (3, 5)  # of Xiong's recipe and of the best one
+
 
 @dataclass(frozen=True, eq=False)
 class ImageStudy(Study):
@@ -41,7 +42,6 @@ class ImageStudy(Study):
         defaults: the settings that differ from those of :class:`ImageSettings`.
         remarks: how the settings came about where validation images did not choose them.
         quick_width: of the network in a trial run.
-        seed_counts: seeds of Xiong's recipe and of the best one.
     """
 
     network: str
@@ -54,7 +54,6 @@ class ImageStudy(Study):
     defaults: dict[str, Any]
     remarks: tuple[str, ...]
     quick_width: float = 1.0
-    seed_counts: tuple[int, int] = (3, 5)
 
     seeds: ClassVar[int] = 5
     accelerator: ClassVar[str] = "auto"
@@ -97,12 +96,12 @@ class ImageStudy(Study):
         return ImageSettings(**{**self.defaults, **changes})
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:
-        every = image_variants(self.network, self.seed_counts)
+        every = image_variants(self.network, SEEDS)
         return every if settings.rounds else every[:-1]
 
     def pictures(self, settings: ImageSettings, accelerator: str) -> Pictures:
         """The data on the device of an accelerator."""
-        device = usable_device("cuda" if accelerator in ("cuda", "gpu") else accelerator)
+        device = "cuda" if accelerator in ("cuda", "gpu") else accelerator
         return load_pictures(settings, self.data, list(self.novel), device)
 
     def check(self, settings: ImageSettings, jobs: Sequence[Job]) -> None:

@@ -64,11 +64,6 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
         line["label"]: (numbers(line["x"]), numbers(line["mean"]), line.get("std")) for line in panel["lines"]
     }
     base = lines.get(data.get("baseline") or "")
-    log = (
-        bool(panel.get("log"))
-        and base is None
-        and any(bool(np.any(mean > 0)) for _, mean, _ in lines.values())
-    )
 
     def draw(sheet: Sheet) -> None:
         axes = sheet.subplots()
@@ -80,14 +75,11 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
             if base is not None:
                 mean = mean - base[1] if mean.shape == base[1].shape else np.full_like(mean, np.nan)
                 std = std if label == data["baseline"] else None
-            mean = np.where(mean > 0, mean, np.nan) if log else mean
             if std is not None:
-                low = np.maximum(mean - numbers(std), mean * 0.05) if log else mean - numbers(std)
-                axes.fill_between(x, low, mean + numbers(std), color=light(colour), alpha=0.16, linewidth=0)
+                low, high = mean - numbers(std), mean + numbers(std)
+                axes.fill_between(x, low, high, color=light(colour), alpha=0.16, linewidth=0)
             marker = "o" if np.isfinite(mean).sum() < 3 else ""
             axes.plot(x, mean, color=light(colour), linestyle=pattern(dashes), marker=marker, markersize=4)
-        if log:
-            axes.set_yscale("log")
         places = np.concatenate([np.zeros(0), *(x for x, _, _ in lines.values())])
         set_ticks(axes, 6, 5, integer=bool(np.all(np.isnan(places) | (places == np.round(places)))))
         axes.margins(x=0.02)
@@ -99,7 +91,7 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
             axes.set_title(label)
 
     better = {"higher": "up is better", "lower": "down is better"}.get(panel.get("better") or "", "")
-    return Panel(panel["title"], draw, better if base is not None else "log scale" if log else "")
+    return Panel(panel["title"], draw, better if base is not None else "")
 
 
 def curves(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -207,16 +199,13 @@ def front_of(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
     >>> front_of([1.0, 2.0, 3.0, 2.5], [0.5, 0.3, 0.4, 0.3])
     [0, 1]
     """
-    front: list[int] = []
-    for place in sorted(range(len(costs)), key=lambda place: (costs[place], losses[place])):
-        last = front[-1] if front else None
-        if (
-            last is None
-            or losses[place] < losses[last]
-            or (costs[place], losses[place]) == (costs[last], losses[last])
-        ):
-            front.append(place)
-    return front
+    points = list(zip(costs, losses, strict=True))
+
+    def beaten(x: float, y: float) -> bool:
+        return any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+
+    front = [place for place, point in enumerate(points) if not beaten(*point)]
+    return sorted(front, key=points.__getitem__)
 
 
 # where a label may stand, as the move from its dot in points; the nearest places first
@@ -299,33 +288,17 @@ def _front_panel(panel: Data, colours: Mapping[str, str]) -> Panel:
             front = places[front_of(places[:, 0].tolist(), places[:, 1].tolist())]
             # up from the cheapest and on from the best: nothing lies on the lower left of the line
             edge = np.vstack([[front[0, 0], axes.get_ylim()[1]], front, [axes.get_xlim()[1], front[-1, 1]]])
-            axes.step(
-                edge[:, 0],
-                edge[:, 1],
-                where="post",
-                color=light("accent"),
-                linewidth=1.3,
-                alpha=0.7,
-                zorder=1.5,
-            )
+            line: Any = {"color": light("accent"), "linewidth": 1.3, "alpha": 0.7, "zorder": 1.5}
+            axes.step(edge[:, 0], edge[:, 1], where="post", **line)
             _draw_labels(axes, [item["label"] for item in items], places, edge)
         for item in items:
             colour = light(colours.get(item["label"], "sky"))
-            errors: dict[str, Any] = {}
+            style: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1.2, "alpha": 0.55, "zorder": 2.7}
             for axis in ("x", "y"):
                 error = item.get(f"{axis}_std") or 0.0
                 # on a logarithmic axis the lower end stays above zero
-                errors[f"{axis}err"] = [[min(error, 0.9 * abs(item[axis]))], [error]]
-            axes.errorbar(
-                item["x"],
-                item["y"],
-                **errors,
-                fmt="none",
-                ecolor=colour,
-                elinewidth=1.2,
-                alpha=0.55,
-                zorder=2.7,
-            )
+                style[f"{axis}err"] = [[min(error, 0.9 * abs(item[axis]))], [error]]
+            axes.errorbar(item["x"], item["y"], **style)
             axes.plot(item["x"], item["y"], "o", color=colour, markersize=6.5, markeredgewidth=0, zorder=3)
         set_ticks(axes)
         axes.set_title(panel.get("y_label") or "")

@@ -3,11 +3,10 @@
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flowbnn.errors import FlowBNNError
@@ -25,6 +24,7 @@ from flowbnn_studies.report.tables import (
     make_tables,
     sentences,
     sources_of,
+    uneven,
 )
 from flowbnn_studies.report.text import write_file
 
@@ -71,15 +71,10 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     for index, one in enumerate(checked):
         first = 1 + sum(len(study["figures"]) for study in studies)
         studies.append(_study(one, index, first, colours))
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = (
-        resources.files("flowbnn_studies.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    )
-    html = environment.from_string(template).render(
-        studies=studies, colours=COLOURS, sources=sources_of(checked)
-    )
+    loader = PackageLoader("flowbnn_studies", "report")
+    style: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    template = Environment(loader=loader, autoescape=True, **style).get_template("report.html.j2")
+    html = template.render(studies=studies, colours=COLOURS, sources=sources_of(checked))
     path = Path(out)
     path = path / "report.html" if path.is_dir() else path
     write_file(path, html.encode("utf-8", errors="replace"))
@@ -104,9 +99,6 @@ def _slug(text: str) -> str:
 
 def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) -> Data:
     """What the template shows of one study; its figures are numbered from ``first``."""
-    seeds = {
-        len(cell.get("per_seed") or ()) for row in results["rows"] for cell in row["values"].values() if cell
-    }
     tables = [table for table in make_tables(results, colours) if table.rows and table.columns]
     facts = {
         "Seeds": ", ".join(str(seed) for seed in results["seeds"]),
@@ -127,7 +119,7 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
         "best": best_numbers(results),
         "facts": {name: value for name, value in facts.items() if value},
         "seeds": results["seeds"],
-        "uneven": len(seeds - {0}) > 1,
+        "uneven": uneven(results),
         "unfinished": any(row.get("unfinished") for row in results["rows"]),
         "tables": tables,
         "meanings": definitions(column for table in tables for column in table.columns),

@@ -72,18 +72,17 @@ def load_results(source: Source) -> dict[str, Any]:
     if path.is_dir():
         path = path / FILE
     try:
-        return _checked(json.loads(path.read_text(encoding="utf-8")), str(path))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FlowBNNError(
             f"cannot read {path}: {error.strerror or error}; run a study first", kind="file"
         ) from None
-    except FlowBNNError:
-        raise
     except (ValueError, RecursionError) as error:
         line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
         raise FlowBNNError(
             f"{path} is not valid JSON{line}; delete it and run the study again", kind="file"
         ) from None
+    return _checked(content, str(path))
 
 
 def find_results(folder: Path | str) -> list[Path]:

@@ -8,18 +8,8 @@ from typing import Any
 
 from flowbnn_studies.report.style import decimal
 
-__all__ = [
-    "SOURCES",
-    "TERMS",
-    "Cell",
-    "Table",
-    "best_numbers",
-    "compare_table",
-    "definitions",
-    "explain",
-    "flatten",
-]
-__all__ += ["headline_metrics", "make_tables", "row_name", "sentences", "sources_of"]
+__all__ = ["SOURCES", "TERMS", "Cell", "Table", "best_numbers", "compare_table", "definitions", "explain"]
+__all__ += ["flatten", "headline_metrics", "make_tables", "row_name", "sentences", "sources_of", "uneven"]
 
 Data = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
@@ -123,6 +113,9 @@ class Cell:
     best: bool
     per_seed: list[str]
 
+    def __bool__(self) -> bool:
+        return self.mean != "–"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -217,7 +210,7 @@ def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list
         rows = []
         for row in results["rows"]:
             values = [row["values"].get(metric["key"]) or {} for metric in metrics]
-            if len(groups) == 1 or any(values):
+            if any(values) or len(groups) == 1:
                 cells = [
                     _cell(value, metric, row, len(results["seeds"]), any(row is one for one in winners))
                     for value, metric, winners in zip(values, metrics, best, strict=True)
@@ -239,6 +232,12 @@ def _cell(value: Data, metric: Data, row: Data, seeds: int, best: bool) -> Cell:
         best,
         [decimal(item, form) for item in per_seed],
     )
+
+
+def uneven(results: Data) -> bool:
+    """Whether rows have different numbers of seeds."""
+    cells = [cell for row in results["rows"] for cell in row["values"].values() if cell]
+    return len({len(cell.get("per_seed") or ()) for cell in cells} - {0}) > 1
 
 
 def headline_metrics(results: Data) -> list[Data]:

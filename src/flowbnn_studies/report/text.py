@@ -17,9 +17,9 @@ from flowbnn_studies.report.tables import (
     explain,
     headline_metrics,
     make_tables,
-    row_name,
     sentences,
     sources_of,
+    uneven,
 )
 
 __all__ = ["console_lines", "write_file", "write_markdown"]
@@ -86,12 +86,8 @@ def _study(results: Data) -> list[str]:
         rows = [[_escape(row.label), *map(_cell, row.cells)] for row in table.rows]
         body = _table(["", *heads], rows)
         lines += _folded(table.group, body) if table.group else body
-    seeds = {
-        len(cell.get("per_seed") or ()) for row in results["rows"] for cell in row["values"].values() if cell
-    }
-    words = [
-        f"Seeds {', '.join(map(str, results['seeds']))}{', or as many as a row has' if len(seeds - {0}) > 1 else ''}"
-    ]
+    words = [f"Seeds {', '.join(map(str, results['seeds']))}"]
+    words[0] += ", or as many as a row has" if uneven(results) else ""
     words += ["mean ± standard deviation over seeds"] if any(table.spread for table in tables) else []
     published = any(table.published for table in tables)
     words += [f"in brackets the value of {results.get('source') or 'the source'}"] if published else []
@@ -150,13 +146,9 @@ def _note(name: str, text: str) -> list[str]:
     )
 
 
-def _console_cell(value: Data | None, metric: Data) -> str:
-    value = value or {}
-    form, published = metric.get("format") or ".3f", value.get("published")
-    text = "" if value.get("mean") is None else format(value["mean"], form)
-    text += f" ± {value['std']:{form}}" if text and value.get("std") is not None else ""
-    text += f" [{published:g}]" if published is not None else ""
-    return text.strip() or "-"
+def _console_cell(cell: Cell) -> str:
+    text = f"{cell.mean} ± {cell.std}" if cell.std else cell.mean
+    return f"{text} [{cell.published}]" if cell.published else text
 
 
 def console_lines(results: Data, every: bool = False) -> list[str]:
@@ -167,15 +159,12 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
         every: show all metrics; else those of :func:`~flowbnn_studies.report.tables.headline_metrics`.
     """
     metrics = results["metrics"] if every else headline_metrics(results)
-    rows = [row for row in results["rows"] if any(row["values"].get(metric["key"]) for metric in metrics)]
-    table = [["", *(metric["label"] for metric in metrics)]]
-    table += [
-        [row_name(row), *(_console_cell(row["values"].get(metric["key"]), metric) for metric in metrics)]
-        for row in rows
-    ]
+    table, published = [[""]], ""
+    for made in make_tables({**results, "metrics": [{**metric, "group": ""} for metric in metrics]}):
+        table = [["", *(column.label for column in made.columns)]]
+        table += [[row.label, *map(_console_cell, row.cells)] for row in made.rows if any(row.cells)]
+        published = " [published]" if made.published else ""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    cells = [row["values"].get(metric["key"]) or {} for row in rows for metric in metrics]
-    published = " [published]" if any(cell.get("published") is not None for cell in cells) else ""
     count = len(results["seeds"])
     spread = f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
     lines = ["", f"{results['study']}: {results['title']}", f"  {spread}{published}"]
@@ -198,11 +187,4 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
             "",
             *_note(f"{words} with these numbers, in the file and on its page; the last", remarks[-1]),
         ]
-    cited = sources_of([{name: results.get(name) or "" for name in ("source", "title", "answer")}])
-    if cited and results.get("source"):
-        lines += ["", *_note("Source", results["source"])]
-    for source in cited:
-        lines += _note(
-            source.name, f"{source.author}, {source.title}{f', {source.link}' if source.link else ''}."
-        )
-    return lines
+    return [*lines, "", *_note("Source", results["source"])] if results.get("source") else lines

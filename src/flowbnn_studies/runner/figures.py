@@ -8,18 +8,10 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics import marginal
 from flowbnn.noise import InputNoise, noise_layers
-from flowbnn.results import Parts, summary
+from flowbnn.results import Parts, figure, summary
 
-__all__ = [
-    "count_modes_of",
-    "curve",
-    "density_pair",
-    "density_panels",
-    "histogram",
-    "histogram_panels",
-    "panel",
-]
-__all__ += ["short", "training_panels"]
+__all__ = ["curve", "density_figure", "density_pair", "density_panels", "histogram", "histogram_panels"]
+__all__ += ["panel", "short", "training_figure"]
 
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
@@ -88,26 +80,23 @@ def histogram_panels(
 
 def panel(title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A panel of curves."""
-    return {"title": title, "y_label": unit, "log": False, "lines": list(lines), **more}
+    return {"title": title, "y_label": unit, "lines": list(lines), **more}
 
 
-def training_panels(
-    parts: Parts, labels: Mapping[str, str], noisy: Sequence[str], trained: Sequence[str]
-) -> list[dict[str, Any]]:
+def training_figure(
+    parts: Parts, labels: Mapping[str, str], noisy: Sequence[str], trained: Sequence[str], caption: str
+) -> dict[str, Any]:
     """ELBO and KL of the ``noisy`` variants and the log-likelihood of all that were ``trained``, over epochs."""
     panels = (
         ("elbo", "ELBO", "nats per example", noisy),
         ("log_likelihood", "Log-likelihood", "nats per example", trained),
         ("kl", "KL to the prior", "nats", noisy),
     )
-    return [
-        panel(
-            title,
-            unit,
-            [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys],
-        )
-        for name, title, unit, keys in panels
-    ]
+    drawn = []
+    for name, title, unit, keys in panels:
+        lines = [curve(labels[key], [part["history"][name] for part in parts.of(key)]) for key in keys]
+        drawn.append(panel(title, unit, lines))
+    return figure("curves", "Training", caption, {"x_label": "epoch", "panels": drawn})
 
 
 def _farthest(noise: InputNoise, number: int) -> list[int]:
@@ -168,13 +157,13 @@ def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3
     }
 
 
-def count_modes_of(many: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """A sentence on how many of the drawn densities, over all seeds, have more than one mode.
-
-    >>> count_modes_of([[{"modes": 1}, {"modes": 2}], [{"modes": 1}]])
-    'Of the 3 dimensions looked at over all seeds, 1 has more than one mode.'
-    """
-    modes = [panel["modes"] for panels in many for panel in panels]
+def density_figure(parts: Parts, key: str, caption: str, **more: Any) -> dict[str, Any]:
+    """The densities of the first seed, and how many of those of all seeds have more than one mode."""
+    modes = [panel["modes"] for part in parts.of(key) for panel in part["densities"]]
     several = sum(number > 1 for number in modes)
-    verb = "has" if several < 2 else "have"
-    return f"Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} {verb} more than one mode."
+    caption = (
+        f"Seed {parts.seeds[0]}: {caption} Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} "
+        f"{'has' if several < 2 else 'have'} more than one mode."
+    )
+    data = {"panels": parts.content[key, parts.seeds[0]]["densities"], **more}
+    return figure("density", "The noise that was learned", caption, data)

@@ -20,21 +20,16 @@ def test_normalized_is_the_formula():
         torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (data.mean, data.deviation)
     )
     wanted = (data.images.double() / 255 - mean) / deviation
-    double = Normalize(data.mean, data.deviation, torch.float64)
-    torch.testing.assert_close(double(data.images), wanted, rtol=0, atol=1e-14)
+    double = data.normalizer()(data.images.double() / 255)
+    torch.testing.assert_close(double, wanted, rtol=0, atol=1e-14)
     torch.testing.assert_close(data.normalized().double(), wanted, rtol=0, atol=1e-6)
-    half = Normalize(data.mean, data.deviation, torch.bfloat16)(data.images)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half, data.normalized().bfloat16())
     torch.testing.assert_close(data.to_unit(), data.images.float() / 255, rtol=0, atol=0)
 
 
 def test_bytes_and_unit_images_are_normalized_alike():
     data = make()
-    normalize = Normalize(data.mean, data.deviation, torch.float64)
-    torch.testing.assert_close(
-        normalize(data.images.double() / 255), normalize(data.images), rtol=0, atol=1e-14
-    )
+    normalize = data.normalizer()
+    torch.testing.assert_close(normalize(data.to_unit()), normalize(data.images), rtol=0, atol=1e-6)
     assert normalize(data.images[0]).shape == (3, 6, 5)
 
 
@@ -132,7 +127,7 @@ def test_to_another_device_keeps_the_rest():
     ],
 )
 def test_a_gpu_that_is_not_there_is_told(call):
-    with pytest.raises(FlowBNNError, match="asks for a GPU but torch sees none here"):
+    with pytest.raises(FlowBNNError, match="device 'cuda.*' cannot be used here: "):
         call(make())
 
 
@@ -151,7 +146,6 @@ def test_a_gpu_that_is_not_there_is_told(call):
         lambda: make(channels=1).in_colour(5),
         lambda: make().normalizer()(torch.zeros(2, 1, 4, 4)),
         lambda: make().normalizer()(torch.zeros(2, 3, 4, 4, dtype=torch.int64)),
-        lambda: Normalize([0.5], [1.0], torch.int32),
         lambda: Normalize([0.5], [0.0]),
         lambda: Normalize([0.5, 0.5], [1.0]),
         lambda: ImageSet(

@@ -46,7 +46,7 @@ def bins(gap: float) -> list[Data]:
 def curves_figure() -> Data:
     epochs = np.arange(1, 9)
     panels = []
-    for title, start, end, log in (("Negative ELBO", 0.5, 0.1, False), ("KL", 1e-4, 2e-3, True)):
+    for title, start, end in (("Negative ELBO", 0.5, 0.1), ("KL", 1e-4, 2e-3)):
         lines = []
         for length in (0, 6, 12):
             mean = end + (start - end) * np.exp(-epochs / (4 - length / 6))
@@ -59,7 +59,7 @@ def curves_figure() -> Data:
                     "std": std.tolist(),
                 }
             )
-        panels.append({"title": title, "y_label": "nats per example", "log": log, "lines": lines})
+        panels.append({"title": title, "y_label": "nats per example", "lines": lines})
     panels[0]["lines"][1]["mean"][4] = None  # type: ignore[index]
     data = {"x_label": "epoch", "y_label": "", "panels": panels}
     return figure(
