@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from flowbnn.data import Digits, load_digits
 from flowbnn.methods import Posterior
@@ -22,7 +23,7 @@ from flowbnn_studies.runner.figures import (
     short,
     training_figure,
 )
-from flowbnn_studies.runner.job import Job, cosine
+from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -118,7 +119,11 @@ class DigitsStudy(Study):
         if job.after is None:
             posterior = job.fit(network, loader, epochs=s.start_epochs, weight_lr=s.weight_lr)
             return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
-        rates: dict[str, Any] = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr, "schedule": cosine}
+        rates: dict[str, Any] = {
+            "weight_lr": s.weight_lr,
+            "noise_lr": s.noise_lr,
+            "schedule": CosineAnnealingLR,
+        }
         rules = rules_of(s, job.variant)
         posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
         return self.evaluate(job, posterior, digits)
@@ -151,7 +156,7 @@ class DigitsStudy(Study):
             truth = [digits.known[label] for label in digits.test[1].tolist()]
             content["images"] = _images(digits.test[0], known, digits, truth)
             content["images"] += _images(digits.novel[0], novel, digits, None)
-            content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 2)
+            content["densities"] = density_panels(posterior.model, ["conv2", "fc1"], 2, s.samples)
             content["pair"] = density_pair(posterior.model, "conv2")
         return content
 

@@ -80,7 +80,8 @@ def measure_cost(
                 loader = Timed(pictures.loader(training, 0), STEPS)
                 posteriors[name] = train(name, training, loader)
                 steps[name].append(statistics.median(loader.seconds[1:]))  # the first pass warms up
-    predictions = _predict(posteriors, pictures, settings, precision)
+    number = min(ON_GPU if pictures.device.type == "cuda" else IMAGES, len(pictures.tested))
+    predictions = _predict(posteriors, pictures.test[0][:number], settings, precision)
     measured = {"step": steps, "memory": memory, "prediction": predictions}
     medians = {
         name: {kind: statistics.median(values[name]) for kind, values in measured.items() if values[name]}
@@ -90,7 +91,6 @@ def measure_cost(
         name: {kind: value / medians["plain"][kind] for kind, value in median.items()}
         for name, median in medians.items()
     }
-    number = min(_images(pictures), len(pictures.tested))
     rows = number * settings.samples
     where = "a GPU" if pictures.device.type == "cuda" else "a CPU"
     caption = (
@@ -109,10 +109,6 @@ def _taken(options: dict[str, Any], device: torch.device) -> str:
     asked = options.get("acceleration", "auto") if device.type == "cuda" else "off"
     words = {"off": "taken one by one", "compile": "compiled and recorded as a CUDA graph"}
     return f"steps are {words.get(asked, 'recorded as a CUDA graph, not compiled')}"
-
-
-def _images(pictures: Pictures) -> int:
-    return ON_GPU if pictures.device.type == "cuda" else IMAGES
 
 
 def _training(settings: ImageSettings, group: str) -> Training:
@@ -138,16 +134,15 @@ def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> fl
 
 
 def _predict(
-    posteriors: dict[str, Posterior], pictures: Pictures, settings: ImageSettings, precision: str
+    posteriors: dict[str, Posterior], images: Tensor, settings: ImageSettings, precision: str
 ) -> dict[str, list[float]]:
     """Seconds of predictions with all samples; of the plain network, for as many rows."""
-    images = pictures.test[0][: _images(pictures)]
     many = images.repeat(settings.samples, 1, 1, 1)
     seconds: dict[str, list[float]] = {name: [] for name in posteriors}
     for turn in range(settings.rounds + 1):
         for name, posterior in posteriors.items():
-            started = clock(pictures.device)
+            started = clock(images.device)
             predict(posterior, many if name == "plain" else images, settings.samples, precision)
             if turn:  # the first is for warming up
-                seconds[name].append(clock(pictures.device) - started)
+                seconds[name].append(clock(images.device) - started)
     return seconds

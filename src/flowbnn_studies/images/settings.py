@@ -10,8 +10,8 @@ from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Re
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
 from flowbnn_studies.runner.study import Variant
 
-__all__ = ["FLOWS", "GROUPS", "METHODS", "ImageSettings", "Training"]
-__all__ += ["image_variants", "make_network", "quick_settings", "rules_for", "split_key"]
+__all__ = ["FLOWS", "GROUPS", "METHODS", "QUICK", "ImageSettings", "Training"]
+__all__ += ["image_variants", "make_network", "rules_for", "split_key"]
 
 SITES = ("position", "channel")
 GROUPS = (
@@ -29,9 +29,8 @@ class Training:
 
     Args:
         epochs, batch: passes over the data, images in a step.
-        optimizer: ``"sgd"`` (with Nesterov's momentum where ``nesterov``), ``"adam"`` or ``"adamw"``.
+        optimizer: ``"sgd"`` with a momentum of 0.9 (Nesterov's where ``nesterov``), ``"adam"`` or ``"adamw"``.
         weight_lr, noise_lr: learning rates of the weights and of the noise.
-        momentum: of SGD.
         weight_decay: of the weights; the noise has its prior.
         schedule: ``"constant"``, ``"cosine"`` or ``"linear"``, the last two down to zero.
         rise: share of the run over which the rate first grows linearly from zero.
@@ -48,7 +47,6 @@ class Training:
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     weight_lr: NonNegative = 2e-4
     noise_lr: NonNegative = 2e-3
-    momentum: NonNegative = 0.9
     nesterov: bool = False
     weight_decay: NonNegative = 0.0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -144,23 +142,13 @@ class ImageSettings:
         return self if variant.startswith("best-") else replace(self, moved=False)
 
 
-def quick_settings(**changes: Any) -> dict[str, Any]:
-    """Settings of seconds on generated pictures, whose numbers mean nothing."""
-    tiny = Training(epochs=2, batch=50, components=2, warmup=0.5)
-    return {
-        "source": "generated",
-        "generated": 200,
-        "samples": 4,
-        "shift_samples": 2,
-        "shift_images": 20,
-        "curve_samples": 2,
-        "rounds": 2,
-        "start": replace(tiny, optimizer="sgd", weight_lr=2e-3),
-        "xiong": tiny,
-        **dict.fromkeys(GROUPS, replace(tiny, schedule="cosine", padding=2, flip=True)),
-        **changes,
-    }
-
+_TINY = Training(epochs=2, batch=50, components=2, warmup=0.5)
+QUICK: dict[str, Any] = {  # settings of seconds on generated pictures, whose numbers mean nothing
+    **{"source": "generated", "generated": 200, "width": 0.0625, "samples": 4, "rounds": 2},
+    **{"shift_samples": 2, "shift_images": 20, "curve_samples": 2},
+    **{"start": replace(_TINY, optimizer="sgd", weight_lr=2e-3), "xiong": _TINY},
+    **dict.fromkeys(GROUPS, replace(_TINY, schedule="cosine", padding=2, flip=True)),
+}
 
 METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
 NAMES = {

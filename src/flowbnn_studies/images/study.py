@@ -13,11 +13,11 @@ from flowbnn_studies.images.findings import answer, comparisons, notes, rows
 from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
 from flowbnn_studies.images.settings import (
     GROUPS,
+    QUICK,
     ImageSettings,
     Training,
     image_variants,
     make_network,
-    quick_settings,
 )
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
@@ -41,7 +41,6 @@ class ImageStudy(Study):
         published: numbers that stand beside ours.
         defaults: the settings that differ from those of :class:`ImageSettings`.
         remarks: how the settings came about where validation images did not choose them.
-        quick_width: of the network in a trial run.
     """
 
     network: str
@@ -53,12 +52,12 @@ class ImageStudy(Study):
     published: Published
     defaults: dict[str, Any]
     remarks: tuple[str, ...]
-    quick_width: float = 1.0
 
     seeds: ClassVar[int] = 5
     accelerator: ClassVar[str] = "auto"
     partial: ClassVar[bool] = True
     keeps_networks: ClassVar[bool] = False
+    quick: ClassVar[dict[str, Any]] = QUICK
 
     @property
     def architecture(self) -> str:
@@ -87,10 +86,6 @@ class ImageStudy(Study):
     @property
     def source(self) -> str:  # type: ignore[override]
         return f"Xiong's report, figure {self.figure}"
-
-    @property
-    def quick(self) -> dict[str, Any]:  # type: ignore[override]
-        return quick_settings(width=self.quick_width)
 
     def settings(self, **changes: Any) -> ImageSettings:  # type: ignore[override]
         return ImageSettings(**{**self.defaults, **changes})
@@ -257,7 +252,6 @@ _FEW = {"curve_samples": 4, "shift_images": 1000, "moved": True}
 IMAGE_STUDIES = (
     ImageStudy("LeNet", "Fashion-MNIST", "fashion-mnist", 5, {"mnist": "MNIST"}, "digits", FASHION, _FASHION, _LENET_REMARKS),
     ImageStudy("LeNet", "CIFAR-10", "cifar10", 5, _CIFAR10_NOVEL, "images", LENET_CIFAR10, _CIFAR10, _LENET_REMARKS),
-    ImageStudy("VGG16", "CIFAR-10", "cifar10", 6, _CIFAR10_NOVEL, "images", VGG16_CIFAR10, {**_VGG16, **_FEW}, (_VGG16_REMARK,),
-               quick_width=0.0625),
+    ImageStudy("VGG16", "CIFAR-10", "cifar10", 6, _CIFAR10_NOVEL, "images", VGG16_CIFAR10, {**_VGG16, **_FEW}, (_VGG16_REMARK,)),
 )
 # fmt: on

@@ -21,7 +21,7 @@ __all__ = ["fit_variant", "make_optimizer", "make_schedule", "rate_at"]
 def make_optimizer(training: Training) -> Callable[..., Optimizer]:
     """From parameter groups, which bring their own rates, to the optimizer; fused kernels throughout."""
     if training.optimizer == "sgd":
-        return partial(SGD, lr=0.0, momentum=training.momentum, nesterov=training.nesterov, fused=True)
+        return partial(SGD, lr=0.0, momentum=0.9, nesterov=training.nesterov, fused=True)
     return partial({"adam": Adam, "adamw": AdamW}[training.optimizer], fused=True)
 
 

@@ -1,6 +1,5 @@
 """The page: one HTML file that needs nothing but itself."""
 
-import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -107,7 +106,7 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
         "Versions": ", ".join(
             f"{name} {version}" for name, version in (results.get("versions") or {}).items()
         ),
-        "Run on": _date(results.get("created") or ""),
+        "Run on": (results.get("created") or "")[:16].replace("T", " "),
     }
     optional = {name: results.get(name) or "" for name in ("source", "command", "trial")}
     return optional | {
@@ -147,10 +146,3 @@ def _figure(figure: Data, name: str, number: int, colours: Mapping[str, str]) ->
         groups.append({"heading": group.heading, "panels": panels})
     caption = " ".join(filter(None, (figure.get("caption") or figure["title"], figure.get("published"))))
     return {"number": number, "title": figure["title"], "caption": caption, "groups": groups, "plot": plot}
-
-
-def _date(text: str) -> str:
-    try:
-        return datetime.datetime.fromisoformat(text).strftime("%d %B %Y, %H:%M").lstrip("0")
-    except ValueError:
-        return text

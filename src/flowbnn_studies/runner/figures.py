@@ -109,14 +109,19 @@ def _farthest(noise: InputNoise, number: int) -> list[int]:
 
 
 @torch.no_grad()
-def density_panels(model: nn.Module, layers: Sequence[str], number: int) -> list[dict[str, Any]]:
-    """Marginal densities of the ``number`` noise dimensions of each layer that have moved farthest from their prior."""
+def density_panels(
+    model: nn.Module, layers: Sequence[str], number: int, networks: int = 128
+) -> list[dict[str, Any]]:
+    """Marginal densities of the ``number`` noise dimensions of each layer that have moved farthest from their prior.
+
+    From 4000 draws, or fewer where fewer ``networks`` than usual are averaged in a prediction.
+    """
     panels = []
     for layer in layers:
         noise = noise_layers(model)[layer]
         assert isinstance(noise, InputNoise)
         for dimension in _farthest(noise, number):
-            density = marginal(model, layer, dimension)
+            density = marginal(model, layer, dimension, min(4000, 32 * networks))
             panels.append(
                 {
                     "title": f"{layer}, noise dimension {dimension}",

@@ -10,22 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from flowbnn.convert import to_stochastic
 from flowbnn.methods import MLE, PointPosterior, Posterior, fit
 from flowbnn.noise import Recipe
 from flowbnn.results import plain, read_json, write_json
 
-__all__ = ["Job", "cosine"]
+__all__ = ["Job"]
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
-
-
-def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
-    """Learning rates that fall to zero over the run, along a cosine."""
-    return CosineAnnealingLR(optimizer, steps)
 
 
 @dataclass(frozen=True)
