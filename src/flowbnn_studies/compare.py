@@ -199,12 +199,8 @@ class CompareStudy(MethodStudy):
             **more,
         )
         sizes = {"train": len(data.train[0]), "test": len(data.test[0]), "novel": len(data.novel)}
-        return {
-            **content,
-            "method": repr(method),
-            "weights": weights,
-            "sizes": {**sizes, "strange": data.strange},
-        }
+        told = {"method": repr(method), "weights": weights, "sizes": sizes, "strange": data.strange}
+        return {**content, **told}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         one = parts.of(self.measured(settings, parts)[0].key)[0]
@@ -212,7 +208,7 @@ class CompareStudy(MethodStudy):
         sizes = one["sizes"]
         notes = [
             f"{settings.network} has {one['weights']:,} weights; {sizes['train']} examples to learn from, {sizes['test']} to test "
-            f"on, and as novel inputs {sizes['novel']} of {sizes['strange']}. {settings.epochs} epochs, batches of "
+            f"on, and as novel inputs {sizes['novel']} of {one['strange']}. {settings.epochs} epochs, batches of "
             f"{settings.batch}, a learning rate of {settings.lr:g}; up to {settings.samples} networks in a prediction. No setting "
             "was tuned for a method: a row shows what it gives with its defaults, and the Markov chains are as short as a "
             "comparison of minutes allows.",

@@ -226,7 +226,12 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
     flow = parts.content["flow", first]
     noisy = [key for key in labels if key in ("gaussian", "flow")]
     groups = {"known": "known digits", "novel": f"the unseen {novel}"}
-
+    training = (
+        "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation."
+    )
+    densities = (
+        "densities of the noise dimensions that moved farthest from their prior, and one pair of them."
+    )
     entropies = {label: [part["entropy"] for part in parts.of(key)] for key, label in labels.items()}
     return [
         figure(
@@ -243,17 +248,6 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
             {"x_label": "predictive entropy (nats)", "panels": histogram_panels(entropies, groups)},
         ),
         reliability_figure("Known digits.", labels, parts),
-        training_figure(
-            parts,
-            labels,
-            noisy,
-            list(labels),
-            "Mean over seeds of each epoch's mean, after the common start; the band is one standard deviation.",
-        ),
-        density_figure(
-            parts,
-            "flow",
-            "densities of the noise dimensions that moved farthest from their prior, and one pair of them.",
-            pairs=[flow["pair"]],
-        ),
+        training_figure(parts, labels, noisy, list(labels), training),
+        density_figure(parts, "flow", densities, pairs=[flow["pair"]]),
     ]

@@ -155,18 +155,14 @@ def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         note = "" if growth is None else f"spread × {growth:.1f} outside"
         panels.append({"title": label, "note": note, **part["curve"], "points": part["points"]})
     axis = torch.linspace(s.low, s.high, s.grid)
+    truth = {"x": short(axis), "y": short(true_curve(axis))}
     return figure(
         "bands",
         "What each method says of the curve",
         "Seed 0. Dots: the points to learn from. Line: the predictive mean. Dark band: two epistemic standard deviations to either "
         "side, what the method does not know of the curve; light band: two of the whole prediction, with the noise of the targets. "
         "Dashed: the true curve. Behind a name: how many times larger the epistemic spread is outside the range than inside.",
-        {
-            "x_label": "x",
-            "span": list(SPAN),
-            "truth": {"x": short(axis), "y": short(true_curve(axis))},
-            "panels": panels,
-        },
+        {"x_label": "x", "span": list(SPAN), "truth": truth, "panels": panels},
     )
 
 

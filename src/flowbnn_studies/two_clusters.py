@@ -212,7 +212,7 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
         part = parts.content[key, first]
         scores = {name: part["values"][name] for name in ("accuracy", "ece")}
         fields.append({"label": labels[key], **scores, **part["field"], "bins": part["bins"]})
-
+    training = "Mean over seeds of each epoch's mean; the band is one standard deviation. In nats, the first two per example."
     return [
         figure(
             "field",
@@ -223,13 +223,7 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
             {"models": fields, "seed": first},
         ),
         reliability_figure("", labels, parts),
-        training_figure(
-            parts,
-            labels,
-            NOISY,
-            (*NOISY, "longer"),
-            "Mean over seeds of each epoch's mean; the band is one standard deviation. In nats, the first two per example.",
-        ),
+        training_figure(parts, labels, NOISY, (*NOISY, "longer"), training),
         density_figure(
             parts, "flow", "marginal densities of the dimensions that moved farthest from the prior."
         ),

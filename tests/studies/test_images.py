@@ -24,7 +24,7 @@ NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
 
 def small(name, **changes):
     study = get_study(name)
-    given = {"generated": 80, "shift_images": 8, "*.batch": 40, "*.epochs": 1, "rounds": 1, **changes}
+    given = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 1, **changes}
     return study, study.make_settings(quick=True, **given)
 
 

@@ -10,7 +10,7 @@ WORDS = "(generated images, a trial run: the numbers mean nothing)"
 
 def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path):
     study = get_study("lenet-fashion")
-    changes = {"generated": 80, "shift_images": 8, "*.batch": 40, "*.epochs": 1, "rounds": 0}
+    changes = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 0}
     settings = study.make_settings(quick=True, **changes)
     only = ["xiong-longer", "xiong-flow-position", "xiong-gaussian-position"]
     options = {"out": tmp_path, "seeds": 1, "progress": False, "accelerator": "cpu", "only": only}

@@ -55,10 +55,10 @@ def _folded(title: str, lines: list[str]) -> list[str]:
     return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: Cell, best: str = "**", brackets: str = "()") -> str:
     text = f"{cell.mean} ± {cell.std}" if cell.std else cell.mean
-    text = f"**{text}**" if cell.best else text
-    return f"{text} ({cell.published})" if cell.published else text
+    text = f"{best}{text}{best}" if cell.best else text
+    return f"{text} {brackets[0]}{cell.published}{brackets[1]}" if cell.published else text
 
 
 def _differences(results: Data) -> list[str]:
@@ -146,11 +146,6 @@ def _note(name: str, text: str) -> list[str]:
     )
 
 
-def _console_cell(cell: Cell) -> str:
-    text = f"{cell.mean} ± {cell.std}" if cell.std else cell.mean
-    return f"{text} [{cell.published}]" if cell.published else text
-
-
 def console_lines(results: Data, every: bool = False) -> list[str]:
     """A study's rows with mean and spread over seeds and what is published in brackets, what the columns mean, and the answer.
 
@@ -162,7 +157,8 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
     table, published = [[""]], ""
     for made in make_tables({**results, "metrics": [{**metric, "group": ""} for metric in metrics]}):
         table = [["", *(column.label for column in made.columns)]]
-        table += [[row.label, *map(_console_cell, row.cells)] for row in made.rows if any(row.cells)]
+        rows = [row for row in made.rows if any(row.cells)]
+        table += [[row.label, *(_cell(cell, "", "[]") for cell in row.cells)] for row in rows]
         published = " [published]" if made.published else ""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     count = len(results["seeds"])

@@ -216,6 +216,7 @@ def test_folder_gets_report_html(two_clusters: dict[str, Any], tmp_path: Path) -
 
 def test_unwritable(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     two_clusters["figures"] = two_clusters["figures"][1:2]
+    two_clusters["figures"][0]["data"]["models"] = two_clusters["figures"][0]["data"]["models"][:1]
     (tmp_path / "file").write_text("kept")
     with pytest.raises(FlowBNNError, match="cannot write"):
         write_report([two_clusters], tmp_path / "file" / "report.html")
