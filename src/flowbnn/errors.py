@@ -33,13 +33,12 @@ class FlowBNNWarning(UserWarning):
 
     Args:
         message: the line.
-        each: where it is about several layers, the line of each by itself.
         fields: ``kind``, ``layers`` and whatever else the place that warns knows.
     """
 
-    def __init__(self, message: str = "", each: Sequence[str] = (), **fields: Any) -> None:
+    def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
-        self.each, self.fields = tuple(each), fields
+        self.fields = fields
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:

@@ -57,12 +57,12 @@ def test_layers_of_one_ailment_share_a_warning():
     ill += [LayerHealth("conv", 9.0, 3.0, 0.01, "point"), LayerHealth("out", 1.0, 0.1, 0.9, "healthy")]
     point, prior = health_warnings(ill)
     assert "the noise of layer 'conv' has collapsed to a point (its spread is 1.0% of" in str(point)
-    assert point.each == (str(point),) == (ill[7].message,)
+    assert point.fields == {"kind": "point", "layers": ["conv"]}
     assert str(prior).startswith(
         "the noise of layers 'fc0', 'fc1', 'fc2', 'fc3', 'fc4' and 2 more has fallen back onto its prior (KL at most 0.0006 nats"
     )
     assert str(prior).count("train longer") == 1
-    assert prior.each == tuple(health.message for health in ill[:7])
+    assert prior.fields["layers"] == [health.layer for health in ill[:7]]
     assert health_warnings(ill[8:]) == []
 
 

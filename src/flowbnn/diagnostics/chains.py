@@ -46,7 +46,6 @@ def split_rhat(draws: Tensor) -> Tensor:
 
 
 @checked
-@checked
 def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] = "bulk") -> Tensor:
     """The number of independent draws with the same information.
 
@@ -76,11 +75,9 @@ def standard_error(draws: Tensor) -> Tensor:
 def _halves(draws: Tensor) -> tuple[Tensor, torch.Size]:
     """Half chains ``[2 m, n, K]`` in float64, and the shape of the K quantities."""
     if draws.ndim < 2 or draws.shape[1] < FEWEST or not bool(torch.isfinite(draws).all()):
-        problem = (
-            "with NaN or infinity" if draws.ndim > 1 and draws.shape[1] >= FEWEST else tuple(draws.shape)
-        )
         raise FlowBNNError(
-            f"draws must be [chains, draws, ...] with at least {FEWEST} draws of each chain, got {problem}",
+            f"draws must be [chains, draws, ...] with at least {FEWEST} draws of each chain, none NaN or infinity, got "
+            f"{tuple(draws.shape)}",
             argument="draws",
         )
     values = draws.detach().double().reshape(*draws.shape[:2], -1)
@@ -112,8 +109,8 @@ def _rhat(halves: Tensor) -> Tensor:
     within = halves.var(1).mean(0)
     between = halves.mean(1).var(0)
     rhat = ((count - 1) / count + between / within).sqrt()
-    same = (within == 0) & (between <= 1e-24)
-    return torch.where(same, torch.ones_like(rhat), torch.where(within == 0, torch.inf, rhat))
+    stuck = torch.where(between <= 1e-24, 1.0, torch.inf).double()
+    return torch.where(within == 0, stuck, rhat)
 
 
 def _ess(halves: Tensor) -> Tensor:

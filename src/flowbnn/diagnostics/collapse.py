@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -32,18 +31,25 @@ class LayerHealth:
     kl: float
     kl_per_dim: float
     spread: float
-    state: Literal["healthy", "point", "prior"]
-
-    @property
-    def message(self) -> str:
-        return f"layer '{self.layer}' is healthy" if self.state == "healthy" else _ailment([self])
+    state: str
 
 
-def _ailment(ill: Sequence[LayerHealth]) -> str:
-    """One line about layers in the same state."""
-    several = len(ill) > 1
-    noise = f"the noise of layer{'s' if several else ''} {some_of([health.layer for health in ill])}"
-    most = "at most " if several else ""
+def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
+    """One warning for each ailment, about all the layers that have it."""
+    ill: dict[str, list[LayerHealth]] = {"point": [], "prior": []}
+    for health in healths:
+        ill.get(health.state, []).append(health)
+    return [
+        FlowBNNWarning(_line(some), kind=state, layers=[health.layer for health in some])
+        for state, some in ill.items()
+        if some
+    ]
+
+
+def _line(ill: Sequence[LayerHealth]) -> str:
+    """What is wrong with layers in the same state."""
+    plural, most = ("s", "at most ") if len(ill) > 1 else ("", "")
+    noise = f"the noise of layer{plural} {some_of([health.layer for health in ill])}"
     if ill[0].state == "point":
         return (
             f"{noise} has collapsed to a point (its spread is {most}{max(h.spread for h in ill):.1%} of the prior's), so it "
@@ -51,25 +57,8 @@ def _ailment(ill: Sequence[LayerHealth]) -> str:
         )
     return (
         f"{noise} has fallen back onto its prior (KL {most}{max(h.kl_per_dim for h in ill):.4f} nats per dimension): it has "
-        "learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the "
-        f"layer{'s' if several else ''} plain"
+        f"learned nothing from the data; train longer, raise noise_lr, lower beta, or leave the layer{plural} plain"
     )
-
-
-def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
-    """One warning for each ailment, about all the layers that have it; ``each`` has a line for every layer."""
-    found = list(healths)
-    ill = {state: [health for health in found if health.state == state] for state in ("point", "prior")}
-    return [
-        FlowBNNWarning(
-            _ailment(some),
-            [health.message for health in some],
-            kind=state,
-            layers=[health.layer for health in some],
-        )
-        for state, some in ill.items()
-        if some
-    ]
 
 
 @torch.no_grad()
@@ -90,10 +79,6 @@ def posterior_health(model: nn.Module, samples: int = 512, seed: int = 0) -> lis
         spread = float((noise.draw((samples,), generator).std(0) / prior.variance.sqrt()).mean())
         kl = float(noise.divergence(samples, generator).kl)
         per_dim = kl / noise.layout.dim / noise.count
-        state: Literal["healthy", "point", "prior"] = "healthy"
-        if spread < POINT:
-            state = "point"
-        elif per_dim < PRIOR:
-            state = "prior"
+        state = "point" if spread < POINT else "prior" if per_dim < PRIOR else "healthy"
         found.append(LayerHealth(name, kl, per_dim, spread, state))
     return found

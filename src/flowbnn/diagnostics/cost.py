@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,14 +27,14 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device if device is not None and device.type == "cuda" else None
-        self.before: float | None = None
         gc.collect()
         if self.device is not None:
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device) / 2**20
+            self.before: float | None = torch.cuda.memory_allocated(self.device) / 2**20
             return
         with suppress(OSError, AttributeError):  # give back what earlier work left in the heap
             ctypes.CDLL(None).malloc_trim(0)
+        self.before = None
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
             self.before = _status("VmRSS")
@@ -46,10 +45,10 @@ class PeakMemory:
             return None
         if self.device is not None:
             return torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
-        peak = _status("VmHWM")
-        return None if peak is None else max(0.0, peak - self.before)
+        return max(0.0, _status("VmHWM") - self.before)
 
 
-def _status(name: str) -> float | None:
-    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return None if line is None else int(line[1]) / 1024
+def _status(name: str) -> float:
+    """A line of what Linux tells about this process, in megabytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))

@@ -24,8 +24,8 @@ class Marginal:
     modes: int
 
 
-def _bandwidth(samples: Tensor) -> float:
-    """The kernel width under which each draw is most likely given the others.
+def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
+    """With the kernel width under which each draw is most likely given the others.
 
     Rules of thumb take the spread of the whole for the width of one mode and wash several modes out.
     """
@@ -33,16 +33,10 @@ def _bandwidth(samples: Tensor) -> float:
     distance = (few[:, None] - few[None]).square().fill_diagonal_(torch.inf)
     thumb = 0.9 * float(few.std().clamp_min(1e-6)) * len(few) ** -0.2
     widths = [thumb * 0.7**k for k in range(10)]
-    scores = [
-        float((torch.logsumexp(-0.5 * distance / width**2, 1) - math.log(width)).sum()) for width in widths
-    ]
-    return widths[scores.index(max(scores))] * (len(samples) / len(few)) ** -0.2
-
-
-def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
-    width = _bandwidth(samples)
-    distance = (grid[:, None] - samples[None]) / width
-    return torch.exp(-0.5 * distance.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
+    likely = [float((torch.logsumexp(-0.5 * distance / w**2, 1) - math.log(w)).sum()) for w in widths]
+    width = widths[likely.index(max(likely))] * (len(samples) / len(few)) ** -0.2
+    away = (grid[:, None] - samples[None]) / width
+    return torch.exp(-0.5 * away.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
 
 
 def count_modes(density: Tensor, prominence: float = 0.1) -> int:
@@ -80,15 +74,12 @@ def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, 
     1
     """
     layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
-    if layer not in layers:
-        raise FlowBNNError(
-            f"no layer {layer!r} carries flow noise{nearest(layer, layers)}", kind="value", layer=layer
-        )
+    problem = "" if layer in layers else f"no layer {layer!r} carries flow noise{nearest(layer, layers)}"
+    if not problem and not 0 <= dimension < (size := layers[layer].layout.dim):
+        problem = f"the noise of layer {layer!r} has dimensions 0 to {size - 1}, not {dimension}"
+    if problem:
+        raise FlowBNNError(problem, kind="value", layer=layer)
     noise = layers[layer]
-    if not 0 <= dimension < noise.layout.dim:
-        raise FlowBNNError(
-            f"the noise of layer {layer!r} has dimensions 0 to {noise.layout.dim - 1}, not {dimension}"
-        )
     prior = noise.prior.distribution()
     generator = torch.Generator(prior.mean.device).manual_seed(seed)
     draws = noise.draw((samples,), generator)[:, dimension].double().cpu()
