@@ -120,11 +120,11 @@ def test_warmup_finds_the_scales():
 def test_dual_averaging_comes_to_its_target():
     """Where a step of size e is accepted with probability exp(-e), the target 0.8 is met at e = -log 0.8."""
     state = begin(gaussian, exact_draws(2, 6))
-    warmup = Warmup(10_000, 0.8, state.position)
+    warmup = Warmup(gaussian, [], state.position, 10_000, 0.8)
     warmup.ends = []
     warmup.centre = torch.log(torch.tensor([0.01, 30.0], dtype=torch.float64))
     for number in range(2000):
-        warmup.update(number, gaussian, state, torch.exp(-warmup.step_size), [])
+        warmup.update(number, state, torch.exp(-warmup.step_size))
     assert torch.allclose(warmup.smooth.exp(), torch.full((2,), -math.log(0.8)).double(), rtol=0.02)
 
 
@@ -140,10 +140,10 @@ def test_a_reasonable_step_is_found_from_afar():
 def test_warmup_is_put_back_from_its_state():
     state = begin(gaussian, exact_draws(2, 6))
     sources = [torch.Generator().manual_seed(chain) for chain in range(2)]
-    one, other = (Warmup(60, 0.8, state.position) for _ in range(2))
-    one.restart(gaussian, state, sources)
+    one, other = (Warmup(gaussian, sources, state.position, 60, 0.8) for _ in range(2))
+    one.restart(state)
     for number in range(10):
-        one.update(number, gaussian, state, torch.tensor([0.3, 0.9]), sources)
+        one.update(number, state, torch.tensor([0.3, 0.9]))
     other.load(one.state())
     for key, value in one.state().items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state()[key])), key

@@ -20,15 +20,12 @@ Shapes = dict[str, tuple[int, ...]]
 class Block:
     """A Gaussian around zero over some weights.
 
-    Subclasses define ``to_basis`` and ``from_basis``, and where weights are not one vector ``pack``, ``unpack`` and ``eigenvalues``.
-
-    Args:
-        shapes: of the weights, by name.
-        tensors: eigenvalues (float64) and eigenvectors of the curvature.
-        prior: the precision of the prior (and damping), added to every eigenvalue.
+    ``tensors`` are eigenvalues (float64) and eigenvectors of the curvature; ``prior``, its precision, is added to every eigenvalue.
+    Subclasses define ``to_basis`` and ``from_basis``, and where weights are not one vector ``kept_axes`` and ``eigenvalues``.
     """
 
     kind: ClassVar[str]
+    kept_axes: ClassVar[int] = 0  # of a weight, in front of those that become columns
 
     def __init__(
         self, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], prior: float = 0.0
@@ -52,17 +49,18 @@ class Block:
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Weights by name, possibly with leading axes, as one tensor."""
-        return torch.cat(
-            [values[name].flatten(values[name].ndim - len(shape)) for name, shape in self.shapes.items()], -1
-        )
+        parts = []
+        for name, shape in self.shapes.items():
+            value, end = values[name], values[name].ndim - len(shape) + self.kept_axes
+            parts.append(value.reshape(*value.shape[:end], -1))
+        return torch.cat(parts, -1)
 
     def unpack(self, values: Tensor) -> dict[str, Tensor]:
         """The inverse of :meth:`pack`."""
-        parts = values.split([math.prod(shape) for shape in self.shapes.values()], -1)
-        return {
-            name: part.reshape(*values.shape[:-1], *shape)
-            for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
-        }
+        sizes = [math.prod(shape[self.kept_axes :]) for shape in self.shapes.values()]
+        lead = values.shape[: values.ndim - 1 - self.kept_axes]
+        parts = zip(self.shapes.items(), values.split(sizes, -1), strict=True)
+        return {name: part.reshape(*lead, *shape) for (name, shape), part in parts}
 
     @property
     def precision(self) -> Tensor:
@@ -138,6 +136,7 @@ class Kronecker(Block):
     """
 
     kind = "kron"
+    kept_axes = 1
 
     @classmethod
     def of(cls, shapes: Shapes, inner: Tensor, outer: Tensor, dtype: torch.dtype) -> "Kronecker":
@@ -150,20 +149,6 @@ class Kronecker(Block):
     @property
     def eigenvalues(self) -> Tensor:
         return self.tensors["outer"].unsqueeze(1) * self.tensors["inner"]
-
-    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        columns = []
-        for name, shape in self.shapes.items():
-            value, lead = values[name], values[name].ndim - len(shape)
-            columns.append(value.flatten(lead + 1) if len(shape) > 1 else value.unsqueeze(-1))
-        return torch.cat(columns, -1)
-
-    def unpack(self, values: Tensor) -> dict[str, Tensor]:
-        parts = values.split([math.prod(shape[1:]) for shape in self.shapes.values()], -1)
-        return {
-            name: part.reshape(*values.shape[:-2], *shape)
-            for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
-        }
 
     def to_basis(self, values: Tensor) -> Tensor:
         return self.tensors["outer_vectors"].T @ values @ self.tensors["inner_vectors"]

@@ -36,12 +36,7 @@ def _differentiable() -> Iterator[None]:
 
 
 class Jacobian:
-    """The derivatives of a network's outputs with respect to some of its weights.
-
-    Args:
-        model: the network, in evaluation mode.
-        names: of the weights.
-    """
+    """The derivatives of the outputs of a network, in evaluation mode, with respect to the weights of these names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         self.caller, self.names = Called(model), names

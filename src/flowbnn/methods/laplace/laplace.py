@@ -8,7 +8,7 @@ network is differentiated in evaluation mode, with the running statistics of its
 """
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
 import torch
@@ -60,14 +60,13 @@ class Laplace(Method):
     """
 
     structure: Literal["kron", "diag", "full"] = "kron"
-    layers: str = field(default="last", kw_only=True)
-    prior_scale: Positive | Literal["marginal likelihood"] = field(  # type: ignore[assignment]
-        default="marginal likelihood", kw_only=True
-    )
-    per_layer: bool = field(default=False, kw_only=True)
-    predictive: PredictiveName = field(default="linearized", kw_only=True)
-    curvature: Literal["ggn", "fisher", "sampled"] = field(default="ggn", kw_only=True)
-    newton: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
+    _: KW_ONLY
+    layers: str = "last"
+    prior_scale: Positive | Literal["marginal likelihood"] = "marginal likelihood"  # type: ignore[assignment]
+    per_layer: bool = False
+    predictive: PredictiveName = "linearized"
+    curvature: Literal["ggn", "fisher", "sampled"] = "ggn"
+    newton: Annotated[int, Ge(0)] = 0
 
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:

@@ -16,16 +16,7 @@ __all__ = ["Exact", "OuterProducts", "OutputHessian", "check_likelihood", "outpu
 class Exact:
     r""":math:`\mathrm{diag}(v)` for outputs with targets of their own, :math:`\mathrm{diag}(p) - p p^T` for a softmax.
 
-    The columns of a root of the latter are :math:`\sqrt{p_k} (e_k - p)`.
-
-    >>> p = torch.tensor([[0.2, 0.3, 0.5]])
-    >>> root = Exact(p, softmax=True).columns(0, 3)[0].T
-    >>> torch.allclose(root @ root.T, p[0].diag() - p.T @ p)
-    True
-
-    Args:
-        values: ``[b, C]``.
-        softmax: whether they are the probabilities of a softmax.
+    The columns of a root of the latter are :math:`\sqrt{p_k} (e_k - p)`. The values are ``[b, C]``.
     """
 
     def __init__(self, values: Tensor, softmax: bool = False) -> None:
@@ -84,8 +75,7 @@ OutputHessian = Exact | OuterProducts
 
 def check_likelihood(likelihood: Likelihood, predictive: str) -> None:
     """Refuse a likelihood whose Hessian in the outputs is not known, or that has no probit approximation."""
-    known = isinstance(likelihood, Categorical | Bernoulli | Gaussian)
-    reason = ""
+    known, reason = isinstance(likelihood, Categorical | Bernoulli | Gaussian), ""
     if not known or (isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"):
         reason = (
             f"Laplace takes a Categorical, a Bernoulli or a Gaussian likelihood with known or learned noise, not {likelihood!r}; "

@@ -71,8 +71,7 @@ def with_prior(
 ) -> tuple[list[Block], dict[str, float], float]:
     """The blocks with their prior, its precision for each layer, and the log evidence.
 
-    Args:
-        scale: standard deviation of the prior; None takes the one with the highest evidence, for each layer with ``per_layer``.
+    Without a ``scale`` of the prior it is the one with the highest evidence, of all layers together or of each (``per_layer``).
     """
     layers = problem.layers
     weights = [[problem.weights[name].detach() for name in shapes] for shapes in layers.values()]
@@ -107,9 +106,6 @@ def newton_step(
     """A step of Newton's method to the mode of the posterior, halved until the density grows.
 
     Returns the curvature there; None, with the weights as they were, if no step makes it grow.
-
-    Args:
-        curvature, blocks, precisions: at the present weights.
     """
     priors = {name: precisions[layer] for layer, shapes in problem.layers.items() for name in shapes}
     weights = problem.weights

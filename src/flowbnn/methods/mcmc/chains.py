@@ -29,7 +29,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
 from flowbnn.training import check_writable, is_main_process, track
 from flowbnn.training.storage import load_state, save_state
 
-__all__ = ["Chains", "Warmup", "reasonable_step", "window_ends"]
+__all__ = ["Chains", "Kernel", "Warmup", "reasonable_step", "window_ends"]
 
 Kernel = Callable[[State, Tensor, Tensor, Sequence[torch.Generator]], tuple[State, Transition]]
 SECONDS_BETWEEN = 30.0
@@ -95,37 +95,33 @@ class Warmup:
 
     CHANGING = ("inverse_mass", "step_size", "mean", "sums", "count", "centre", "error", "smooth", "updates")
 
-    def __init__(self, length: int, target: float, like: Tensor) -> None:
-        self.length, self.target = length, target
+    def __init__(
+        self,
+        potential: Potential,
+        sources: Sequence[torch.Generator],
+        like: Tensor,
+        length: int,
+        target: float,
+    ) -> None:
+        self.potential, self.sources, self.length, self.target = potential, sources, length, target
         self.begins, self.ends = window_ends(length)
         self.inverse_mass = torch.ones_like(like)
         self.step_size = torch.ones(len(like), dtype=torch.float64)
-        self.centre = torch.zeros_like(self.step_size)  # dual averaging shrinks the log step size towards it
-        self._restart_averaging()
-        self._restart_window()
+        self.centre = self.error = self.smooth = torch.zeros_like(self.step_size)
+        self.mean = self.sums = torch.zeros_like(like)
+        self.count = self.updates = 0
 
-    def _restart_averaging(self) -> None:
-        self.error, self.smooth = torch.zeros_like(self.centre), torch.zeros_like(self.centre)
-        self.updates = 0
+    def restart(self, state: State) -> None:
+        """Search a step size under the present mass, and begin a window and to average anew."""
+        self.step_size = reasonable_step(
+            self.potential, state, self.inverse_mass, self.sources, self.step_size
+        )
+        self.centre = torch.log(10.0 * self.step_size)  # dual averaging shrinks the log step size towards it
+        self.error = self.smooth = torch.zeros_like(self.centre)
+        self.mean = self.sums = torch.zeros_like(self.inverse_mass)
+        self.count = self.updates = 0
 
-    def _restart_window(self) -> None:
-        self.mean, self.sums = torch.zeros_like(self.inverse_mass), torch.zeros_like(self.inverse_mass)
-        self.count = 0
-
-    def restart(self, potential: Potential, state: State, sources: Sequence[torch.Generator]) -> None:
-        """Search a step size under the present mass and begin to average anew."""
-        self.step_size = reasonable_step(potential, state, self.inverse_mass, sources, self.step_size)
-        self.centre = torch.log(10.0 * self.step_size)
-        self._restart_averaging()
-
-    def update(
-        self,
-        number: int,
-        potential: Potential,
-        state: State,
-        acceptance: Tensor,
-        sources: Sequence[torch.Generator],
-    ) -> None:
+    def update(self, number: int, state: State, acceptance: Tensor) -> None:
         """Learn from the transition of this number."""
         self.updates += 1
         share = 1.0 / (self.updates + DELAY)
@@ -143,8 +139,7 @@ class Warmup:
             variance, count = self.sums / (self.count - 1), self.count
             # shrunk a little towards a small variance, as Stan does, because a window has few draws
             self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
-            self._restart_window()
-            self.restart(potential, state, sources)
+            self.restart(state)
         if number + 1 == self.length:
             log_size = self.smooth if self.updates >= ENOUGH else self.centre - math.log(10.0)
             self.step_size = log_size.exp()
@@ -160,19 +155,10 @@ class Warmup:
 
 
 class Chains:
-    """Several chains beside each other.
+    """Several chains beside each other, from positions ``[C, D]`` and with a generator for each.
 
-    Args:
-        potential: energies and gradients of positions.
-        kernel: one transition from ``(state, step size, inverse mass, generators)``.
-        starts: positions ``[C, D]``.
-        sources: a generator for each chain.
-        warmup, samples: transitions that tune step size and mass, and draws that are kept, of each chain.
-        thin: keep every so many transitions.
-        target: acceptance that the step size is tuned to.
-        path: the file of the run, or None.
-        every: write it after so many transitions; None every half minute.
-        settings: plain values that must be the same when the run is resumed.
+    ``every`` so many transitions (None: every half minute) they are written to ``path``; a run that resumes must have the same
+    ``settings``.
     """
 
     def __init__(
@@ -193,7 +179,7 @@ class Chains:
         self.potential, self.kernel, self.sources = potential, kernel, list(sources)
         self.warmup, self.samples, self.thin = warmup, samples, thin
         self.path, self.every, self.settings = path, every, dict(settings or {})
-        self.adapting = Warmup(warmup, target, starts)
+        self.adapting = Warmup(potential, self.sources, starts, warmup, target)
         self.starts = starts
         self.state: State | None = None
         self.number = 0
@@ -216,7 +202,7 @@ class Chains:
         with torch.no_grad():
             if self.state is None:
                 self.state = begin(self.potential, self.starts)
-                self.adapting.restart(self.potential, self.state, self.sources)
+                self.adapting.restart(self.state)
             before = self.snapshot()
             try:
                 for number in track(range(self.number, total), description, progress and is_main_process()):
@@ -237,7 +223,7 @@ class Chains:
         adapting = self.adapting
         state, transition = self.kernel(self.state, adapting.step_size, adapting.inverse_mass, self.sources)
         if number < self.warmup:
-            adapting.update(number, self.potential, state, transition.acceptance, self.sources)
+            adapting.update(number, state, transition.acceptance)
         elif (number - self.warmup + 1) % self.thin == 0:
             values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
             for name, kept in self.kept.items():

@@ -92,11 +92,7 @@ def kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
 def leapfrog(
     potential: Potential, state: State, momentum: Tensor, step_size: Tensor, inverse_mass: Tensor
 ) -> tuple[State, Tensor]:
-    """One step: half a kick, a drift, half a kick. Reversible and volume preserving; its energy error is of second order.
-
-    Args:
-        step_size: a column ``[C, 1]``; a negative one goes back in time.
-    """
+    """One step: half a kick, a drift, half a kick; step sizes are a column ``[C, 1]``, and negative ones go back in time."""
     momentum = momentum - 0.5 * step_size * state.gradient
     after = begin(potential, state.position + step_size * inverse_mass * momentum)
     return after, momentum - 0.5 * step_size * after.gradient

@@ -19,16 +19,8 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.mcmc.chains import Chains
-from flowbnn.methods.mcmc.hamiltonian import (
-    Potential,
-    State,
-    Transition,
-    hmc_kernel,
-    normals,
-    nuts_kernel,
-    uniforms,
-)
+from flowbnn.methods.mcmc.chains import Chains, Kernel
+from flowbnn.methods.mcmc.hamiltonian import Potential, State, hmc_kernel, normals, nuts_kernel, uniforms
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
@@ -37,7 +29,6 @@ from flowbnn.posterior.weights import generator_of
 
 __all__ = ["HMC", "NUTS"]
 
-Sources = Sequence[torch.Generator]
 MANY = 1_000_000  # weights
 
 
@@ -84,10 +75,8 @@ class ChainMethod(Method):
             )
 
     @abstractmethod
-    def transition(
-        self, potential: Potential, state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sources
-    ) -> tuple[State, Transition]:
-        """One transition of all chains."""
+    def kernel(self, potential: Potential) -> Kernel:
+        """One transition of all chains, from ``(state, step size, inverse mass, generators)``."""
 
     @takes(FitOptions)
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> ChainPosterior:
@@ -114,7 +103,7 @@ class ChainMethod(Method):
         name = "" if path is None or path.stem == "last" else f"{path.stem}-"
         chains = Chains(
             potential,
-            partial(self.transition, potential),
+            self.kernel(potential),
             starts,
             sources,
             warmup=self.warmup,
@@ -186,11 +175,12 @@ class HMC(ChainMethod):
 
     steps: Count = 32
 
-    def transition(
-        self, potential: Potential, state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sources
-    ) -> tuple[State, Transition]:
-        counts = (uniforms(sources, 1, step_size.device)[:, 0] * self.steps).floor().long() + 1
-        return hmc_kernel(potential, state, step_size, inverse_mass, counts, sources)
+    def kernel(self, potential: Potential) -> Kernel:
+        def transition(state: State, size: Tensor, mass: Tensor, sources: Sequence[torch.Generator]) -> Any:
+            counts = (uniforms(sources, 1, size.device)[:, 0] * self.steps).floor().long() + 1
+            return hmc_kernel(potential, state, size, mass, counts, sources)
+
+        return transition
 
 
 @register_method
@@ -211,7 +201,5 @@ class NUTS(ChainMethod):
 
     max_depth: Annotated[int, Interval(ge=1, le=15)] = 10
 
-    def transition(
-        self, potential: Potential, state: State, step_size: Tensor, inverse_mass: Tensor, sources: Sources
-    ) -> tuple[State, Transition]:
-        return nuts_kernel(potential, state, step_size, inverse_mass, sources, self.max_depth)
+    def kernel(self, potential: Potential) -> Kernel:
+        return partial(nuts_kernel, potential, max_depth=self.max_depth)
