@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = [
     "inverse_softplus",
-    "log_cosh",
     "monotone_root",
     "safe_norm",
     "soft_clamp",
@@ -34,16 +32,6 @@ def soft_clamp(value: Tensor, bound: float) -> Tensor:
     tensor([-2.,  0.,  2.])
     """
     return bound * torch.tanh(value / bound)
-
-
-def log_cosh(value: Tensor) -> Tensor:
-    r""":math:`\log\cosh x` without overflow: :math:`|x| + \mathrm{softplus}(-2|x|) - \log 2`.
-
-    >>> log_cosh(torch.tensor([0.0, 1000.0]))
-    tensor([  0.0000, 999.3068])
-    """
-    size = value.abs()
-    return size + F.softplus(-2.0 * size) - 0.6931471805599453
 
 
 def inverse_softplus(value: Tensor) -> Tensor:

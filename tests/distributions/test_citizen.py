@@ -94,7 +94,7 @@ def test_moments_of_a_mixture_through_a_matrix(make):
     torch.testing.assert_close(flow.mean, mean @ matrix.T + offset, rtol=0, atol=1e-12)
     expected = (matrix @ covariance @ matrix.T).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(flow.variance, expected, rtol=0, atol=1e-12)
-    with pytest.raises(NotImplementedError, match="entropy of NormalMixture has no closed form"):
+    with pytest.raises(NotImplementedError, match="entropy of a flow with NormalMixture has no closed form"):
         flow.entropy()
 
 
@@ -304,7 +304,7 @@ def test_a_base_without_reparameterized_draws():
         flow.rsample((4,))
     with pytest.raises(NotImplementedError, match="has no rsample"):
         flow.rsample_and_log_prob((4,))
-    with pytest.raises(FlowBNNError, match="takes no generator"):
+    with pytest.raises(TypeError, match="generator"):
         flow.sample((4,), torch.Generator())
     assert Flow(DiagonalNormal(LOC, SCALE), Affine(3)).has_rsample
 

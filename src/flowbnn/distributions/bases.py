@@ -6,6 +6,7 @@ that owns those tensors, moves with the model and is saved with it; calling it g
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -21,24 +22,45 @@ __all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture
 _LOG_2PI = math.log(2.0 * math.pi)
 
 
-def _together(loc: Any, scale: Any, axes: int, owner: object) -> tuple[Tensor, Tensor]:
-    """Both as tensors of one shape; sums over the last axis would be wrong in silence for a scale that only broadcasts."""
-    if not isinstance(loc, Tensor) or loc.ndim < axes:
-        shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
-        wanted = "(..., dim)" if axes == 1 else "(..., components, dim)"
-        raise FlowBNNError(
-            f"the loc of {type(owner).__name__} is a tensor of shape {wanted}, not {shape}",
-            kind="shape",
-            argument="loc",
-        )
-    if not isinstance(scale, Tensor):
-        scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
-    if loc.shape != scale.shape:
-        loc, scale = torch.broadcast_tensors(loc, scale)
-    return loc, scale
+class _Vectors(Distribution):
+    """A reparameterized distribution of real vectors, whose draws take a generator; its parameters have ``axes`` of their own."""
+
+    axes: int
+    loc: Tensor
+    scale: Tensor
+    support = constraints.independent(constraints.real, 1)
+    has_rsample = True
+
+    def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = False) -> None:
+        if not isinstance(loc, Tensor) or loc.ndim < self.axes:
+            shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
+            wanted = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
+            raise FlowBNNError(
+                f"the loc of {type(self).__name__} is a tensor of shape {wanted}, not {shape}",
+                kind="shape",
+                argument="loc",
+            )
+        if not isinstance(scale, Tensor):
+            scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
+        # sums over the last axis would be wrong in silence for a scale that only broadcasts
+        same = loc.shape == scale.shape
+        self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
+        super().__init__(self.loc.shape[: -self.axes], self.loc.shape[-1:], validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        shape = torch.Size(batch_shape) + self.loc.shape[-self.axes :]
+        return type(self)(self.loc.expand(shape), self.scale.expand(shape), self._validate_args)
+
+    def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        with torch.no_grad():
+            return self.rsample(sample_shape, generator)  # type: ignore[call-arg]
 
 
-class DiagonalNormal(Distribution):
+def _log_normal(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    return -0.5 * (((value - loc) / scale).square() + _LOG_2PI).sum(-1) - scale.log().sum(-1)
+
+
+class DiagonalNormal(_Vectors):
     r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
 
     As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
@@ -48,16 +70,11 @@ class DiagonalNormal(Distribution):
     (torch.Size([2, 3]), 4.2568)
     """
 
+    axes = 1
     arg_constraints = {  # noqa: RUF012
         "loc": constraints.independent(constraints.real, 1),
         "scale": constraints.independent(constraints.positive, 1),
     }
-    support = constraints.independent(constraints.real, 1)
-    has_rsample = True
-
-    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = False) -> None:
-        self.loc, self.scale = _together(loc, scale, 1, self)
-        super().__init__(self.loc.shape[:-1], self.loc.shape[-1:], validate_args=validate_args)
 
     @property
     def mean(self) -> Tensor:
@@ -75,30 +92,21 @@ class DiagonalNormal(Distribution):
     def variance(self) -> Tensor:
         return self.scale.square()
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "DiagonalNormal":
-        shape = torch.Size(batch_shape) + self.event_shape
-        return DiagonalNormal(self.loc.expand(shape), self.scale.expand(shape), self._validate_args)
-
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.loc.shape
         noise = standard_normal(shape, self.loc.dtype, self.loc.device, generator)
         return torch.addcmul(self.loc, noise, self.scale)
 
-    def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        with torch.no_grad():
-            return self.rsample(sample_shape, generator)
-
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        standard = (value - self.loc) / self.scale
-        return -0.5 * (standard.square() + _LOG_2PI).sum(-1) - self.scale.log().sum(-1)
+        return _log_normal(value, self.loc, self.scale)
 
     def entropy(self) -> Tensor:
         return 0.5 * self.loc.shape[-1] * (1.0 + _LOG_2PI) + self.scale.log().sum(-1)
 
 
-class NormalMixture(Distribution):
+class NormalMixture(_Vectors):
     r"""Equal mixture of :math:`K` diagonal normals, :math:`\tfrac1K \sum_k \mathcal N(x; \mu_k, \sigma_k^2)`.
 
     The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020), so that drawing a
@@ -109,16 +117,11 @@ class NormalMixture(Distribution):
         loc, scale: shape ``(..., components, dim)``.
     """
 
+    axes = 2
     arg_constraints = {  # noqa: RUF012
         "loc": constraints.independent(constraints.real, 2),
         "scale": constraints.independent(constraints.positive, 2),
     }
-    support = constraints.independent(constraints.real, 1)
-    has_rsample = True
-
-    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = False) -> None:
-        self.loc, self.scale = _together(loc, scale, 2, self)
-        super().__init__(self.loc.shape[:-2], self.loc.shape[-1:], validate_args=validate_args)
 
     @property
     def components(self) -> int:
@@ -131,10 +134,6 @@ class NormalMixture(Distribution):
     @property
     def variance(self) -> Tensor:
         return self.scale.square().mean(-2) + self.loc.var(-2, correction=0)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> "NormalMixture":
-        shape = torch.Size(batch_shape) + self.loc.shape[-2:]
-        return NormalMixture(self.loc.expand(shape), self.scale.expand(shape), self._validate_args)
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape) + self.batch_shape
@@ -149,15 +148,10 @@ class NormalMixture(Distribution):
         scale = self.scale.expand(full).gather(-2, index).squeeze(-2)
         return loc + scale * noise
 
-    def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        with torch.no_grad():
-            return self.rsample(sample_shape, generator)
-
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        standard = (value.unsqueeze(-2) - self.loc) / self.scale
-        each = -0.5 * (standard.square() + _LOG_2PI).sum(-1) - self.scale.log().sum(-1)
+        each = _log_normal(value.unsqueeze(-2), self.loc, self.scale)
         return torch.logsumexp(each, -1) - math.log(self.components)
 
 
@@ -181,13 +175,14 @@ def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal
     return DiagonalNormal(numbers.loc, numbers.scale)
 
 
-class Base(nn.Module):
+class Base(nn.Module, ABC):
     """The owner of a base distribution's tensors. Subclasses set ``dim`` and define ``distribution()``."""
 
     dim: int
 
+    @abstractmethod
     def distribution(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} must define distribution()")
+        """What the tensors stand for now."""
 
     def forward(self) -> Any:
         return self.distribution()

@@ -55,18 +55,11 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
 
 def _closed_form(q: Any, p: Any) -> Divergence | None:
     prior = _as_normal(p)
-    base = (
-        None
-        if prior is None
-        else as_diagonal_normal(q.base if isinstance(q, Flow) else q, len(q.event_shape))
-    )
-    if prior is None or base is None:
+    base = as_diagonal_normal(q.base if isinstance(q, Flow) else q, len(q.event_shape))
+    if prior is None or base is None or (isinstance(q, Flow) and q.transform.linearity == "none"):
         return None
-    if not isinstance(q, Flow):
-        mean, variance, log_det = base.loc, base.variance, None
-    elif q.transform.linearity == "none":
-        return None
-    else:
+    mean, variance, log_det = base.loc, base.variance, None
+    if isinstance(q, Flow):
         mean, log_det = q.transform(base.loc, q.context)
         variance = spread(q.transform, q.context, mean, base.loc, base.scale)
         log_det = q._batch_log_det(log_det)
@@ -87,12 +80,8 @@ def _as_normal(p: Any) -> DiagonalNormal | None:
 
 def _kl(q: Any, p: Any) -> Tensor:
     if q.event_shape == p.event_shape:
-        if (
-            isinstance(q, Flow)
-            and isinstance(p, Flow)
-            and q.transform is p.transform
-            and q.context is p.context
-        ):
+        flows = isinstance(q, Flow) and isinstance(p, Flow)
+        if flows and q.transform is p.transform and q.context is p.context:
             return q._batch_base(kl_divergence(q.base, p.base))  # a bijection leaves the KL as it is
         known = _closed_form(q, p)
         if known is not None:

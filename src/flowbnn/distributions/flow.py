@@ -18,77 +18,25 @@ from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 
-__all__ = ["Flow", "affine_entropy", "affine_mean", "affine_variance", "spread"]
-
-
-def _unknown(what: str, transform: Transform, estimate: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"the {what} of a flow through {type(transform).__name__} has no closed form; estimate it by {estimate}"
-    )
-
-
-def affine_mean(base: Any, transform: Transform, context: Tensor | None) -> Tensor:
-    r""":math:`E[f(z)] = f(E[z])`."""
-    if transform.linearity == "none":
-        raise _unknown("mean", transform, "flow.sample((10_000,)).mean(0)")
-    return transform(base.mean, context)[0]
+__all__ = ["Flow", "spread"]
 
 
 def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    r"""Variances of :math:`f(z)` for :math:`z` with independent entries, ``mean`` being :math:`f(\mathrm{loc})`."""
-    if transform.linearity == "diagonal":
+    r"""Variances of :math:`f(z)` for affine :math:`f`, ``mean`` being :math:`f(\mathrm{loc})`.
+
+    ``scale`` is the deviation of each entry, or a matrix :math:`F` with the covariance :math:`F F^\top`.
+    """
+    if transform.linearity == "diagonal" and scale.ndim == loc.ndim:
         return (transform(loc + scale, context)[0] - mean).square()
-    return _sum_of_columns(transform, context, mean, loc, torch.diag_embed(scale))
-
-
-def _sum_of_columns(
-    transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, factor: Tensor
-) -> Tensor:
-    """The diagonal of ``A F F' A'``; the columns stand on a leading axis, where draws would, so that a context broadcasts."""
-    columns = transform(loc + factor.movedim(-1, 0), context)[0] - mean
-    return columns.square().sum(0)
-
-
-def affine_variance(base: Any, transform: Transform, context: Tensor | None) -> Tensor:
-    """Variances of each entry; a full matrix needs to know how the base's entries go together."""
-    if transform.linearity == "none":
-        raise _unknown("variance", transform, "flow.sample((10_000,)).var(0)")
-    if transform.linearity == "affine":
-        if isinstance(base, NormalMixture):
-            loc, scale = base.loc.movedim(-2, 0), base.scale.movedim(-2, 0)
-            means = transform(loc, context)[0]
-            inside = spread(transform, context, means, loc, scale)
-            return inside.mean(0) + means.var(0, correction=0)
-        mean = transform(base.mean, context)[0]
-        if isinstance(base, MultivariateNormal):
-            return _sum_of_columns(transform, context, mean, base.mean, base.scale_tril)
-        if not _independent(base):
-            raise NotImplementedError(
-                f"the variance of a flow from {type(base).__name__} through a full matrix has no closed form here; "
-                "estimate it by flow.sample((10_000,)).var(0)"
-            )
-        return spread(transform, context, mean, base.mean, base.stddev)
-    return spread(transform, context, transform(base.mean, context)[0], base.mean, base.stddev)
+    factor = torch.diag_embed(scale) if scale.ndim == loc.ndim else scale
+    # the columns stand on a leading axis, where draws would, so that a context broadcasts
+    return (transform(loc + factor.movedim(-1, 0), context)[0] - mean).square().sum(0)
 
 
 def _independent(base: Any) -> bool:
     while isinstance(base, Independent):
         base = base.base_dist
     return isinstance(base, DiagonalNormal) or not base.event_shape
-
-
-def affine_entropy(base: Any, transform: Transform, context: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The base's entropy and the log-det, whose sum is the entropy of the flow."""
-    estimate = "-flow.rsample_and_log_prob((10_000,))[1].mean(0)"
-    if transform.linearity == "none":
-        raise _unknown("entropy", transform, estimate)
-    try:
-        entropy = base.entropy()
-    except NotImplementedError:
-        raise NotImplementedError(
-            f"the entropy of {type(base).__name__} has no closed form; estimate the flow's by {estimate}"
-        ) from None
-    return entropy, transform(base.mean, context)[1]
 
 
 class Flow(Distribution):
@@ -150,17 +98,37 @@ class Flow(Distribution):
             return _Image(self)
         return constraints.independent(region, len(self.event_shape)) if self.event_shape else region
 
+    def _need_closed_form(self, what: str, estimate: str, known: bool = True) -> None:
+        if self.transform.linearity == "none" or not known:
+            through = type(self.base if self.transform.linearity != "none" else self.transform).__name__
+            raise NotImplementedError(
+                f"the {what} of a flow with {through} has no closed form; estimate it by {estimate}"
+            )
+
     @property
     def mean(self) -> Tensor:
-        return affine_mean(self.base, self.transform, self.context)
+        self._need_closed_form("mean", "flow.sample((10_000,)).mean(0)")
+        return self.transform(self.base.mean, self.context)[0]
 
     @property
     def variance(self) -> Tensor:
-        return affine_variance(self.base, self.transform, self.context)
+        base, diagonal = self.base, self.transform.linearity == "diagonal"
+        joint = isinstance(base, NormalMixture | MultivariateNormal)
+        known = diagonal or joint or _independent(base)
+        self._need_closed_form("variance", "flow.sample((10_000,)).var(0)", known)
+        if isinstance(base, NormalMixture) and not diagonal:
+            loc, scale = base.loc.movedim(-2, 0), base.scale.movedim(-2, 0)
+            means = self.transform(loc, self.context)[0]
+            inside = spread(self.transform, self.context, means, loc, scale)
+            return inside.mean(0) + means.var(0, correction=0)
+        scale = base.scale_tril if isinstance(base, MultivariateNormal) and not diagonal else base.stddev
+        return spread(self.transform, self.context, self.mean, base.mean, scale)
 
     def entropy(self) -> Tensor:
-        base, log_det = affine_entropy(self.base, self.transform, self.context)
-        return self._batch_base(base) + self._batch_log_det(log_det)
+        known = type(self.base).entropy is not Distribution.entropy
+        self._need_closed_form("entropy", "-flow.rsample_and_log_prob((10_000,))[1].mean(0)", known)
+        log_det = self.transform(self.base.mean, self.context)[1]
+        return self._batch_base(self.base.entropy()) + self._batch_log_det(log_det)
 
     def _batch_base(self, value: Tensor) -> Tensor:
         return sum_rightmost(value, len(self.event_shape) - len(self.base.event_shape))
@@ -176,17 +144,11 @@ class Flow(Distribution):
         with torch.no_grad():
             if self.has_rsample:
                 return self.rsample(sample_shape, generator)
-            if generator is not None:
-                raise FlowBNNError(f"{type(self.base).__name__} takes no generator; seed torch instead")
-            return self.transform(self.base.sample(torch.Size(sample_shape)), self.context)[0]
+            named: dict[str, Any] = {} if generator is None else {"generator": generator}
+            return self.transform(self.base.sample(torch.Size(sample_shape), **named), self.context)[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density anywhere, by the transform's inverse (numerical where it has no formula)."""
-        if self.transform.inverse_kind == "none":
-            raise FlowBNNError(
-                f"{type(self.transform).__name__} has no inverse, so its density is known only at its own draws: "
-                "use rsample_and_log_prob"
-            )
         if self._validate_args:
             self._validate_sample(value)
         if covers_everything(self.base, self.transform):

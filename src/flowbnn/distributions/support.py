@@ -11,7 +11,7 @@ from flowbnn.distributions.torch_transform import TorchTransform
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
-from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.elementwise import Exp, LeakyReLU, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.permutation import Permutation
 
 __all__ = ["covers_everything", "image", "inner_point", "pull_back"]
@@ -23,7 +23,6 @@ _MAPS: list[tuple[Any, Constraint, Constraint]] = [
     ((Exp, Softplus), _REAL, constraints.positive),
     (Sigmoid, _REAL, constraints.unit_interval),
     (Tanh, _REAL, constraints.interval(-1.0, 1.0)),
-    (Logit, constraints.unit_interval, _REAL),
     (LeakyReLU, _REAL, _REAL),
 ]
 
@@ -94,6 +93,7 @@ def inner_point(base: Any, like: Tensor) -> Tensor:
 def image(base: Any, transform: Transform) -> Constraint | None:
     """What the pushed distribution's numbers satisfy, or None where no simple constraint says it.
 
+    >>> from flowbnn.transforms import Logit
     >>> image(torch.distributions.Normal(0.0, 1.0), Compose(Sigmoid(), Logit(), Exp()))
     GreaterThan(lower_bound=0.0)
     """

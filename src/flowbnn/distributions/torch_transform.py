@@ -1,5 +1,7 @@
 """The door for transforms of ``torch.distributions``, and so of zuko."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, transforms
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import checked
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 
@@ -21,14 +24,6 @@ class _Slot:
     name: str
 
 
-@dataclass
-class _Object:
-    """A transform (or a distribution inside one) taken apart."""
-
-    kind: type
-    state: dict[str, Any]
-
-
 class TorchTransform(Transform):
     """What :func:`from_torch` makes of one transform or one lazy module.
 
@@ -40,14 +35,30 @@ class TorchTransform(Transform):
         super().__init__()
         self.lazy = isinstance(source, nn.Module) and not isinstance(source, transforms.Transform)
         self.title = type(source).__name__
-        self.plan = _Slot("source") if isinstance(source, nn.Module) else _Registry(self).take(source)
         if isinstance(source, nn.Module):
             self.source = source
-        transform = self._transform(None)
-        if transform is not None:
+            self.plan: Any = _Slot("source")
+        else:
+            names: dict[int, str] = {}
+            self.plan = _exchanged(source, lambda value: _Slot(self._register(value, names)))
+        with suppress(TypeError):  # one that needs a context is known only at the first call
+            transform = self._transform(None)
             _check(transform)
             self.event_dim = max(transform.domain.event_dim, transform.codomain.event_dim)
             self.linearity = _linearity(transform) if not self.lazy else "none"
+
+    def _register(self, value: Tensor | nn.Module, names: dict[int, str]) -> str:
+        """The name of a tensor or module; one that is held twice is registered once."""
+        if id(value) not in names:
+            kind = "buffer" if isinstance(value, Tensor) else "module"
+            kind = "parameter" if isinstance(value, nn.Parameter) else kind
+            name = f"{kind}_{sum(other.startswith(kind) for other in names.values())}"
+            names[id(value)] = name
+            if kind == "buffer":
+                self.register_buffer(name, value)  # type: ignore[arg-type]
+            else:
+                setattr(self, name, value)
+        return names[id(value)]
 
     def ends(self) -> tuple[Any, Any] | None:
         """Domain and range as torch's constraints, if they are known without a context."""
@@ -55,19 +66,12 @@ class TorchTransform(Transform):
         return None if transform is None else (transform.domain, transform.codomain)
 
     def _transform(self, context: Tensor | None) -> Any:
-        source = _put_together(self.plan, self)
+        source = _exchanged(self.plan, lambda slot: getattr(self, slot.name))
         if not self.lazy:
             return source
-        try:
-            return source() if context is None else source(context)
-        except TypeError:
-            if context is None:
-                return None  # needs a context: known only at the first call
-            raise
+        return source() if context is None else source(context)
 
     def _apply_transform(self, transform: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-        if transform is None:
-            raise FlowBNNError("this transform needs a context; pass one to forward and inverse")
         if hasattr(transform, "call_and_ladj"):  # zuko computes both in one pass
             result, log_det = transform.call_and_ladj(value)
         else:
@@ -84,72 +88,33 @@ class TorchTransform(Transform):
         return self._apply_transform(self._transform(context), z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        transform = self._transform(context)
-        return self._apply_transform(None if transform is None else transform.inv, x)
+        return self._apply_transform(self._transform(context).inv, x)
 
     def extra_repr(self) -> str:
         return self.title
 
 
-class _Registry:
-    """Takes objects apart and registers what they hold; a tensor that is held twice is registered once."""
-
-    def __init__(self, owner: nn.Module) -> None:
-        self.owner = owner
-        self.names: dict[int, str] = {}
-
-    def take(self, value: Any) -> Any:
-        if isinstance(value, Tensor | nn.Module):
-            return _Slot(self._register(value))
-        if isinstance(value, transforms.Transform | Distribution):
-            state = {name: self.take(part) for name, part in vars(value).items() if name not in _MEMORIES}
-            if isinstance(value, transforms.Transform):
-                state["_inv"] = self.take(value.inv) if isinstance(value, _BACKWARDS) else None
-                state["_cached_x_y"] = (None, None)
-            return _Object(type(value), state)
-        if type(value) in (list, tuple):
-            return type(value)(self.take(part) for part in value)
-        if type(value) is dict:
-            return {name: self.take(part) for name, part in value.items()}
-        return value
-
-    def _register(self, value: Tensor | nn.Module) -> str:
-        if id(value) not in self.names:
-            kind = (
-                "parameter"
-                if isinstance(value, nn.Parameter)
-                else "buffer"
-                if isinstance(value, Tensor)
-                else "module"
-            )
-            name = f"{kind}_{sum(other.startswith(kind) for other in self.names.values())}"
-            if isinstance(value, nn.Parameter):
-                self.owner.register_parameter(name, value)
-            elif isinstance(value, Tensor):
-                self.owner.register_buffer(name, value)
-            else:
-                self.owner.add_module(name, value)
-            self.names[id(value)] = name
-        return self.names[id(value)]
-
-
-_MEMORIES = ("_inv", "_cached_x_y")  # what a transform remembers of earlier calls
 _BACKWARDS = transforms._InverseTransform
 
 
-def _put_together(plan: Any, owner: nn.Module) -> Any:
-    if isinstance(plan, _Slot):
-        return getattr(owner, plan.name)
-    if isinstance(plan, _Object):
-        whole: Any = object.__new__(plan.kind)
-        for name, part in plan.state.items():
-            setattr(whole, name, _put_together(part, owner))
+def _exchanged(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of a transform, or of a distribution inside one, with its tensors and modules (or their slots) exchanged."""
+    if isinstance(value, Tensor | nn.Module | _Slot):
+        return function(value)
+    if isinstance(value, transforms.Transform | Distribution):
+        whole: Any = object.__new__(type(value))
+        state = dict(vars(value))
+        if isinstance(value, transforms.Transform):  # which remembers earlier calls
+            state["_cached_x_y"] = (None, None)
+            state["_inv"] = state["_inv"] if isinstance(value, _BACKWARDS) else None
+        for name, part in state.items():
+            setattr(whole, name, _exchanged(part, function))
         return whole
-    if type(plan) in (list, tuple):
-        return type(plan)([_put_together(part, owner) for part in plan])
-    if type(plan) is dict:
-        return {name: _put_together(part, owner) for name, part in plan.items()}
-    return plan
+    if type(value) in (list, tuple):
+        return type(value)([_exchanged(part, function) for part in value])
+    if type(value) is dict:
+        return {name: _exchanged(part, function) for name, part in value.items()}
+    return value
 
 
 def _shape_after(transform: Any, shape: torch.Size) -> torch.Size:
@@ -172,16 +137,14 @@ def _keeps_shape(transform: Any) -> bool:
 
 
 def _check(transform: Any) -> None:
-    name = type(transform).__name__
+    if transform.bijective and _keeps_shape(transform):
+        return
+    trouble = "changes the shape of its events; use torch.distributions.TransformedDistribution for it"
     if not transform.bijective:
-        raise FlowBNNError(
-            f"a flow needs a bijection, and {name} is declared with bijective = False; if it is one, set bijective = True"
-        )
-    if not _keeps_shape(transform):
-        raise FlowBNNError(
-            f"a flow needs a map of a space onto itself, and {name} changes the shape of its events; "
-            "use torch.distributions.TransformedDistribution for it"
-        )
+        trouble = "is declared with bijective = False; if it is one, set bijective = True"
+    raise FlowBNNError(
+        f"a flow needs a bijection of a space onto itself, and {type(transform).__name__} {trouble}"
+    )
 
 
 def _linearity(transform: Any) -> Literal["diagonal", "affine", "none"]:
@@ -190,7 +153,8 @@ def _linearity(transform: Any) -> Literal["diagonal", "affine", "none"]:
     return "diagonal" if type(transform) is transforms.AffineTransform else "none"
 
 
-def from_torch(source: Any) -> Transform:
+@checked
+def from_torch(source: transforms.Transform | nn.Module) -> Transform:
     """Let a ``torch.distributions`` transform serve as a flowbnn transform.
 
     Its parameters are registered and trained, its other tensors are buffers; compositions and inverses become
@@ -206,10 +170,6 @@ def from_torch(source: Any) -> Transform:
     >>> transform(torch.ones(2))[0].tolist(), list(transform.state_dict())
     ([3.0, 3.0], ['parameter_0', 'buffer_0'])
     """
-    if not isinstance(source, transforms.Transform | nn.Module):
-        raise FlowBNNError(
-            f"from_torch takes a torch.distributions Transform or a module that returns one, not {type(source).__name__}"
-        )
     if isinstance(source, Transform):
         return source
     if isinstance(source, _BACKWARDS):

@@ -46,25 +46,18 @@ class Transform(nn.Module):
     inverse_kind: Literal["exact", "numerical", "none"] = "exact"
     linearity: Literal["diagonal", "affine", "none"] = "none"
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        r"""Base to sample: ``(f(z), log|det df/dz|)``."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward(z, context=None)")
-
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Sample to base: ``(f^{-1}(x), log|det df^{-1}/dx|)``."""
-        raise NotImplementedError(f"{type(self).__name__} must define inverse(x, context=None)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no inverse, so a density is known only at its own draws: use rsample_and_log_prob"
+        )
 
 
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
     """Refuse vectors of another length, which would broadcast to a wrong log-det, and of another dtype than the parameters."""
-    if value.ndim == 0 or value.shape[-1] != dim:
-        raise FlowBNNError(
-            f"{type(owner).__name__} takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}",
-            kind="shape",
-        )
-    if parameter is not None and value.dtype != parameter.dtype:
-        raise FlowBNNError(
-            f"{type(owner).__name__} has {parameter.dtype} parameters but got {value.dtype} input; "
-            "cast one of them with .to(dtype)",
-            kind="dtype",
-        )
+    short = value.ndim == 0 or value.shape[-1] != dim
+    if short or (parameter is not None and value.dtype != parameter.dtype):
+        needs = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
+        if not short and parameter is not None:
+            needs = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
+        raise FlowBNNError(f"{type(owner).__name__} {needs}", kind="shape" if short else "dtype")

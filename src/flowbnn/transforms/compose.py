@@ -1,12 +1,13 @@
 """Transforms made of transforms."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated
 
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
+from flowbnn.options import Hint, checked
 from flowbnn.transforms.base import Transform
 
 __all__ = ["Compose", "Inverse"]
@@ -25,37 +26,30 @@ class Compose(Transform):
     (tensor([7.3891, 2.7183, 1.0000]), tensor(3.))
     """
 
-    def __init__(self, *parts: Transform) -> None:
+    @checked
+    def __init__(self, *parts: Annotated[Transform, Hint("for a list write Compose(*parts)")]) -> None:
         super().__init__()
-        for part in parts:
-            if not isinstance(part, Transform):
-                raise FlowBNNError(
-                    f"Compose takes transforms, not {type(part).__name__}; for a list write Compose(*parts)",
-                    kind="value",
-                )
         self.parts = nn.ModuleList(parts)
         self.event_dim = max((part.event_dim for part in parts), default=1)
-        kinds = {part.linearity for part in parts}
-        self.linearity = "none" if "none" in kinds else "affine" if "affine" in kinds else "diagonal"
-        inverses = {part.inverse_kind for part in parts}
-        self.inverse_kind = (
-            "none" if "none" in inverses else "numerical" if "numerical" in inverses else "exact"
-        )
+        # the weakest of the parts
+        kinds = [part.linearity for part in parts]
+        self.linearity = min(kinds, key=("none", "affine", "diagonal").index, default="diagonal")
+        inverses = [part.inverse_kind for part in parts]
+        self.inverse_kind = min(inverses, key=("none", "numerical", "exact").index, default="exact")
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._chain([(part.forward, part.event_dim) for part in self], z, context)
+        total = z.new_zeros(z.shape[: z.ndim - self.event_dim])
+        for part in self:
+            z, log_det = part.forward(z, context)
+            total = total + sum_rightmost(log_det, self.event_dim - part.event_dim)
+        return z, total
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._chain([(part.inverse, part.event_dim) for part in reversed(list(self))], x, context)
-
-    def _chain(
-        self, maps: Sequence[tuple[Any, int]], value: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        total = value.new_zeros(value.shape[: value.ndim - self.event_dim])
-        for function, event_dim in maps:
-            value, log_det = function(value, context)
-            total = total + sum_rightmost(log_det, self.event_dim - event_dim)
-        return value, total
+        total = x.new_zeros(x.shape[: x.ndim - self.event_dim])
+        for part in reversed(list(self)):
+            x, log_det = part.inverse(x, context)
+            total = total + sum_rightmost(log_det, self.event_dim - part.event_dim)
+        return x, total
 
     def __iter__(self) -> Iterator[Transform]:
         return iter(self.parts)  # type: ignore[arg-type]

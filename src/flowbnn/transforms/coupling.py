@@ -1,5 +1,6 @@
 """Coupling layers: one part of the vector is transformed by parameters that a network computes from the other part."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import MLP
 from flowbnn.numerics import soft_clamp
-from flowbnn.options import Ge, Hint, Positive, checked
+from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
 __all__ = ["AdditiveCoupling", "AffineCoupling", "Coupling"]
@@ -18,7 +19,7 @@ Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
-class Coupling(Transform):
+class Coupling(Transform, ABC):
     r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` monotone in each entry.
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
@@ -50,7 +51,7 @@ class Coupling(Transform):
         dim: AtLeastTwo,
         mask: Mask = "half",
         flip: bool = False,
-        hidden: Sequence[int] = (64, 64),
+        hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Annotated[int, Ge(0)] = 0,
         net: nn.Module | None = None,
@@ -68,13 +69,13 @@ class Coupling(Transform):
         kept = self.kept_index.numel()
         self.net = net or MLP(kept, self.per_entry * (dim - kept), hidden, activation, context_dim)
 
+    @abstractmethod
     def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         """The moved entries and the log-det, given ``parameters`` of ``per_entry`` numbers for each entry."""
-        raise NotImplementedError(f"{type(self).__name__} must define move(value, parameters)")
 
+    @abstractmethod
     def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of :meth:`move` for the same parameters."""
-        raise NotImplementedError(f"{type(self).__name__} must define move_back(value, parameters)")
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         kept, moved = self._split(z)
@@ -166,7 +167,7 @@ class AffineCoupling(Coupling):
         dim: AtLeastTwo,
         mask: Mask = "half",
         flip: bool = False,
-        hidden: Sequence[int] = (64, 64),
+        hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Annotated[int, Ge(0)] = 0,
         net: nn.Module | None = None,

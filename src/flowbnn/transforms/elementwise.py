@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Positive, checked
 from flowbnn.transforms.base import Transform
+from flowbnn.transforms.compose import Inverse
 
 __all__ = ["Exp", "LeakyReLU", "Logit", "Sigmoid", "Softplus", "Tanh"]
 
@@ -24,7 +25,6 @@ def _below_one(value: Tensor) -> float:
 
 
 def _positive(value: Tensor) -> Tensor:
-    """The value moved into the open half line, in its own type."""
     limits = torch.finfo(value.dtype)
     return value.clamp(limits.tiny, limits.max)
 
@@ -69,25 +69,16 @@ class Sigmoid(Transform):
         return log_x - log_rest, -(log_x + log_rest)
 
 
-class Logit(Transform):
+class Logit(Inverse):
     r""":math:`x = \log z - \log(1 - z)` from :math:`(0, 1)` onto the line: :class:`Sigmoid` run backwards.
 
     >>> Logit()(torch.tensor([0.5]))
     (tensor([0.]), tensor([1.3863]))
     """
 
-    event_dim = 0
-
     @checked
     def __init__(self) -> None:
-        super().__init__()
-        self.sigmoid = Sigmoid()
-
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.sigmoid.inverse(z)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.sigmoid.forward(x)
+        super().__init__(Sigmoid())
 
 
 class Softplus(Transform):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flowbnn.options import Positive, checked
+from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AffineCoupling, AtLeastTwo, Mask
 from flowbnn.transforms.linear import LULinear
@@ -41,7 +41,7 @@ class GlowStep(Compose):
     def __init__(
         self,
         dim: AtLeastTwo,
-        hidden: Sequence[int] = (64, 64),
+        hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: int = 0,
         mask: Mask = "half",
@@ -54,13 +54,5 @@ class GlowStep(Compose):
         super().__init__(
             ActNorm(dim, data_start=data_start),
             LULinear(dim, permute=permute, generator=generator),
-            AffineCoupling(
-                dim,
-                mask=mask,
-                flip=flip,
-                hidden=hidden,
-                activation=activation,
-                context_dim=context_dim,
-                bound=bound,
-            ),
+            AffineCoupling(dim, mask, flip, hidden, activation, context_dim, bound=bound),
         )

@@ -48,20 +48,17 @@ class ActNorm(Affine):
         self.register_load_state_dict_post_hook(_read_started)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self)
-        if self.training and not self.started:
-            self._start(z, backwards=False)
+        self._start(z, backwards=False)
         return super().forward(z, context)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self)
-        if self.training and not self.started:
-            self._start(x, backwards=True)
+        self._start(x, backwards=True)
         return super().inverse(x, context)
 
     @torch.no_grad()
     def _start(self, value: Tensor, backwards: bool) -> None:
-        if value.shape[:-1].numel() < 2:
+        check_vectors(value, self.dim, self)
+        if self.started or not self.training or value.shape[:-1].numel() < 2:
             return
         rows = value.detach().reshape(-1, self.dim)
         mean = rows.mean(0)

@@ -1,15 +1,14 @@
 """Planar flows, alone and in chains with LU maps."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn import kernels
-from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain, Plan, reference
-from flowbnn.options import Count, Positive, checked
+from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 from flowbnn.transforms.linear import LULinear
 
@@ -40,18 +39,13 @@ class PlanarLU(Transform):
     def __init__(
         self,
         dim: Count,
-        runs: Sequence[tuple[Literal["planar", "lu"], int]],
+        runs: Sequence[tuple[Literal["planar", "lu"], Annotated[int, Ge(0)]]],
         margin: Positive = 1e-3,
         bound: Positive = 4.0,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
-        for kind, size in runs:
-            if kind not in ("planar", "lu") or size < 0:
-                raise FlowBNNError(
-                    f"the runs of PlanarLU are ('planar', n) or ('lu', n), not {(kind, size)!r}", kind="value"
-                )
         planar: list[tuple[Tensor, Tensor, Tensor]] = []
         linear: list[Tensor] = []
         for kind, size in runs:  # in the order of application, so that a seed gives what Compose would have

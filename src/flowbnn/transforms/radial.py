@@ -33,8 +33,6 @@ class Radial(Transform):
     tensor([ 3., -1.], grad_fn=<AddBackward0>)
     """
 
-    inverse_kind = "exact"
-
     @checked
     def __init__(self, dim: Count, margin: Positive = 1e-3, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -47,10 +45,8 @@ class Radial(Transform):
 
     def _sizes(self) -> tuple[Tensor, Tensor]:
         """``alpha`` and ``alpha + beta``."""
-        return (
-            F.softplus(self.raw_alpha).clamp(min=self.margin),
-            F.softplus(self.raw_beta).clamp(min=self.margin),
-        )
+        alpha, stretch = F.softplus(self.raw_alpha), F.softplus(self.raw_beta)
+        return alpha.clamp(min=self.margin), stretch.clamp(min=self.margin)
 
     def _log_det(self, radius: Tensor, alpha: Tensor, stretch: Tensor) -> Tensor:
         reach = alpha + radius

@@ -1,5 +1,7 @@
 """Sylvester flows: planar flows that move along several directions at once."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ BOUND = 0.995
 """Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
 
 
-class _Sylvester(Transform):
+class _Sylvester(Transform, ABC):
     r"""What the three variants share; each says only what :math:`Q` is.
 
     The strict triangles of :math:`R` and :math:`\tilde R^\top` live in one square matrix, with the raw diagonal of
@@ -31,9 +33,9 @@ class _Sylvester(Transform):
         self.raw_diagonal = nn.Parameter(1 + 0.05 * torch.randn(hidden, generator=generator))
         self.bias = nn.Parameter(0.05 * torch.randn(hidden, generator=generator))
 
+    @abstractmethod
     def _basis(self) -> Tensor | None:
         """:math:`Q`, with orthonormal columns; ``None`` for the identity."""
-        raise NotImplementedError
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
