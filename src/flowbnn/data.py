@@ -4,13 +4,13 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, Interval, NonNegative, Positive, Probability, checked
+from flowbnn.options import Count, Interval, NonNegative, Positive, checked
 
 __all__ = [
     "CENTRES",
@@ -75,23 +75,18 @@ class TensorLoader:
     ) -> None:
         self.tensors = tuple([_as_tensor(values) for values in tensors])
         shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        if {shape[:1] for shape in shapes} in (set(), {()}) or len({shape[:1] for shape in shapes}) > 1:
-            raise FlowBNNError(
-                f"a TensorLoader takes tensors with as many examples each, on their first axis, not shapes {shapes}",
-                kind="shape",
-            )
         places = sorted({str(tensor.device) for tensor in self.tensors})
-        if len(places) > 1:
-            raise FlowBNNError(
-                f"the tensors of a TensorLoader must be on one device, not {', '.join(places)}", kind="device"
-            )
-        number = shapes[0][0]
+        number = shapes[0][0] if shapes and shapes[0] else -1
         self.num_data = number // batch_size * batch_size if drop_last else number
-        if drop_last and not self.num_data:
-            raise FlowBNNError(
-                f"drop_last leaves nothing of {number} examples in batches of {batch_size}",
-                argument="drop_last",
-            )
+        problem = ""
+        if number < 0 or any(shape[:1] != (number,) for shape in shapes):
+            problem = f"takes tensors with as many examples each, on their first axis, not shapes {shapes}"
+        elif len(places) > 1:
+            problem = f"takes tensors on one device, not {', '.join(places)}"
+        elif drop_last and not self.num_data:
+            problem = f"with drop_last gives nothing of {number} examples in batches of {batch_size}"
+        if problem:
+            raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator
         self.augment, self.prepare, self.drop_last, self.together = augment, prepare, drop_last, together
         self.rank, self.world = 0, 1
@@ -100,51 +95,34 @@ class TensorLoader:
         return -(-self.num_data // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Several batches are made at once and cut apart; what is random is drawn batch by batch, so their number does not matter."""
         order = self._order() if self.shuffle else None
-        if self._separable:
-            yield from self._in_blocks(order)
-            return
-        for start in range(0, self.num_data, self.batch_size):
-            number = min(self.batch_size, self.num_data - start)
-            rows = self.share(number)
-            taken = rows if self.augment is None else slice(0, number)
-            places = slice(start + taken.start, start + taken.stop)
-            batch = self._taken(places if order is None else order[places])
-            if self.augment is not None:
-                batch[0] = self.augment(batch[0], self.generator)[rows]
-                batch[1:] = [tensor[rows] for tensor in batch[1:]]
-            if self.prepare is not None:
-                batch[0] = self.prepare(batch[0])
-            yield tuple(batch)
-
-    @property
-    def _separable(self) -> bool:
-        """Whether an example comes out the same whatever else is in its batch."""
-        # asked of the class itself: a subclass may do anything
-        return all(step is None or "row_wise" in vars(type(step)) for step in (self.augment, self.prepare))
-
-    def _in_blocks(self, order: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-        """Several batches at once, cut apart; what is random is drawn batch by batch, so that their number does not matter."""
-        device, each = self.tensors[0].device, self._block()
-        for begin in range(0, self.num_data, self.batch_size * each):
-            end = min(begin + self.batch_size * each, self.num_data)
+        device, augment = self.tensors[0].device, cast("Any", self.augment)
+        # does an example come out the same whatever else is in its batch? asked of the class itself: a subclass may do anything
+        steps = (self.augment, self.prepare)
+        separable = all(step is None or "row_wise" in vars(type(step)) for step in steps)
+        length = self.batch_size * (self._block() if separable else 1)
+        for begin in range(0, self.num_data, length):
+            end = min(begin + length, self.num_data)
             starts = range(begin, end, self.batch_size)
             numbers = [min(self.batch_size, end - start) for start in starts]
             shares = [self.share(number) for number in numbers]
-            if self.world == 1:
+            if self.world == 1 or (augment is not None and not separable):
                 places: slice | Tensor = slice(begin, end) if order is None else order[begin:end]
             else:
                 own = [torch.arange(s + r.start, s + r.stop) for s, r in zip(starts, shares, strict=True)]
                 places = torch.cat(own).to(device)
                 places = places if order is None else order[places]
-            block = self._taken(places)
-            augment: Any = self.augment
-            if augment is not None:
+            block = [tensor[places] for tensor in self.tensors]
+            if augment is not None and separable:
                 draws = [
                     augment.draw(number, device, self.generator)[..., rows]
                     for number, rows in zip(numbers, shares, strict=True)
                 ]
                 block[0] = augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
+            elif augment is not None:  # which sees its whole batch
+                block[0] = augment(block[0], self.generator)
+                block = [tensor[shares[0]] for tensor in block]
             if self.prepare is not None:
                 block[0] = self.prepare(block[0])
             lengths = [rows.stop - rows.start for rows in shares]
@@ -152,16 +130,11 @@ class TensorLoader:
 
     def _block(self) -> int:
         """How many batches are made together."""
-        if self.together is not None:
-            return self.together
         first = self.tensors[0]
-        if first.device.type != "cuda":
-            return 1
+        if self.together is not None or first.device.type != "cuda":
+            return self.together or 1
         size = first[:1].numel() * self.batch_size * (4 if self.prepare is not None else first.element_size())
         return max(1, min(_MOST, _BLOCK // max(1, size)))
-
-    def _taken(self, places: slice | Tensor) -> list[Tensor]:
-        return [tensor[places] for tensor in self.tensors]
 
     def _order(self) -> Tensor:
         device = self.tensors[0].device
@@ -188,20 +161,17 @@ class TensorLoader:
         >>> [[rows.tolist() for (rows,) in loader.sharded(rank, 2)] for rank in range(2)]
         [[[0, 1], [4]], [[2, 3], [5]]]
         """
-        if not 0 <= rank < world:
-            raise FlowBNNError(f"rank must be from 0 to {world - 1}, got {rank}", argument="rank")
         last = self.num_data % self.batch_size or self.batch_size
+        problem = "" if 0 <= rank < world else f"rank must be from 0 to {world - 1}, got {rank}"
         if min(last, self.batch_size) < world:
             which = "a batch" if self.batch_size < world or self.num_data <= last else "the last batch"
-            raise FlowBNNError(
-                f"{which} of {min(last, self.batch_size)} cannot be shared by {world} workers: "
-                "take another batch_size, or drop_last=True"
-            )
-        if world > 1 and self.generator is None and (self.shuffle or self.augment is not None):
-            raise FlowBNNError(
-                "workers that share a shuffled or augmented TensorLoader need generator=, seeded alike on each, "
-                "so that they draw the same order"
-            )
+            problem = f"{which} of {min(last, self.batch_size)} cannot be shared by {world} workers: "
+            problem += "take another batch_size, or drop_last=True"
+        elif world > 1 and self.generator is None and (self.shuffle or self.augment is not None):
+            problem = "workers that share a shuffled or augmented TensorLoader need generator=, seeded alike on each, "
+            problem += "so that they draw the same order"
+        if problem:
+            raise FlowBNNError(problem, kind="loader")
         shared = copy.copy(self)
         shared.rank, shared.world = rank, world
         return shared
@@ -352,8 +322,6 @@ def curve_points(
     (torch.Size([5, 1]), torch.Size([5, 1]), True)
     """
     low, high = span
-    if not low < high:
-        raise FlowBNNError(f"span must go from a smaller to a larger number, got {span}", argument="span")
     inputs = low + (high - low) * torch.rand(number, 1, generator=generator)
     return inputs, true_curve(inputs, noise * torch.randn(number, 1, generator=generator))
 
@@ -379,20 +347,14 @@ class Digits:
 
 
 @checked
-def load_digits(
-    novel: Annotated[int, Interval(ge=0, le=9)] = 8,
-    seed: int = 0,
-    train: Probability = 0.6,
-    validation: Probability = 0.15,
-) -> Digits:
+def load_digits(novel: Annotated[int, Interval(ge=0, le=9)] = 8, seed: int = 0) -> Digits:
     """The 1,797 digits of scikit-learn (extra ``studies``), which come with the package and need no network.
 
-    Every class is split in the same shares, by an order drawn from ``seed``.
+    Every class is split alike, by an order drawn from ``seed``: 60 % to train, 15 % to validate, the rest to test.
 
     Args:
         novel: the digit that training never sees.
         seed: of the split.
-        train, validation: shares of the known images; the rest is the test.
 
     >>> digits = load_digits(novel=8)
     >>> [len(part[0]) for part in (digits.train, digits.validation, digits.test, digits.novel)]
@@ -400,10 +362,6 @@ def load_digits(
     >>> digits.known
     (0, 1, 2, 3, 4, 5, 6, 7, 9)
     """
-    if train + validation >= 1:
-        raise FlowBNNError(
-            f"train and validation leave nothing for the test: {train} and {validation}", argument="train"
-        )
     try:
         from sklearn.datasets import load_digits as read_digits
     except ImportError:
@@ -419,7 +377,7 @@ def load_digits(
     for digit in known:
         places = (labels == digit).nonzero().squeeze(1)
         places = places[torch.randperm(len(places), generator=generator)]
-        first, second = round(train * len(places)), round((train + validation) * len(places))
+        first, second = round(0.6 * len(places)), round(0.75 * len(places))
         for name, piece in zip(parts, (places[:first], places[first:second], places[second:]), strict=True):
             parts[name].append(piece)
     names = torch.full((10,), -1).scatter_(0, torch.tensor(known), torch.arange(9))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
@@ -65,7 +65,7 @@ class Categorical(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = outputs.float() if outputs.dtype in _HALF else outputs
+        outputs = _single(outputs)
         # torch ignores the label -100 by default; no label is special here
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
@@ -82,7 +82,7 @@ class Categorical(Likelihood):
         return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        return CategoricalPredictive(outputs.float() if outputs.dtype in _HALF else outputs, spent)
+        return CategoricalPredictive(_single(outputs), spent)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
@@ -114,10 +114,9 @@ class Bernoulli(Likelihood):
     """
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logits = outputs.float().flatten() if outputs.dtype in _HALF else outputs.flatten()
-        return -F.binary_cross_entropy_with_logits(
-            logits, targets.flatten().to(logits.dtype), reduction="none"
-        )
+        logits = _single(outputs).flatten()
+        labels = targets.flatten().to(logits.dtype)
+        return -F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets.flatten().long()
@@ -163,7 +162,7 @@ class Gaussian(Likelihood):
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of the target for each row of outputs ``[..., D]``."""
-        outputs = outputs.float() if outputs.dtype in _HALF else outputs
+        outputs = _single(outputs)
         if self.noise == "predicted":
             mean, raw = outputs.chunk(2, -1)
             return mean, raw.clamp(-2.0 * LIMIT, 2.0 * LIMIT).exp()
@@ -239,7 +238,6 @@ class Gaussian(Likelihood):
         return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim}
 
 
-_HALF = (torch.float16, torch.bfloat16)
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
 
 
@@ -248,8 +246,13 @@ def log_variance(log_scale: Tensor) -> Tensor:
     return 2.0 * log_scale.clamp(-LIMIT, LIMIT)
 
 
+def _single(outputs: Tensor) -> Tensor:
+    """In single precision, where outputs come in half."""
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+
 def _stacked(outputs: Sequence[Tensor]) -> Tensor:
-    return torch.stack([part.float() if part.dtype in _HALF else part for part in outputs])
+    return torch.stack([_single(part) for part in outputs])
 
 
 def make_likelihood(
@@ -264,37 +267,30 @@ def make_likelihood(
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
-    settings = {}
-    if isinstance(likelihood, dict):
-        settings = dict(likelihood)
-        likelihood = str(settings.pop("likelihood")).lower()
-    if not isinstance(likelihood, str):
-        raise FlowBNNError(
-            f"likelihood must be a name such as 'gaussian', or an instance such as Gaussian(), got {shown(likelihood)}",
-            kind="value",
-            argument="likelihood",
-        )
-    if likelihood == "auto":
+    settings: dict[str, Any] = (
+        dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
+    )
+    name = str(settings.pop("likelihood")).lower()
+    kinds: dict[str, type[Likelihood]] = {
+        "categorical": Categorical,
+        "bernoulli": Bernoulli,
+        "gaussian": Gaussian,
+    }
+    problem = ""
+    if name == "auto" and targets is None:
         problem = "likelihood='auto' needs targets to look at; say 'categorical', 'bernoulli' or 'gaussian'"
-        if targets is not None:
-            problem = _labels_as_floats(targets, outputs) if targets.is_floating_point() else ""
-        if problem or targets is None:
-            raise FlowBNNError(problem, kind="targets", argument="likelihood")
-        likelihood = "gaussian" if targets.is_floating_point() else "categorical"
-        if likelihood == "categorical" and outputs is not None and outputs.numel() == outputs.shape[0]:
-            likelihood = "bernoulli"
-    if likelihood == "gaussian":
-        if "dim" not in settings and outputs is not None and settings.get("noise", "learned") == "learned":
-            settings["dim"] = outputs.shape[-1]
-        return Gaussian(**settings)
-    kinds = {"categorical": Categorical, "bernoulli": Bernoulli}
-    if likelihood not in kinds:
-        raise FlowBNNError(
-            f"there is no likelihood {likelihood!r}{nearest(likelihood, ['auto', 'gaussian', *kinds])}",
-            kind="value",
-            argument="likelihood",
-        )
-    return kinds[likelihood](**settings)
+    elif name == "auto" and targets is not None and targets.is_floating_point():
+        problem, name = _labels_as_floats(targets, outputs), "gaussian"
+    elif name == "auto":
+        single = outputs is not None and outputs.numel() == outputs.shape[0]
+        name = "bernoulli" if single else "categorical"
+    elif name not in kinds:
+        problem = f"there is no likelihood '{name}'{nearest(name, ['auto', *kinds])}"
+    if problem:
+        raise FlowBNNError(problem, kind="targets" if name in kinds else "value", argument="likelihood")
+    if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
+        settings.setdefault("dim", outputs.shape[-1])
+    return kinds[name](**settings)
 
 
 SEVERAL_LABELS = "several labels of one example are no classes that exclude each other; fit a network with one output for each of them"

@@ -36,9 +36,7 @@ def test_the_seed_makes_the_split():
     assert float(first.train[0].max()) == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"novel": 10}, {"novel": True}, {"train": 0.9, "validation": 0.1}, {"train": 0.0}]
-)
+@pytest.mark.parametrize("wrong", [{"novel": 10}, {"novel": True}, {"seed": "a"}])
 def test_bad_requests_are_told_in_a_line(wrong):
     with pytest.raises(FlowBNNError) as caught:
         load_digits(**wrong)
