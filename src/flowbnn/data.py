@@ -84,7 +84,7 @@ class TensorLoader:
         elif len(places) > 1:
             problem = f"takes tensors on one device, not {', '.join(places)}"
         elif drop_last and not self.num_data:
-            problem = f"with drop_last gives nothing of {number} examples in batches of {batch_size}"
+            problem = f"with drop_last leaves nothing of {number} examples in batches of {batch_size}"
         if problem:
             raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator

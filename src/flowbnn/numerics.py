@@ -37,7 +37,7 @@ def soft_clamp(value: Tensor, bound: float) -> Tensor:
 def inverse_softplus(value: Tensor) -> Tensor:
     r""":math:`\log(e^y - 1)` for :math:`y > 0`, written as :math:`y + \log(-\mathrm{expm1}(-y))`.
 
-    >>> inverse_softplus(F.softplus(torch.tensor([-3.0, 0.0, 90.0])))
+    >>> inverse_softplus(torch.nn.functional.softplus(torch.tensor([-3.0, 0.0, 90.0])))
     tensor([-3.,  0., 90.])
     """
     return value + torch.log(-torch.expm1(-value))

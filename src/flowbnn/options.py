@@ -122,9 +122,8 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     if _allows(annotation, value):
         return
     verb, hints = "be", ""
-    wrong = [(kind, part) for kind, part in _parts(annotation, value) if not _allows(kind, part)]
-    if wrong:
-        verb, hints = "hold", _hints_of(annotation)
+    while wrong := [(kind, part) for kind, part in _parts(annotation, value) if not _allows(kind, part)]:
+        verb, hints = "hold", hints or _hints_of(annotation)
         annotation, value = wrong[0]
     close = ""
     if isinstance(value, str) and (words := _literals(annotation)):
