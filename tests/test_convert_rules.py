@@ -77,7 +77,7 @@ def test_show_prints_the_table(capsys):
         ({"*": FlowNoise(Radial(4))}, "FlowNoise needs a function of the dimension"),
         (
             {"*": FlowNoise(lambda dim: nn.Linear(dim, dim))},
-            "gave a Linear; it must give a flowbnn transform",
+            "that gives a flowbnn transform, .* not a Linear",
         ),
         (lambda: {"*": NormalPlanar(1.5)}, "an integer from 0 to 10000, got 1.5"),
         (lambda: {"*": NormalPlanar(-1)}, "an integer from 0 to 10000, got -1"),

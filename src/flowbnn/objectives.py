@@ -23,8 +23,6 @@ from flowbnn.options import Count, NonNegative, checked
 
 __all__ = ["ELBO", "Terms", "warm_up"]
 
-REMEMBERED = 8  # sizes of batches whose positions are remembered
-
 
 def warm_up(progress: Any, length: float) -> Any:
     """Linear annealing: from 0 to 1 over the first ``length`` of the run; ``progress`` is a number or a tensor of one.
@@ -64,15 +62,11 @@ class Terms:
 
     def logs(self) -> dict[str, Tensor]:
         """Scalars for the training log, those of each layer as ``kl/name`` and ``entropy/name``."""
-        result = {
-            "elbo": self.elbo.detach(),
-            "log_likelihood": self.log_likelihood.detach(),
-            "kl": self.kl.detach(),
-            "entropy": self.entropy.detach(),
-        }
+        result: dict[str, Tensor] = {}
+        for name in ("elbo", "log_likelihood", "kl", "entropy"):
+            result[name] = getattr(self, name).detach()
         for name, (kl, entropy) in self.layers.items():
-            result[f"kl/{name}"] = kl.detach()
-            result[f"entropy/{name}"] = entropy.detach()
+            result |= {f"kl/{name}": kl.detach(), f"entropy/{name}": entropy.detach()}
         return result
 
 
@@ -129,25 +123,19 @@ class ELBO:
         """
         if samples > 1:
             inputs, targets = repeat_each(inputs, samples), repeat_each(targets, samples)
-        layers = noise_layers(model)
-        settings = {}
+        layers, state = noise_layers(model), NoisePass({})
         for layer in layers.values():
-            settings[layer.key] = pass_of(layer).settings[layer.key]
-        state = NoisePass(settings)
-        first = next(iter(tensors_of(inputs)), None)
-        rows = 0 if first is None or first.ndim == 0 else first.shape[0]
-        share = current_share()
-        whole = (
-            rows if share is None else share.whole(rows)
-        )  # the same on every process, so that all draw ahead or none does
+            state.settings[layer.key] = pass_of(layer).settings[layer.key]
+        tensors, share = tensors_of(inputs), current_share()
+        rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+        # the same on every process, so that all draw ahead or none does
+        whole = rows if share is None else share.whole(rows)
         state.asked = dict(self._asked.get(whole, {}))
         with state:
             known = ahead(layers, rows, state) if rows else None
             outputs = call(model, inputs) if forward is None else forward(inputs)
             known = divergences(layers) if known is None else known
         if state.asked and not torch.compiler.is_compiling():
-            if whole not in self._asked and len(self._asked) >= REMEMBERED:
-                self._asked.clear()
             self._asked[whole] = state.asked
         if check:
             self.likelihood.check(outputs, targets)

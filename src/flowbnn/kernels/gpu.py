@@ -4,8 +4,7 @@
 :mod:`flowbnn.kernels.launch`.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -20,21 +19,13 @@ __all__ = ["push"]
 
 
 class Layout(NamedTuple):
-    """What lies where in the operator's lists, as numbers, which is what torch's operators can be given.
+    """What lies where in the operator's lists, as numbers, which is what torch's operators can be given."""
 
-    Args:
-        counts: how many chains each group has.
-        dims: of all chains.
-        runs: of all chains: of planar maps above zero, of LU maps below, ended by zero.
-        limits: margin and bound of all chains.
-        log_dets, coarse: of each group.
-    """
-
-    counts: Sequence[int]
-    dims: Sequence[int]
-    runs: Sequence[int]
-    limits: Sequence[float]
-    log_dets: Sequence[bool]
+    counts: Sequence[int]  # how many chains each group has
+    dims: Sequence[int]  # of all chains
+    runs: Sequence[int]  # of all chains: of planar maps above zero, of LU maps below, ended by zero
+    limits: Sequence[float]  # margin and bound of all chains
+    log_dets: Sequence[bool]  # of each group
     coarse: Sequence[bool]
 
 
@@ -115,10 +106,7 @@ def _thirds(outputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Seque
 def _push(starts: Sequence[Tensor], weights: Sequence[Tensor], keep: bool, *numbers: Any) -> list[Tensor]:
     parts = _parts(Layout(*numbers), starts, weights)
     outputs = [part.outputs(keep) for part in parts]  # allocated on the stream that goes on to use them
-    with _Streams(parts) as streams:
-        for index in streams.order:
-            with streams.of(index):
-                launch.forward(parts[index], keep, *outputs[index])
+    _side_by_side(parts, lambda index: launch.forward(parts[index], keep, *outputs[index]))
     return [tensor for third in zip(*outputs, strict=True) for tensor in third]
 
 
@@ -143,17 +131,18 @@ def _push_backward(
 ) -> list[Tensor]:
     parts = _parts(Layout(*numbers), starts, weights)
     outputs = _gradients(parts, of_x)
-    with _Streams(parts) as streams:
-        for index in streams.order:
-            lines = of_totals[index] if len(of_totals[index]) else None
-            memory = outputs[index], outputs[len(parts) + index]
-            with streams.of(index):
-                launch.backward(parts[index], kept[index], of_x[index], lines, *memory)
+
+    def work(index: int) -> None:
+        lines = of_totals[index] if len(of_totals[index]) else None
+        memory = outputs[index], outputs[len(parts) + index]
+        launch.backward(parts[index], kept[index], of_x[index], lines, *memory)
+
+    _side_by_side(parts, work)
     return outputs
 
 
 def _gradients(parts: Sequence[Part], of_x: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for the gradients to the starts of every group, then to its parameters, end to end."""
+    """Memory for the gradients to the starts of every group, then to its parameters."""
     of_starts = [torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in of_x]
     numbers = [sum(weight.numel() for weight in part.all_weights) for part in parts]
     return of_starts + [g.new_empty(number) for g, number in zip(of_x, numbers, strict=True)]
@@ -219,33 +208,24 @@ def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
     return []
 
 
-class _Streams:
-    """Streams for the groups: the largest stays on the current one, which waits for the others in the end."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        like, sizes = parts[0].starts, [part.rows * sum(part.dims) for part in parts]
-        self.largest = max(range(len(sizes)), key=sizes.__getitem__)
-        # the largest last: the others begin beside it
-        self.order = [index for index in range(len(sizes)) if index != self.largest] + [self.largest]
-        self.device = torch.cuda.device(like.device) if like.is_cuda else nullcontext()
-        several = like.is_cuda and len(sizes) > 1
-        self.home = torch.cuda.current_stream(like.device) if several else None
-        self.others = _side_streams(like.device) if several else []
-        self.others += [torch.cuda.Stream(like.device) for _ in range(len(self.others), len(sizes) * several)]
-
-    def of(self, index: int) -> AbstractContextManager[Any]:
-        if self.home is None or index == self.largest:
-            return nullcontext()
-        self.others[index].wait_stream(self.home)
-        return torch.cuda.stream(self.others[index])
-
-    def __enter__(self) -> "_Streams":
-        self.device.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        """Also after an error: memory that the others still write to is not given away."""
-        if self.home is not None:
-            for index in self.order[:-1]:
-                self.home.wait_stream(self.others[index])
-        self.device.__exit__(*exc)
+def _side_by_side(parts: Sequence[Part], work: Callable[[int], None]) -> None:
+    """Launch every part, the largest on the current stream, which waits in the end for those of the others."""
+    like, sizes = parts[0].starts, [part.rows * sum(part.dims) for part in parts]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    others = [index for index in range(len(sizes)) if index != largest]
+    if not like.is_cuda:
+        for index in (*others, largest):
+            work(index)
+        return
+    with torch.cuda.device(like.device):
+        home, streams = torch.cuda.current_stream(like.device), _side_streams(like.device)
+        streams += [torch.cuda.Stream(like.device) for _ in range(len(streams), len(sizes) * bool(others))]
+        try:
+            for index in others:  # they begin beside the largest
+                streams[index].wait_stream(home)
+                with torch.cuda.stream(streams[index]):
+                    work(index)
+            work(largest)
+        finally:  # also after an error: memory that the others still write to is not given away
+            for index in others:
+                home.wait_stream(streams[index])

@@ -10,6 +10,7 @@ values between the stages and the activations of the planar maps. The backward p
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -24,10 +25,7 @@ Arguments = dict[str, Any]
 
 SLOTS = 16  # chains of one launch at most
 SMALL_DIM, SMALL_MAPS = 32, 30  # what one program holds; bits of the code of its maps
-SMALL_ROWS, SMALL_WARPS = (
-    16,
-    4,
-)  # of a program on 16 numbers or fewer: more rows do not fit into its registers
+SMALL_ROWS, SMALL_WARPS = 16, 4  # of a program on 16 numbers: more rows do not fit into its registers
 # sums over up to FEW rows are made in one go; over more, in at most PARTS parts of at least PART rows or so
 FEW, PART, PARTS = 512, 256, 64
 COARSE = 256  # rows from which on time goes into products, so that coarse ones are worth it
@@ -132,32 +130,22 @@ def row_parts(rows: int) -> tuple[int, int]:
     return -(-rows // each), each
 
 
+@dataclass(eq=False)
 class Part:
-    """One group of a call: its chains, starts and weights.
+    """One group of a call: its chains, starts and weights."""
 
-    Args:
-        plans: of its chains.
-        starts: ``[rows, numbers]``.
-        weights: of all its chains.
-        places: where these lie among the weights of the call.
-        log_det, coarse: as in :class:`flowbnn.kernels.Group`.
-    """
+    plans: tuple[Plan, ...]
+    starts: Tensor  # [rows, numbers]
+    all_weights: Sequence[Tensor]
+    places: slice  # where these lie among the weights of the call
+    log_det: bool
+    coarse: bool
 
-    def __init__(
-        self,
-        plans: tuple[Plan, ...],
-        starts: Tensor,
-        weights: Sequence[Tensor],
-        places: slice,
-        log_det: bool,
-        coarse: bool,
-    ) -> None:
-        self.plans, self.starts, self.all_weights, self.places = plans, starts, weights, places
-        self.log_det, self.coarse = log_det, coarse
-        self.rows, self.dims = starts.shape[0], [plan.dim for plan in plans]
-        self.small = [i for i, plan in enumerate(plans) if is_small(plan)]
-        self.large = [i for i, plan in enumerate(plans) if not is_small(plan)]
-        self.weights = by_chain(plans, weights)
+    def __post_init__(self) -> None:
+        self.rows, self.dims = self.starts.shape[0], [plan.dim for plan in self.plans]
+        self.small = [i for i, plan in enumerate(self.plans) if is_small(plan)]
+        self.large = [i for i, plan in enumerate(self.plans) if not is_small(plan)]
+        self.weights = by_chain(self.plans, self.all_weights)
 
     @cached_property
     def columns(self) -> Sequence[Tensor]:
@@ -215,14 +203,17 @@ class Part:
 
 def forward(part: Part, keep: bool, x: Tensor, totals: Tensor, kept: Tensor) -> None:
     """Fill ``x`` ``[rows, numbers]``, ``totals`` ``[chains, rows]`` and, if ``keep``, ``kept`` with what :func:`backward` needs."""
-    from flowbnn.kernels import triton_kernels  # with the first launch: importing Triton takes its time
+    from flowbnn.kernels import (
+        triton_kernels,
+        triton_small,
+    )  # with the first launch: importing Triton takes its time
 
     count = len(part.plans)
     ends = x.split(part.dims, -1)
     lines = totals.unbind() if part.log_det else [x] * count
     pieces = part.pieces(kept) if keep else [x] * count
     for chains in chunks(part.small):
-        triton_kernels.small_forward[(-(-part.rows // SMALL_ROWS), len(chains))](
+        triton_small.small_forward[(-(-part.rows // SMALL_ROWS), len(chains))](
             **_matrices("z", _some(part.columns, chains)), **_matrices("x", _some(ends, chains)),
             **_small_arguments(part, chains), bs=part.named(chains, "b"),
             kept=_some(pieces, chains), totals=_some(lines, chains), rows_in_all=part.rows,
@@ -251,7 +242,7 @@ def backward(
     part: Part, kept: Tensor, of_x: Tensor, of_totals: Tensor | None, of_starts: Tensor, of_weights: Tensor
 ) -> None:
     """Fill the gradients to the starts ``[rows, numbers]`` and to all parameters, end to end in the order of :func:`flat_order`."""
-    from flowbnn.kernels import triton_kernels
+    from flowbnn.kernels import triton_small
 
     of_x = of_x if of_x.stride(1) == 1 else of_x.contiguous()
     gs, of_zs = of_x.split(part.dims, -1), of_starts.split(part.dims, -1)
@@ -269,7 +260,7 @@ def backward(
     into = _shaped(part, sums[0][0], sums[1][0])
     if part.small:
         for chains in chunks(part.small):
-            triton_kernels.small_backward[(copies, len(chains))](
+            triton_small.small_backward[(copies, len(chains))](
                 **_matrices("g", _some(gs, chains)), **_matrices("of_z", _some(of_zs, chains)),
                 **_small_arguments(part, chains), kept=_some(pieces, chains), totals=_some(lines, chains),
                 **{f"of_{name}s": tuple(into[i].get(name, of_x) for i in chains) for name in "wub"},

@@ -1,6 +1,6 @@
 """Stochastic layers: input noise from flows, dropout, and the handles on them."""
 
-from flowbnn.noise.base import DropoutNoise, Noise, Site
+from flowbnn.noise.base import DropoutNoise, Noise, Site, noise_layers, settings_of
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout, absorbs, layout_of, register_layer, weight_scale, wrappable
@@ -8,11 +8,9 @@ from flowbnn.noise.modes import (
     align_batch_axes,
     freeze,
     hold_noise,
-    noise_layers,
     noise_mode,
     noise_parameters,
     parameter_groups,
-    settings_of,
     unfreeze,
     weight_parameters,
 )

@@ -3,10 +3,10 @@ r"""The stochastic part of a layer: :math:`z_l = NF_l(z_0)`, :math:`f_l = \mathr
 A :class:`Noise` is a small module that sits inside the layer it serves and multiplies the layer's input through a forward hook.
 So the layer keeps its class, its weights, its place and its name, and everything that worked on it still does.
 
-A forward pass leaves nothing behind: what it needs is in its :class:`~flowbnn.noise.passes.NoisePass`, and the KL is a function of the
-posterior and the prior alone.
+A forward pass leaves nothing behind: what it needs is in its :class:`~flowbnn.noise.passes.NoisePass`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, Literal
@@ -18,14 +18,14 @@ from torch.nn.utils.rnn import PackedSequence
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Unfolded, new_key, pass_of
+from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Sizes, Source, Unfolded, new_key, pass_of
 
-__all__ = ["DropoutNoise", "Noise", "Site"]
+__all__ = ["DropoutNoise", "Noise", "Site", "layers_with_noise", "noise_layers", "settings_of"]
 
 Site = Literal["channel", "position"]
 
 
-class Noise(nn.Module):
+class Noise(nn.Module, ABC):
     """What every kind of noise shares: where it goes and in which mode it is held. Subclasses draw vectors.
 
     ==========  =====================================================================================================
@@ -36,9 +36,7 @@ class Noise(nn.Module):
     ==========  =====================================================================================================
     """
 
-    start: Any = (
-        None  # where the noise begins as a learnable Gaussian: base, elementwise affine map and prior
-    )
+    start: Any = None  # where the noise begins as a learnable Gaussian: base, affine map and prior
     mixed: Any = None  # the same where it begins as a mixture
 
     def __init__(self, layout: Layout, site: Site) -> None:
@@ -57,28 +55,25 @@ class Noise(nn.Module):
 
     # -------------------- what a kind of noise defines
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+    @abstractmethod
+    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
         """Noise vectors of shape ``shape + (dim,)``."""
-        raise NotImplementedError(f"{type(self).__name__} must define draw(shape, generator)")
 
-    def draw_rows(
-        self, rows: int, at: tuple[int, ...], generator: torch.Generator | None, share: Share | None
-    ) -> Tensor:
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """The posterior mean, ``[dim]``."""
+
+    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: Share | None) -> Tensor:
         """Draws for the rows of a batch, at positions ``at``; of a shared batch, the rows of this process."""
         if share is None:
             return self.draw((rows, *at), generator)
         return share.of(rows, lambda number: self.draw((number, *at), generator))
 
-    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
         """One draw at positions ``at`` from each generator, ``[draws, *at, dim]``; each is read before the next is asked for."""
         return torch.stack([self.draw(at, generator) for generator in generators])
 
-    def mean(self) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must define mean()")
-
-    def divergence(
-        self, samples: int | None = None, generator: torch.Generator | None = None
-    ) -> Divergence | None:
+    def divergence(self, samples: int | None = None, generator: Source = None) -> Divergence | None:
         """KL to the prior and entropy in nats, or None for noise that has no density (dropout)."""
         return None
 
@@ -97,7 +92,7 @@ class Noise(nn.Module):
             return self.draw((samples,), torch.Generator(device).manual_seed(seed))
 
     def shared_maps(
-        self, at: tuple[int, ...], start: int, stop: int, seed: int, device: torch.device, call: int = 0
+        self, at: Sizes, start: int, stop: int, seed: int, device: torch.device, call: int = 0
     ) -> Tensor:
         """The fixed draws of mode ``shared`` at site ``position``, ``[stop - start, *at, dim]``.
 
@@ -110,14 +105,8 @@ class Noise(nn.Module):
                 at, (source.manual_seed(first + 7919 * index) for index in range(start, stop))
             )
 
-    def _noise(self, state: NoisePass, x: Tensor, at: tuple[int, ...], axis: int | None, rows: int) -> Tensor:
-        """The noise of one call of the layer, laid out to multiply ``x``.
-
-        Args:
-            at: sizes of the axes that are neither batch nor feature, ones at site ``channel``.
-            axis: of the examples in ``x``; None where it has none.
-            rows: of the batch.
-        """
+    def _noise(self, state: NoisePass, x: Tensor, at: Sizes, axis: int | None, rows: int) -> Tensor:
+        """The noise of one call, laid out to multiply ``x``: ``at`` has the sizes of its positions, ``axis`` holds the examples."""
         if state.rows and state.rows.get(self.key) != rows:
             raise Unfolded
         mode, samples, seed, _ = state.settings[self.key]
@@ -143,7 +132,7 @@ class Noise(nn.Module):
                     held[self.key] = self.shared_vectors(samples, seed, x.device)
                 vectors = held[self.key][start:stop].view(stop - start, *at, dim)
             else:
-                vectors = self._maps(state, held, at, start, stop, x.device)
+                vectors = self._maps(state, held, (at, start, stop), x.device)
             if rows % len(vectors):
                 raise FlowBNNError(
                     f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
@@ -155,27 +144,18 @@ class Noise(nn.Module):
         vectors = vectors[0] if axis is None else vectors.movedim(0, axis)
         return vectors.movedim(-1, self.layout.feature_axis).to(x.dtype)
 
-    def _maps(
-        self,
-        state: NoisePass,
-        held: dict[Any, Any],
-        at: tuple[int, ...],
-        start: int,
-        stop: int,
-        device: torch.device,
-    ) -> Tensor:
-        """The maps of these samples, kept until others are asked for; each call in a forward pass has its own."""
+    def _maps(self, state: NoisePass, held: dict[Any, Any], asked: Any, device: torch.device) -> Tensor:
+        """The maps of some samples, kept until others are asked for; each call in a forward pass has its own."""
         forward, call = state.forward, 0
         if forward is not None and forward.serves():
             call = forward.calls.get(self.key, 0)
             forward.calls[self.key] = call + 1
-        asked = (at, start, stop)
         if held.get((self.key, call), (None,))[0] != asked:
-            seed = state.settings[self.key].seed
+            (at, start, stop), seed = asked, state.settings[self.key].seed
             held[self.key, call] = (asked, self.shared_maps(at, start, stop, seed, device, call))
         return held[self.key, call][1]
 
-    def _sampled(self, state: NoisePass, rows: int, at: tuple[int, ...]) -> Tensor:
+    def _sampled(self, state: NoisePass, rows: int, at: Sizes) -> Tensor:
         """A draw of its own for every example, ``[rows, *at, dim]``."""
         forward, generator = state.forward, state.settings[self.key].generator
         if forward is None or not forward.serves():
@@ -187,7 +167,7 @@ class Noise(nn.Module):
                 drawn = forward.group.draw_for(self, examples, state)
             drawn = drawn.view(examples, *at, self.layout.dim)
         else:
-            self.ask(state, examples, at)
+            self.ask(state, at)
             drawn = forward.draws.pop(self.key, None)  # serves once, since each call draws anew
             if drawn is None or drawn.shape[:-1] != (examples, *at):
                 drawn = self.draw_rows(examples, at, generator, state.share)
@@ -197,13 +177,16 @@ class Noise(nn.Module):
             return drawn.repeat_interleave(times, 0)
         return drawn.repeat(times, *(1,) * (drawn.ndim - 1))
 
-    def ask(self, state: NoisePass, rows: int, at: tuple[int, ...]) -> None:
+    def ask(self, state: NoisePass, at: Sizes) -> None:
         """Tell the pass at which positions this layer draws."""
 
-    def multiply(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def multiply(self, inputs: tuple[Tensor, ...], through: nn.Module | None = None) -> tuple[Tensor, ...]:
         """Multiply the layer's inputs by one draw, or by the pieces of one draw where their widths differ.
 
         A tensor that is given twice (self-attention) comes back as one, which torch's fast paths look for.
+
+        Args:
+            through: the layer, where noise that passes through it multiplies its output instead, around the bias.
         """
         state, layout = pass_of(self), self.layout
         off = state.settings[self.key].mode == "off"
@@ -212,16 +195,18 @@ class Noise(nn.Module):
             return inputs
         axis = layout.batch_axis if inputs[0].ndim > layout.unbatched_ndim else None
         rows = inputs[0].shape[axis] * repeat if axis is not None else 1
-        noise: dict[tuple[int, ...], Tensor] = {}
+        noise: dict[Sizes, Tensor] = {}
         results: list[Tensor] = []
         offset = 0
         for index, x in enumerate(inputs):
             if not layout.split and index and x is inputs[index - 1]:
                 results.append(results[-1])
                 continue
-            product = x if repeat == 1 else _repeated(x, axis, repeat)
+            product = x
+            if repeat > 1 and axis is not None:  # samples enter here, on axis 0: one block of the batch each
+                product = x.repeat(repeat, *(1,) * (x.ndim - 1))
             if not off:
-                at: tuple[int, ...] = (1,) * (x.ndim - (1 if axis is None else 2))
+                at: Sizes = (1,) * (x.ndim - (1 if axis is None else 2))
                 if self.site == "position":
                     feature = x.ndim + layout.feature_axis
                     at = tuple([n for i, n in enumerate(x.shape) if i != axis and i != feature])
@@ -231,7 +216,7 @@ class Noise(nn.Module):
                 if layout.split:
                     piece = piece.narrow(layout.feature_axis, offset, layout.split[index])
                     offset += layout.split[index]
-                product = product * piece
+                product = product * piece if through is None else self._around_bias(through, product, piece)
             results.append(product)
         return tuple(results)
 
@@ -259,26 +244,18 @@ class Noise(nn.Module):
             )
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
-    def pass_through_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
-        """Forward hook of a layer whose every output reads one input: multiply there, around the bias."""
-        state, layout = pass_of(self), self.layout
-        off = state.settings[self.key].mode == "off"
-        repeat = state.entry[1] if state.entry[0] == self.key else 1
-        if off and repeat == 1:
-            return None
-        axis = layout.batch_axis if output.ndim > layout.unbatched_ndim else None
-        rows = output.shape[axis] * repeat if axis is not None else 1
-        output = output if repeat == 1 else _repeated(output, axis, repeat)
-        if off:
-            return output
-        noise = self._noise(state, output, (1,) * (output.ndim - (1 if axis is None else 2)), axis, rows)
-        if layout.fan_out > 1:
-            noise = noise.repeat_interleave(layout.fan_out, layout.feature_axis)
+    def _around_bias(self, module: nn.Module, output: Tensor, noise: Tensor) -> Tensor:
+        if self.layout.fan_out > 1:
+            noise = noise.repeat_interleave(self.layout.fan_out, self.layout.feature_axis)
         bias: Any = getattr(module, "bias", None)
         if bias is None:
             return output * noise
-        bias = bias.to(output.dtype).view(-1, *(1,) * (-1 - layout.feature_axis))
+        bias = bias.to(output.dtype).view(-1, *(1,) * (-1 - self.layout.feature_axis))
         return output * noise + bias * (1.0 - noise)  # twice as fast as a broadcast addcmul on a CPU
+
+    def pass_through_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+        """Forward hook of a layer whose every output reads one input."""
+        return self.multiply((output,), module)[0]
 
     def output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of a layer that reads no real-valued features."""
@@ -290,8 +267,6 @@ class Noise(nn.Module):
         mode = state.settings[self.key].mode
         if mode == "off":
             return packed
-        if state.entry[0] == self.key and state.entry[1] != 1:
-            raise FlowBNNError("samples cannot enter the batch at a packed sequence")
         flat = packed.data
         by_sequence = self.site == "channel"
         noise = self._noise(state, flat, (), 0, int(packed.batch_sizes[0]) if by_sequence else len(flat))
@@ -334,13 +309,13 @@ class DropoutNoise(Noise):
         self.label = f"Dropout({rate:g})"
         self.register_buffer("_device", torch.empty(0), persistent=False)
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
         return self._kept(self._uniform(shape, generator))
 
-    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
         return self._kept(torch.stack([self._uniform(at, generator) for generator in generators]))
 
-    def _uniform(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def _uniform(self, shape: Sizes, generator: Source) -> Tensor:
         device = self.get_buffer("_device").device
         return torch.rand((*shape, self.layout.dim), generator=generator, device=device)
 
@@ -354,10 +329,59 @@ class DropoutNoise(Noise):
         return f"rate={self.rate}, dim={self.layout.dim}, site={self.site}"
 
 
-def _repeated(x: Tensor, axis: int | None, times: int) -> Tensor:
-    """The batch repeated, one block per sample, where this layer is the one that lets the samples in."""
-    if axis is None:
-        return x
-    sizes = [1] * x.ndim
-    sizes[axis] = times
-    return x.repeat(sizes)
+# -------------------- the noise of a network
+
+
+def noise_layers(model: nn.Module) -> dict[str, Noise]:
+    """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
+    if not isinstance(model, nn.Module):
+        owner = type(model).__name__
+        advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
+    found: dict[str, Noise] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:  # as named_modules goes, but not into the noise, which has the most parts
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, Noise):
+            found[name.rpartition(".")[0]] = module
+            continue
+        prefix = f"{name}." if name else ""
+        for part, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((prefix + part, child))
+    return found
+
+
+def layers_with_noise(model: nn.Module) -> dict[str, Noise]:
+    """The same of a network that must have noise."""
+    found = noise_layers(model)
+    if not found:
+        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+    return found
+
+
+def settings_of(
+    model: nn.Module,
+    mode: Mode,
+    samples: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> dict[int, Setting]:
+    """One mode for all noise of a network, by the keys of its layers: what :class:`~flowbnn.noise.passes.NoisePass` takes.
+
+    Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
+    """
+    layers = layers_with_noise(model)
+    if mode == "shared" and seed is None:
+        seed = int(torch.randint(2**31 - 1, (), generator=generator))
+    if mode == "sample" and seed is not None and generator is None:
+        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(seed)
+    settings: dict[int, Setting] = {}
+    for index, layer in enumerate(layers.values()):
+        settings[layer.key] = Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+    return settings

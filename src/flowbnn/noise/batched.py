@@ -127,16 +127,15 @@ def divergences(layers: dict[str, Noise]) -> Divergences:
 
 def _blocks(layers: Iterable[Any], settings: dict[int, Setting]) -> list[tuple[Kind, list[Any]]]:
     """The layers that can be laid end to end, as many draws for the KL of each; a block has at least two."""
-    kinds: dict[Kind | None, list[Any]] = {Gaussians: [], Mixtures: [], None: []}
+    kinds: dict[Any, list[Any]] = {Gaussians: [], Mixtures: [], None: []}
     for noise in layers:
         kinds[_kind(noise)].append(noise)
     blocks: list[tuple[Kind, list[Any]]] = []
-    for kind, block in kinds.items():
-        samples = {noise.kl_samples for noise in block if kind is Mixtures or noise.rest} if kind else ()
-        if len(samples) > 1:
+    for kind in (Gaussians, Mixtures):
+        block = kinds[kind]
+        if len({noise.kl_samples for noise in block if kind is Mixtures or noise.rest}) > 1:
             block = [noise for noise in block if kind is Gaussians and not noise.rest]
-        generators = [settings[noise.key].generator for noise in block]
-        if kind is not None and len(block) > 1 and kind.alike(block, generators):
+        if len(block) > 1 and kind.alike(block, [settings[noise.key].generator for noise in block]):
             blocks.append((kind, block))
     return blocks
 

@@ -19,7 +19,7 @@ from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.kernels import Group, cpu
 from flowbnn.kernels.reference import gradients
-from flowbnn.noise.passes import Share
+from flowbnn.noise.passes import Share, Source
 from flowbnn.numerics import soft_clamp
 
 __all__ = ["Frame", "Gaussians", "draw", "frame_of", "gather", "summarize"]
@@ -45,7 +45,7 @@ class Gaussians:
         self.mean, self.deviation, self.log_scale = gather(self.frame, shifts, raws)
 
     @staticmethod
-    def alike(layers: list[Any], generators: list[torch.Generator | None]) -> bool:
+    def alike(layers: list[Any], generators: list[Source]) -> bool:
         """Whether the layers can be laid end to end: one bound, one generator, one dtype and device."""
         bound, shift = layers[0].start[1].bound, layers[0].start[1].shift
         for noise, generator in zip(layers, generators, strict=True):
@@ -55,7 +55,7 @@ class Gaussians:
                 return False
         return True
 
-    def normal(self, rows: int, width: int, generator: torch.Generator | None) -> Tensor:
+    def normal(self, rows: int, width: int, generator: Source) -> Tensor:
         return standard_normal(torch.Size((rows, width)), self.mean.dtype, self.mean.device, generator)
 
     def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
@@ -85,7 +85,7 @@ class Gaussians:
             volumes.append(volume)
         return draws, torch.stack(volumes)[:, rows:] if log_det else None
 
-    def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: Source, share: Share | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
         return self.draws_from(self._shared(rows, 0, generator, share))
 
@@ -93,7 +93,7 @@ class Gaussians:
         """The same from normal numbers ``[rows, numbers]`` of the layers in the order of :attr:`layers`."""
         return self._by_key(self.sample(normal, len(normal))[0])
 
-    def divergences(self, generator: torch.Generator | None) -> tuple[dict[int, Divergence], Divergence]:
+    def divergences(self, generator: Source) -> tuple[dict[int, Divergence], Divergence]:
         """KL and entropy of each layer, by its key, and of all."""
         if not self.flows:
             return self.summary(None, [], None)
@@ -101,7 +101,7 @@ class Gaussians:
         return self.summary(normal, *self.sample(normal, 0))
 
     def ahead(
-        self, rows: int, generator: torch.Generator | None, share: Share | None
+        self, rows: int, generator: Source, share: Share | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
         normal = self._shared(rows, self.fresh, generator, share)
@@ -125,9 +125,7 @@ class Gaussians:
     def _by_key(self, values: Any) -> dict[int, Any]:
         return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
 
-    def _shared(
-        self, rows: int, fresh: int, generator: torch.Generator | None, share: Share | None
-    ) -> Tensor:
+    def _shared(self, rows: int, fresh: int, generator: Source, share: Share | None) -> Tensor:
         """Normal numbers for ``rows`` rows and ``fresh`` more, in one draw, of which a process that has a share keeps its own rows."""
         whole = rows if share is None else share.whole(rows)
         drawn = self.normal(whole + fresh, len(self.mean), generator)

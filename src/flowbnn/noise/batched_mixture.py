@@ -14,7 +14,7 @@ from torch import Tensor
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.noise.batched_gaussian import centers
-from flowbnn.noise.passes import Share
+from flowbnn.noise.passes import Share, Source
 from flowbnn.numerics import soft_clamp
 
 __all__ = ["Mixtures"]
@@ -41,7 +41,7 @@ class Mixtures:
         self.deviation = self.log_deviation.exp()
 
     @staticmethod
-    def alike(layers: list[Any], generators: list[torch.Generator | None]) -> bool:
+    def alike(layers: list[Any], generators: list[Source]) -> bool:
         """As many components, one bound, one generator, one dtype and device."""
         kinds = {
             (len(base.loc), affine.bound, base.loc.dtype, base.loc.device)
@@ -50,9 +50,7 @@ class Mixtures:
         # generators by `is`: not every version of torch.compile knows the id of None
         return len(kinds) == 1 and all(generator is generators[0] for generator in generators)
 
-    def start(
-        self, rows: int, fresh: int, generator: torch.Generator | None, share: Share | None
-    ) -> tuple[Tensor, Tensor]:
+    def start(self, rows: int, fresh: int, generator: Source, share: Share | None) -> tuple[Tensor, Tensor]:
         """Components ``[rows + fresh, layers]`` and normal numbers ``[rows + fresh, numbers]``; of shared rows those that are here."""
         loc = self.layers[0].mixed[0].loc
         whole = (rows if share is None else share.whole(rows)) + fresh
@@ -81,17 +79,17 @@ class Mixtures:
         pushed = [noise.push(z) for noise, z in zip(self.layers, drawn.split(self.sizes, -1), strict=True)]
         return torch.cat([x for x, _ in pushed], -1), torch.stack([log_dets for _, log_dets in pushed])
 
-    def draws(self, rows: int, generator: torch.Generator | None, share: Share | None) -> dict[int, Tensor]:
+    def draws(self, rows: int, generator: Source, share: Share | None) -> dict[int, Tensor]:
         """Draws ``[rows, dim]`` of each layer, by its key."""
         starts = self.draw(*self.start(rows, 0, generator, share)).split(self.sizes, -1)
         return {noise.key: noise.push(z, False)[0] for noise, z in zip(self.layers, starts, strict=True)}
 
-    def divergences(self, generator: torch.Generator | None) -> tuple[dict[int, Divergence], Divergence]:
+    def divergences(self, generator: Source) -> tuple[dict[int, Divergence], Divergence]:
         """KL and entropy of each layer, by its key, and of all."""
         return self.ahead(0, generator, None)[1:]
 
     def ahead(
-        self, rows: int, generator: torch.Generator | None, share: Share | None
+        self, rows: int, generator: Source, share: Share | None
     ) -> tuple[dict[int, Tensor], dict[int, Divergence], Divergence]:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws, in one go."""
         starts = self.draw(*self.start(rows, self.fresh, generator, share))

@@ -20,7 +20,7 @@ from flowbnn.distributions.draws import chosen_normal, components_of, reparamete
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
-from flowbnn.noise.passes import NoisePass, Share, pass_of
+from flowbnn.noise.passes import NoisePass, Share, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform
 
@@ -86,18 +86,13 @@ class InputNoise(Noise):
         """The distribution of one noise vector."""
         return Flow(self.base.distribution(), self.transform)
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
+    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""
         device, half = self._autocast()
         with nullcontext() if half is None else torch.autocast(device, enabled=False):
-            z = self._begin(shape, generator, half)
-            for part in self.rest:
-                z, _ = part.push(z, False, half is not None) if isinstance(part, PlanarLU) else part(z)
-            return z
+            return self.push(self._begin(shape, generator, half), False, half is not None)[0]
 
-    def draw_rows(
-        self, rows: int, at: tuple[int, ...], generator: torch.Generator | None, share: Share | None
-    ) -> Tensor:
+    def draw_rows(self, rows: int, at: Sizes, generator: Source, share: Share | None) -> Tensor:
         if share is None or self.reads_batch:
             return super().draw_rows(rows, at, generator, share)
         device, half = self._autocast()
@@ -105,7 +100,7 @@ class InputNoise(Noise):
             start = self.begin_rows(rows, at, generator, share, half)
             return self.push(start, False, half is not None)[0]
 
-    def draw_each(self, at: tuple[int, ...], generators: Iterable[torch.Generator]) -> Tensor:
+    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
         if self.reads_batch or not self.draws_plainly or (self.start is None and self.mixed is None):
             return super().draw_each(at, generators)
         device, half = self._autocast()
@@ -126,8 +121,8 @@ class InputNoise(Noise):
     def begin_rows(
         self,
         rows: int,
-        at: tuple[int, ...],
-        generator: torch.Generator | None,
+        at: Sizes,
+        generator: Source,
         share: Share | None,
         half: torch.dtype | None = None,
     ) -> Tensor:
@@ -136,9 +131,7 @@ class InputNoise(Noise):
             return self._begin((rows, *at), generator, half)
         return share.of(rows, lambda number: self._begin((number, *at), generator, half))
 
-    def _begin(
-        self, shape: tuple[int, ...], generator: torch.Generator | None, half: torch.dtype | None = None
-    ) -> Tensor:
+    def _begin(self, shape: Sizes, generator: Source, half: torch.dtype | None = None) -> Tensor:
         """Draws of the base, pushed through the affine map that follows a normal or a mixture of normals."""
         if self.start is None and self.mixed is None:
             return reparameterized(self.base.distribution(), shape, generator)
@@ -173,7 +166,7 @@ class InputNoise(Noise):
         one = self.rest[0] if self.start is not None and len(self.rest) == 1 else None
         return one.chain if isinstance(one, PlanarLU) else None
 
-    def ask(self, state: NoisePass, rows: int, at: tuple[int, ...]) -> None:
+    def ask(self, state: NoisePass, at: Sizes) -> None:
         """Where one chain is drawn anew at every position, one pass tells how to draw ahead of the next."""
         if self.chain is None or not self.draws_plainly:
             return
@@ -192,9 +185,7 @@ class InputNoise(Noise):
     @property
     def reads_batch(self) -> bool:
         """Whether a draw depends on what else is drawn with it: a flow that normalises by the batch in training."""
-        return bool(self.normalising) and any(
-            not getattr(part, "started", False) for part in self.normalising
-        )
+        return any(not getattr(part, "started", False) for part in self.normalising)
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
         """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""
@@ -209,7 +200,7 @@ class InputNoise(Noise):
         generator = torch.Generator(base.mean.device).manual_seed(0)
         return self.posterior().rsample((4096,), generator).mean(0)
 
-    def divergence(self, samples: int | None = None, generator: torch.Generator | None = None) -> Divergence:
+    def divergence(self, samples: int | None = None, generator: Source = None) -> Divergence:
         device = self.base.distribution().mean.device.type
         with torch.autocast(device, enabled=False):
             kl, entropy = divergence(

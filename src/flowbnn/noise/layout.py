@@ -1,6 +1,7 @@
 """How a noise vector lies on a layer's tensor: which axis holds the features, which the examples."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 
 __all__ = ["Layout", "absorbs", "layout_of", "register_layer", "untouched", "weight_scale", "wrappable"]
+
+FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Layout(NamedTuple):
@@ -40,11 +44,11 @@ class Layout(NamedTuple):
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the layer computes what its torch class does: a subclass may do anything around it."""
-    names = ("forward", "_conv_forward")
-    return all(
-        name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
-        for name in names
-    )
+    own = type(module)
+    for name in ("forward", "_conv_forward"):
+        if name in vars(module) or getattr(own, name, None) is not getattr(kind, name, None):
+            return False
+    return True
 
 
 def _linear(module: nn.Linear) -> Layout:
@@ -52,21 +56,10 @@ def _linear(module: nn.Linear) -> Layout:
     return Layout(module.in_features, fan_out=module.out_features if single else 0)
 
 
-def _convolution(kind: type[nn.Module], spatial: int) -> Callable[[nn.Module], Layout]:
-    def layout(module: nn.Module) -> Layout:
-        channels, groups, out = (getattr(module, name) for name in ("in_channels", "groups", "out_channels"))
-        fan_out = out // groups if channels == groups and untouched(module, kind) else 0
-        return Layout(channels, feature_axis=-1 - spatial, unbatched_ndim=1 + spatial, fan_out=fan_out)
-
-    return layout
-
-
-def _recurrent(module: nn.RNNBase) -> Layout:
-    return Layout(module.input_size, batch_axis=0 if module.batch_first else 1, unbatched_ndim=2)
-
-
-def _cell(module: nn.RNNCellBase) -> Layout:
-    return Layout(module.input_size)
+def _convolution(kind: type[nn.Module], axes: int, module: Any) -> Layout:
+    single = module.in_channels == module.groups and untouched(module, kind)
+    fan_out = module.out_channels // module.groups if single else 0
+    return Layout(module.in_channels, feature_axis=-1 - axes, unbatched_ndim=1 + axes, fan_out=fan_out)
 
 
 def _attention(module: nn.MultiheadAttention) -> Layout:
@@ -80,23 +73,15 @@ def _attention(module: nn.MultiheadAttention) -> Layout:
     )
 
 
-def _embedding(module: nn.Embedding) -> Layout:
-    return Layout(module.embedding_dim, side="output")
-
-
 _LAYOUTS: dict[type[nn.Module], Callable[..., Layout]] = {
     nn.Linear: _linear,
-    nn.Conv1d: _convolution(nn.Conv1d, 1),
-    nn.Conv2d: _convolution(nn.Conv2d, 2),
-    nn.Conv3d: _convolution(nn.Conv3d, 3),
-    nn.ConvTranspose1d: _convolution(nn.ConvTranspose1d, 1),
-    nn.ConvTranspose2d: _convolution(nn.ConvTranspose2d, 2),
-    nn.ConvTranspose3d: _convolution(nn.ConvTranspose3d, 3),
-    nn.RNNBase: _recurrent,
-    nn.RNNCellBase: _cell,
+    **{kind: partial(_convolution, kind, axes + 1) for axes, kind in enumerate(FORWARD[1:])},
+    **{kind: partial(_convolution, kind, axes + 1) for axes, kind in enumerate(TRANSPOSED)},
+    nn.RNNBase: lambda m: Layout(m.input_size, batch_axis=0 if m.batch_first else 1, unbatched_ndim=2),
+    nn.RNNCellBase: lambda m: Layout(m.input_size),
     nn.MultiheadAttention: _attention,
-    nn.Embedding: _embedding,
-    nn.EmbeddingBag: _embedding,
+    nn.Embedding: lambda m: Layout(m.embedding_dim, side="output"),
+    nn.EmbeddingBag: lambda m: Layout(m.embedding_dim, side="output"),
 }
 
 
@@ -128,23 +113,13 @@ def wrappable(module: nn.Module) -> bool:
 
 def layout_of(module: nn.Module) -> Layout:
     """The layout of the nearest registered class of ``module``."""
-    for kind in type(module).__mro__:
-        if kind in _LAYOUTS:
-            layout = _LAYOUTS[kind](module)
-            if layout.dim < 1:
-                raise FlowBNNError(
-                    f"a {type(module).__name__} has no input width yet; run one batch through the lazy network first"
-                )
-            return layout
-    raise FlowBNNError(
-        f"a {type(module).__name__} is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
-    )
-
-
-# -------------------- noise multiplied into weights
-
-FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    layout = next((_LAYOUTS[kind](module) for kind in type(module).__mro__ if kind in _LAYOUTS), None)
+    if layout is not None and layout.dim > 0:
+        return layout
+    reason = "has no input width yet; run one batch through the lazy network first"
+    if layout is None:
+        reason = "is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
+    raise FlowBNNError(f"a {type(module).__name__} {reason}")
 
 
 def absorbs(module: nn.Module) -> bool:

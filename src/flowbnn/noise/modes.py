@@ -11,80 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import apply, call, rows
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.noise.base import Noise
-from flowbnn.noise.passes import Mode, NoisePass, Setting
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
+from flowbnn.noise.passes import Mode, NoisePass
 from flowbnn.options import Count, NonNegative, checked
 
 __all__ = [
     "align_batch_axes",
     "freeze",
     "hold_noise",
-    "noise_layers",
     "noise_mode",
     "noise_parameters",
     "parameter_groups",
-    "settings_of",
     "unfreeze",
     "weight_parameters",
 ]
 
 Part = Literal["weights", "noise"]
 FROZEN = "_frozen_by_flowbnn"
-
-
-def noise_layers(model: nn.Module) -> dict[str, Noise]:
-    """The noise modules of a converted network by the name of the layer they serve, in the network's order."""
-    if not isinstance(model, nn.Module):
-        owner = type(model).__name__
-        advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
-        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
-    found: dict[str, Noise] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:  # as named_modules goes, but not into the noise, which has the most parts
-        name, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, Noise):
-            found[name.rpartition(".")[0]] = module
-            continue
-        prefix = f"{name}." if name else ""
-        for part, child in reversed(module._modules.items()):
-            if child is not None:
-                waiting.append((prefix + part, child))
-    return found
-
-
-def _layers(model: nn.Module) -> dict[str, Noise]:
-    found = noise_layers(model)
-    if not found:
-        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
-    return found
-
-
-def settings_of(
-    model: nn.Module,
-    mode: Mode,
-    samples: int = 1,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> dict[int, Setting]:
-    """One mode for all noise of a network, by the keys of its layers: what :class:`~flowbnn.noise.passes.NoisePass` takes.
-
-    Each layer's shared draws come from its own stream, derived from ``seed`` and the layer's place in the network.
-    """
-    layers = _layers(model)
-    if mode == "shared" and seed is None:
-        seed = int(torch.randint(2**31 - 1, (), generator=generator))
-    if mode == "sample" and seed is not None and generator is None:
-        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-        generator = torch.Generator(device).manual_seed(seed)
-    settings: dict[int, Setting] = {}
-    for index, layer in enumerate(layers.values()):
-        settings[layer.key] = Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
-    return settings
 
 
 @checked
@@ -143,40 +87,33 @@ def weight_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in theirs]
 
 
-def _choose(model: nn.Module, part: Part) -> list[nn.Parameter]:
-    if part not in ("weights", "noise"):
-        raise FlowBNNError(f"what can be frozen is 'weights' or 'noise', not {part!r}")
-    _layers(model)
-    return noise_parameters(model) if part == "noise" else weight_parameters(model)
-
-
-def _frozen(model: nn.Module) -> Iterator[tuple[set[str], str, nn.Parameter]]:
-    """Every module's parameters, with the names of those that :func:`freeze` froze; they are kept by the module and copied with it."""
+def _marked(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parameter]]:
+    """The parameters of a part, each with the names that :func:`freeze` froze in its module; copies of the module keep them."""
+    layers_with_noise(model)
+    chosen = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
+    found = []
     for module in model.modules():
         marks = module.__dict__.setdefault(FROZEN, set())
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield marks, name, parameter
+        found += [(marks, name, p) for name, p in module._parameters.items() if id(p) in chosen]
+    return found  # type: ignore[return-value]
 
 
+@checked
 def freeze(model: nn.Module, part: Part) -> None:
     """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`."""
-    chosen = {id(parameter) for parameter in _choose(model, part) if parameter.requires_grad}
-    for marks, name, parameter in _frozen(model):
-        if id(parameter) in chosen:
-            marks.add(name)
-            parameter.requires_grad_(False)
+    for marks, name, parameter in [one for one in _marked(model, part) if one[2].requires_grad]:
+        marks.add(name)
+        parameter.requires_grad_(False)
 
 
+@checked
 def unfreeze(model: nn.Module, part: Part) -> None:
     """Train those of the ``"weights"`` or the ``"noise"`` again that :func:`freeze` froze.
 
     What was frozen by other means stays so: ``requires_grad_(True)`` on a layer or a network thaws all of it.
     """
-    chosen = {id(parameter) for parameter in _choose(model, part)}
-    thawed = {id(parameter) for marks, name, parameter in _frozen(model) if name in marks} & chosen
-    for marks, name, parameter in _frozen(model):
-        if id(parameter) in thawed:
+    for marks, name, parameter in _marked(model, part):
+        if name in marks:
             marks.discard(name)
             parameter.requires_grad_(True)
 
@@ -232,16 +169,13 @@ def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
     # others: what depends on the examples changes
     fewer = _observed(model, apply(inputs, lambda tensor: tensor[count : 2 * count - 1]))
     for name, layer in layers.items():
-        first, second = more.get(name), fewer.get(name)
-        if first is None or second is None or first.ndim != second.ndim or layer.recipe is None:
+        first, second, layout = more.get(name), fewer.get(name), layer.layout
+        if first is None or second is None or first.ndim != second.ndim:
             continue
-        if layer.recipe.batch_axis is not None:
+        if layer.recipe is None or layer.recipe.batch_axis is not None:
             continue
-        axes = [
-            axis
-            for axis, (a, b) in enumerate(zip(first.shape, second.shape, strict=True))
-            if a != b and a * (count - 1) == b * count
-        ]
+        sizes = enumerate(zip(first.shape, second.shape, strict=True))
+        axes = [axis for axis, (a, b) in sizes if a != b and a * (count - 1) == b * count]
         if first.shape == second.shape and first.numel() and torch.equal(first, second):
             warnings.warn(
                 FlowBNNWarning(
@@ -251,13 +185,10 @@ def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
                     layer=name,
                 )
             )
-            layer.layout = layer.layout._replace(batch_axis=None)
+            layer.layout = layout._replace(batch_axis=None)
             layer.recipe = replace(layer.recipe, batch_axis="none")
-        elif len(axes) == 1 and axes[0] not in (
-            layer.layout.batch_axis,
-            first.ndim + layer.layout.feature_axis,
-        ):
-            layer.layout = layer.layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
+        elif len(axes) == 1 and axes[0] not in (layout.batch_axis, first.ndim + layout.feature_axis):
+            layer.layout = layout._replace(batch_axis=axes[0], unbatched_ndim=first.ndim - 1)
             layer.recipe = replace(layer.recipe, batch_axis=axes[0])
     _order_folded_rows(model, inputs, count, more)
     return idle
@@ -265,14 +196,11 @@ def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
 
 def _order_folded_rows(model: nn.Module, inputs: Any, count: int, seen: dict[str, Tensor]) -> None:
     """Where rows are time steps or frames of examples: whether those of one example follow each other."""
-    folded = {
-        name: layer
-        for name, layer in noise_layers(model).items()
-        if name in seen
-        and layer.layout.batch_axis == 0
-        and seen[name].shape[0] > count
-        and not seen[name].shape[0] % count
-    }
+    folded: dict[str, Noise] = {}
+    for name, layer in noise_layers(model).items():
+        number = len(seen[name]) if name in seen and layer.layout.batch_axis == 0 else 0
+        if number > count and not number % count:
+            folded[name] = layer
     if not folded:
         return
     changed = apply(inputs, lambda tensor: torch.cat([tensor[count : count + 1], tensor[1:count]]))

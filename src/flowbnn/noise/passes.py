@@ -8,8 +8,9 @@ them through a variable of their thread, so passes of several threads over one n
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ __all__ = [
     "NoisePass",
     "Setting",
     "Share",
+    "Sizes",
+    "Source",
     "Unfolded",
     "current_share",
     "governing",
@@ -32,7 +35,8 @@ __all__ = [
 ]
 
 Mode = Literal["sample", "shared", "mean", "off"]
-Draw = Callable[[int], Tensor]
+Sizes = tuple[int, ...]
+Source = torch.Generator | None  # of random numbers; None is torch's own
 
 _keys = count()
 
@@ -55,7 +59,7 @@ class Setting(NamedTuple):
     mode: Mode = "sample"
     samples: int = 1
     seed: int = 0
-    generator: torch.Generator | None = None
+    generator: Source = None
 
 
 class Share(NamedTuple):
@@ -75,14 +79,8 @@ class Share(NamedTuple):
     stop: int
     total: int
 
-    def of(self, rows: int, draw: Draw) -> Tensor:
-        """This share's rows of ``draw(number of rows of the whole batch)``.
-
-        Args:
-            rows: how many this process needs: as many as its examples, or a multiple of that (several samples or positions
-                of each example, one example after the other).
-            draw: from a number of rows to as many draws.
-        """
+    def of(self, rows: int, draw: Callable[[int], Tensor]) -> Tensor:
+        """This share's ``rows`` rows, a multiple of its examples, of ``draw(number of rows of the whole batch)``."""
         return self.take(draw(self.whole(rows)), rows)
 
     def whole(self, rows: int) -> int:
@@ -104,9 +102,7 @@ class Share(NamedTuple):
 
 
 class _Process:
-    """The share of the batch in this process, the same for all its threads: a backward pass may run parts again in another one."""
-
-    share: Share | None = None
+    share: Share | None = None  # the same for all threads: a backward pass may run parts again in another one
 
 
 def share_batch(share: Share | None) -> None:
@@ -132,28 +128,17 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@dataclass(eq=False)
 class Forward:
-    """One forward pass of a network: what has been drawn in it.
+    """One forward pass of a network: what has been drawn in it."""
 
-    Args:
-        group: the network's :class:`~flowbnn.noise.batched.NoiseGroup`.
-        sizes: the first two sizes of what the network was given; none where that is no tensor.
-        draws: made ahead for this pass, by the key of their layer.
-        outer: the forward pass around it, where the network calls itself.
-        held: where shared draws and means are kept.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        sizes: tuple[int, ...],
-        draws: dict[int, Tensor],
-        outer: "Forward | None",
-        held: dict[Any, Any],
-    ) -> None:
-        self.group, self.sizes, self.draws, self.outer, self.held = group, sizes, draws, outer, held
-        self.gradients = torch.is_grad_enabled()
-        self.calls: dict[int, int] = {}  # of layers of site ``position`` in mode ``shared``
+    group: Any  # the network's NoiseGroup
+    sizes: Sizes  # the first two of what the network was given; none where that is no tensor
+    draws: dict[int, Tensor]  # by the key of their layer; some may have been made ahead
+    outer: "Forward | None"  # the forward pass around it, where the network calls itself
+    held: dict[Any, Any]  # where shared draws and means are kept
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
+    calls: dict[int, int] = field(default_factory=dict)  # of layers of site ``position`` in mode ``shared``
 
     def serves(self) -> bool:
         """Whether draws may be kept for the pass: not in a part of it that will run again (activation checkpointing).
@@ -169,10 +154,8 @@ class Forward:
     def examples(self, rows: int, repeated: int = 1) -> tuple[int, int]:
         """How many examples the ``rows`` rows of a layer belong to, and how many rows each has.
 
-        Several where a network folds time steps or frames into its rows (``x.flatten(0, 1)``): the noise belongs to the example.
-
-        Args:
-            repeated: how many samples of each example a layer before has put into the batch.
+        Several where a network folds time steps or frames into its rows (``x.flatten(0, 1)``): the noise belongs to the example, of
+        which a layer before has put ``repeated`` samples into the batch.
         """
         if not self.sizes or rows in self.sizes:
             return rows, 1
@@ -180,6 +163,7 @@ class Forward:
         return (rows, 1) if given == 0 or rows % given else (given, rows // given)
 
 
+@dataclass(eq=False)
 class NoisePass:
     """How the noise of some layers behaves inside a ``with`` block of this object, in this thread.
 
@@ -189,20 +173,19 @@ class NoisePass:
         held: where shared draws and means are kept for longer than a forward pass: for a prediction, in which no parameter changes.
     """
 
-    def __init__(
-        self, settings: dict[int, Setting], shares: bool = True, held: dict[Any, Any] | None = None
-    ) -> None:
-        self.settings, self.shares, self.held = settings, shares, held
-        self.part: tuple[int, int] | None = None  # which of the shared draws are in the batch; None: all
-        self.entry: tuple[int, int] = (-1, 1)  # the layer at which samples enter the batch, and how many
-        self.rows: dict[int, int] = {}  # that layers must see where samples are folded into the batch
-        self.given: Any = None  # gives a layer its draws at some positions, where a pass is handed them
-        self.prepared: dict[int, Tensor] = {}  # draws for the next forward pass
-        self.gradients = False  # whether these were made with gradients
-        self.asked: dict[int, tuple[tuple[int, ...], bool]] = {}  # positions of layers, see InputNoise.ask
-        self.forward: Forward | None = None
-        self.outer: NoisePass | None = None
-        self.passing = False  # made for one forward pass only
+    settings: dict[int, Setting]
+    shares: bool = True
+    held: dict[Any, Any] | None = None
+    part: tuple[int, int] | None = None  # which of the shared draws are in the batch; None: all
+    entry: tuple[int, int] = (-1, 1)  # the layer at which samples enter the batch, and how many
+    rows: dict[int, int] = field(default_factory=dict)  # that layers must see where samples are folded
+    given: Any = None  # gives a layer its draws at some positions, where a pass is handed them
+    prepared: dict[int, Tensor] = field(default_factory=dict)  # draws for the next forward pass
+    gradients: bool = False  # whether these were made with gradients
+    asked: dict[int, tuple[Sizes, bool]] = field(default_factory=dict)  # positions, see InputNoise.ask
+    forward: Forward | None = None
+    outer: "NoisePass | None" = None
+    passing: bool = False  # made for one forward pass only
 
     def __enter__(self) -> "NoisePass":
         self.outer = _thread.innermost
@@ -226,16 +209,7 @@ class NoisePass:
         return _Process.share if self.shares else None
 
 
-class Governed(Protocol):
-    """What a pass has to know of a noise module."""
-
-    key: int
-
-    @property
-    def setting(self) -> Setting: ...
-
-
-def governing(noise: Governed) -> NoisePass | None:
+def governing(noise: Any) -> NoisePass | None:
     """The innermost pass of this thread that governs this layer."""
     found = _thread.innermost
     while found is not None and noise.key not in found.settings:
@@ -243,7 +217,7 @@ def governing(noise: Governed) -> NoisePass | None:
     return found
 
 
-def pass_of(noise: Governed) -> NoisePass:
+def pass_of(noise: Any) -> NoisePass:
     """The innermost pass of this thread that governs this layer; without one, a layer behaves as it is held itself."""
     found = _thread.innermost
     while found is not None and noise.key not in found.settings:

@@ -8,7 +8,7 @@ from dataclasses import asdict, field, fields
 from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
@@ -195,17 +195,15 @@ class FlowNoise(Recipe):
     factory: Callable[[int], Transform] | None = None
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        if not callable(self.factory) or isinstance(self.factory, Transform):
+        usable = callable(self.factory) and not isinstance(self.factory, Transform)
+        made = self.factory(dim) if usable else None  # type: ignore[misc]
+        if not isinstance(made, Transform):
             raise FlowBNNError(
-                "FlowNoise needs a function of the dimension, such as FlowNoise(lambda dim: Planar(dim))"
+                "FlowNoise needs a function of the dimension that gives a flowbnn transform, such as "
+                f"FlowNoise(lambda dim: Planar(dim)), not {shown(made if usable else self.factory)}; "
+                "from_torch wraps the transforms of torch.distributions"
             )
-        transform = self.factory(dim)
-        if not isinstance(transform, Transform):
-            raise FlowBNNError(
-                f"FlowNoise's function gave a {type(transform).__name__}; it must give a flowbnn transform "
-                "(from_torch wraps those of torch.distributions)"
-            )
-        return [transform]
+        return [made]
 
     def __str__(self) -> str:
         return f"FlowNoise({getattr(self.factory, '__name__', type(self.factory).__name__)})"
