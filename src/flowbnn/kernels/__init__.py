@@ -86,7 +86,9 @@ def evaluate(
         x, log_dets = gpu.push([Group([chain], z, log_det, coarse)])[0]
         return x, None if log_dets is None else log_dets[0]
     if chain.weights and cpu.serves(z):
-        return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
+        if torch.is_grad_enabled():
+            return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
+        return cpu.ChainFunction.forward(cpu.NoContext(), chain.plan, log_det, z, *chain.weights)
     return reference.forward(chain.plan, chain.weights, z, log_det)
 
 

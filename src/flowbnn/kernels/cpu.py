@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from flowbnn.kernels import reference
 from flowbnn.kernels.reference import Plan
 
-__all__ = ["ChainFunction", "serves"]
+__all__ = ["ChainFunction", "NoContext", "serves"]
 
 Array = NDArray[Any]
 _DTYPES = (torch.float32, torch.float64)
@@ -100,6 +100,13 @@ def _triangles_back(plan: Plan, logs: Array, lower: Array, upper: Array, of_tota
     factors += upper * above
     _diagonal(factors)[:] = of_logs * (1.0 - np.square(logs / plan.bound))
     return factors
+
+
+class NoContext:
+    """In the place of autograd's context where no gradient is wanted: autograd takes as long to begin as a short chain takes."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
 
 
 class ChainFunction(torch.autograd.Function):

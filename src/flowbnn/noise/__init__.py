@@ -1,6 +1,6 @@
 """Stochastic layers: input noise from flows, dropout, and the handles on them."""
 
-from flowbnn.noise.base import DropoutNoise, Noise, Site, noise_layers, settings_of
+from flowbnn.noise.base import Noise, Site, noise_layers, settings_of
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout, absorbs, layout_of, register_layer, weight_scale, wrappable
@@ -14,7 +14,7 @@ from flowbnn.noise.modes import (
     unfreeze,
     weight_parameters,
 )
-from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, current_share, pass_of, share_batch
+from flowbnn.noise.passes import NoisePass, Setting, Share, current_share, pass_of, share_batch
 from flowbnn.noise.recipes import (
     Dropout,
     FlowNoise,
@@ -32,11 +32,9 @@ from flowbnn.noise.recipes import (
 __all__ = [
     "Divergences",
     "Dropout",
-    "DropoutNoise",
     "FlowNoise",
     "InputNoise",
     "Layout",
-    "Mode",
     "Noise",
     "NoiseGroup",
     "NoisePass",
