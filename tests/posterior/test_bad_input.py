@@ -42,7 +42,7 @@ def one_line(call, *words):
             [(INPUTS * torch.nan, LABELS)],
             "validation inputs hold NaN or infinity in 40 of 40 rows (the first is row 0)",
         ),
-        ([(INPUTS, LABELS + 9)], "the validation data do not fit: labels run from 9"),
+        ([(INPUTS, LABELS + 9)], "the first batch of the validation data does not fit: labels run from 9"),
         ([(INPUTS[:, :3], LABELS)], "first batch of the validation data"),
         ([INPUTS], "validation needs batches of (inputs, targets)"),
         ([], "the loader is empty: there is nothing for validation"),

@@ -36,13 +36,26 @@ import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.methods.fitting import FitOptions, LikelihoodName, Schedule, check_loader, fit_point, point_as_is
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.fitting import (
+    FitOptions,
+    LikelihoodName,
+    Schedule,
+    check_loader,
+    learn_noise,
+    negative_log_likelihood,
+    optimizer_for,
+    prepare,
+    train_posterior,
+    undisturbed,
+)
 from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -144,12 +157,32 @@ class Method:
     ) -> PointPosterior:
         r"""The network trained for ``epochs`` by maximum a posteriori, in place; as it is where ``epochs`` is 0.
 
+        .. math:: \max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2
+
         Args:
-            weight_decay: unless given that of the Gaussian prior, whose :math:`-\log p(w) = \|w\|^2 / 2\sigma^2` is a weight decay
-                of :math:`1 / \sigma^2 N` in the loss per example.
+            weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior.
         """
+        likelihood, _, check = prepare(model, loader, run.likelihood, run.seed)
+        posterior = PointPosterior(model, likelihood)
         if not self.epochs:
-            return point_as_is(model, loader, run)
+            model.eval()
+            if not isinstance(run.likelihood, Gaussian):  # one that is given brings its noise
+                with undisturbed(loader, run.seed):
+                    learn_noise(model, likelihood, loader)
+            return posterior
         decay = 1.0 / (self.prior_scale**2 * run.count(loader)) if weight_decay is None else weight_decay
-        given = {"lr": self.lr, "optimizer": self.optimizer, "schedule": self.schedule}
-        return fit_point(model, loader, run, weight_decay=decay, **given)  # type: ignore[arg-type]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": weights, "lr": self.lr, "weight_decay": decay},
+            {"params": list(likelihood.parameters()), "lr": self.lr, "weight_decay": 0.0},
+        ]
+        posterior.history = train_posterior(
+            posterior,
+            partial(negative_log_likelihood, likelihood),
+            optimizer_for(groups, self.optimizer),
+            loader,
+            run,
+            self.schedule,
+            check_batch=check,
+        )
+        return posterior

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,10 @@ from flowbnn.batches import device_of, dtype_of, split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers
-from flowbnn.options import Count, options
+from flowbnn.options import Count, Hint, check, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.batches import apply, call, check_finite, count_data, failure, move
 from flowbnn.posterior.forward import evaluating
-from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 
@@ -35,11 +35,9 @@ __all__ = [
     "check_loader",
     "checks_targets",
     "first_batch",
-    "fit_point",
     "learn_noise",
     "negative_log_likelihood",
     "optimizer_for",
-    "point_as_is",
     "prepare",
     "steps_of",
     "train_posterior",
@@ -169,8 +167,8 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
             generator.set_state(state)
 
 
-def check_loader(loader: Any, use: str = "training") -> None:
-    """Refuse what is no loader, or an empty one, before anything is read from it."""
+def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
+    """Refuse what is no loader, or an empty one, before anything is read from it; or one without a length for what is ``planned``."""
     reason = None
     if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or _is_pair(loader):
         reason = (
@@ -183,6 +181,10 @@ def check_loader(loader: Any, use: str = "training") -> None:
         )
     elif isinstance(loader, list | tuple) and not loader:
         reason = f"the loader is empty: there is nothing for {use}"
+    elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
+        reason = f"{use} needs batches of (inputs, targets), but the loader gives inputs alone"
+    elif planned and not hasattr(loader, "__len__"):
+        reason = f"{planned} is planned ahead and needs a loader with a length"
     if reason is not None:
         raise FlowBNNError(reason, kind="loader", argument="loader")
 
@@ -195,12 +197,9 @@ def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "trai
     """Inputs and targets of the first batch; torch's generator is left as it was. The same seed gives the same batch."""
     check_loader(loader, use)
     with undisturbed(loader, seed):
-        batch = next(iter(loader), None)
-    inputs, targets = split_batch(batch)
-    if targets is None:
-        gives = "the loader is empty" if batch is None else "the loader gives inputs alone"
-        raise FlowBNNError(f"{use} needs batches of (inputs, targets), but {gives}", kind="loader")
-    return inputs, targets
+        batches = list(islice(loader, 1))
+    check_loader(batches, use)
+    return split_batch(batches[0])
 
 
 def prepare(
@@ -216,7 +215,7 @@ def prepare(
     with evaluating(model), torch.random.fork_rng(_cuda(device), enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)  # a network with noise draws here
-        outputs = _outputs(model, inputs)
+        outputs = _outputs(model, inputs, "first batch")
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
     _warn_of_probabilities(model, chosen, outputs)
@@ -235,14 +234,20 @@ def _cuda(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _outputs(model: nn.Module, inputs: Any, what: str = "first batch") -> Tensor:
-    """Outputs of a first batch, or one line that says why there are none."""
+def _outputs(
+    model: nn.Module, inputs: Any, what: str, check: Callable[[Tensor], Any] | None = None
+) -> Tensor:
+    """Outputs of a first batch, or one line that says why there are none, or why they do not pass the check."""
     try:
-        return call(model, inputs)
+        outputs = call(model, inputs)
+        if check is not None:
+            check(outputs)
+        return outputs
+    except FlowBNNError as error:
+        message, fields, cause = f"the {what} does not fit: {error}", error.fields, error.__cause__
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise FlowBNNError(
-            f"the network fails on the {what}, of {failure(inputs, error)}", kind="network"
-        ) from error
+        message, fields, cause = f"the network fails on the {what}, of {failure(inputs, error)}", {}, error
+    raise FlowBNNError(message, **{"kind": "network", **fields}) from cause
 
 
 def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
@@ -294,11 +299,9 @@ def validator(
     check_finite(targets, "validation targets")
     model, device = posterior.model, device_of(posterior.model)
     with evaluating(model), torch.random.fork_rng(_cuda(device)):
-        outputs = _outputs(model, move(inputs, device, dtype_of(model)), "first batch of the validation data")
-    try:
-        posterior.likelihood.check(outputs, targets)
-    except FlowBNNError as error:
-        raise FlowBNNError(f"the validation data do not fit: {error}", **error.fields) from None
+        inputs = move(inputs, device, dtype_of(model))
+        check = partial(posterior.likelihood.check, targets=targets)
+        _outputs(model, inputs, "first batch of the validation data", check)
 
     def validate(model: nn.Module) -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)
@@ -312,21 +315,16 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     """The optimizer of the groups that have parameters; Adam unless given, fused for all the small vectors of the noise."""
     groups = [group for group in groups if group["params"]]
-    reason = None if groups else "nothing is left to train: both the weights and the noise are frozen"
-    made: Any = None
-    if groups:
-        made = torch.optim.Adam(groups, fused=True) if optimizer is None else optimizer(groups)
-        if not isinstance(made, torch.optim.Optimizer):
-            reason = f"optimizer must return a torch.optim.Optimizer, but returned a {type(made).__name__}"
-    if reason is not None:
-        raise FlowBNNError(reason, kind="value", argument="optimizer")
+    if optimizer is None:
+        return torch.optim.Adam(groups, fused=True)
+    made = optimizer(groups)
+    check("optimizer", made, Annotated[torch.optim.Optimizer, Hint("which the function returns")])
     return made
 
 
 def steps_of(loader: Any, epochs: int, what: str) -> int:
     """The number of steps of a run, for what has to know it ahead."""
-    if not hasattr(loader, "__len__"):
-        raise FlowBNNError(f"{what} is planned ahead and needs a loader with a length", kind="loader")
+    check_loader(loader, planned=what)
     return len(loader) * epochs
 
 
@@ -392,41 +390,6 @@ def negative_log_likelihood(likelihood: Likelihood, outputs_of: Outputs, batch: 
 def checks_targets(targets: Tensor, clock: Clock) -> bool:
     """Whether targets are checked in this step: on a GPU, where that waits for the device, in the first epoch only."""
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
-
-
-def fit_point(
-    model: nn.Module,
-    loader: Iterable[Any],
-    options: FitOptions,
-    *,
-    lr: float,
-    weight_decay: float = 0.0,
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    schedule: Schedule | None = None,
-) -> PointPosterior:
-    r"""Train a plain network in place: :math:`\max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2`."""
-    likelihood, _, check = prepare(model, loader, options.likelihood, options.seed)
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": weights, "lr": lr, "weight_decay": weight_decay},
-        {"params": list(likelihood.parameters()), "lr": lr, "weight_decay": 0.0},
-    ]
-    engine = optimizer_for(groups, optimizer)
-
-    loss = partial(negative_log_likelihood, likelihood)
-    posterior = PointPosterior(model, likelihood)
-    posterior.history = train_posterior(posterior, loss, engine, loader, options, schedule, check_batch=check)
-    return posterior
-
-
-def point_as_is(model: nn.Module, loader: Iterable[Any], options: FitOptions) -> PointPosterior:
-    """The network with the weights that it has; of the likelihood, the noise is learned unless it is given."""
-    likelihood, _, _ = prepare(model, loader, options.likelihood, options.seed)
-    model.eval()
-    if not isinstance(options.likelihood, Gaussian):  # one that is given brings its noise
-        with undisturbed(loader, options.seed):
-            learn_noise(model, likelihood, loader)
-    return PointPosterior(model, likelihood)
 
 
 def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:

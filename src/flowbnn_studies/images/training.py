@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.convert import to_stochastic
-from flowbnn.methods import FitOptions, Posterior, fit
-from flowbnn.methods.fitting import fit_point
+from flowbnn.methods import MLE, FitOptions, Posterior, fit
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.settings import Training, rules_for
 
@@ -96,7 +95,8 @@ def fit_variant(
         "epochs": training.epochs,
     }
     if not rules:
-        return fit_point(model, loader, FitOptions(**given), lr=training.weight_lr, **how)
+        decay = how.pop("weight_decay")
+        return MLE(lr=training.weight_lr, **how).start(model, loader, FitOptions(**given), decay)
     return fit(
         model,
         loader,

@@ -177,8 +177,13 @@ def fit(
         its prior is warned of by name, all of one kind in one warning.
     """
     run = FitOptions(**{"epochs": epochs, "description": "fitting the noise", **given})
+    reason = None
     if not noise_layers(model):
-        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+        reason = "this network has no noise; convert it first with to_stochastic(network, rules)"
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        reason = "nothing is left to train: both the weights and the noise are frozen"
+    if reason is not None:
+        raise FlowBNNError(reason, kind="network", argument="model")
     if run.precision in ("bf16-true", "16-true"):
         warnings.warn(
             FlowBNNWarning(
