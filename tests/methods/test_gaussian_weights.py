@@ -10,16 +10,12 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal, standard_normals
-from flowbnn.methods.variational.gaussian_weights import (
-    DrawnWeights,
-    GaussianWeights,
-    gaussian_kl,
-    mixture_kl,
-)
+from flowbnn.methods.variational.bayes_by_backprop import DrawnWeights, GaussianWeights, mixture_kl
 from flowbnn.methods.variational.layers import (
     apply_weights,
     base_scales,
     chosen_weights,
+    gaussian_kl,
     local_noise,
     ways_of,
 )

@@ -12,8 +12,7 @@ from torch.distributions import Normal, kl_divergence
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.variational.base import FLOWS
-from flowbnn.methods.variational.mnf import served_layers
-from flowbnn.methods.variational.mnf_layers import MultiplicativeLayer, MultiplicativeWeights
+from flowbnn.methods.variational.mnf import MultiplicativeLayer, MultiplicativeWeights, served_layers
 from flowbnn.transforms import Planar
 
 
@@ -172,7 +171,9 @@ def test_every_flow_fits_saves_and_loads(tmp_path):
 
 
 def test_flow_of_ones_own():
-    posterior = fb.MNF(lambda dim: Planar(dim), epochs=1).fit(small(), loader(blobs()), seed=0, **QUIET)
+    posterior = fb.MNF(fb.noise.FlowNoise(lambda dim: Planar(dim)), epochs=1).fit(
+        small(), loader(blobs()), seed=0, **QUIET
+    )
     assert posterior.draws(2, seed=0)["0.weight"].shape == (2, 6, 4)
     with pytest.raises(FlowBNNError, match="is code and cannot be stored"):
         posterior.save("nowhere.safetensors")

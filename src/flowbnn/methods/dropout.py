@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.convert import to_stochastic
-from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.layers import own_dropout
 from flowbnn.methods.variational.base import fit
@@ -69,25 +68,14 @@ class MCDropout(Method):
         if not self.epochs:
             likelihood = self.start(deepcopy(model), loader, run).likelihood
             return NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
-        return fit(
-            self._with_dropout(model, rate),
-            loader,
-            epochs=self.epochs,
-            weight_lr=self.lr,
-            weight_decay=decay,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            **given,
-        )
+        noisy = self._with_dropout(model, rate)
+        settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}
+        return fit(noisy, loader, weight_lr=self.lr, weight_decay=decay, **settings, **given)
 
     def _with_dropout(self, model: nn.Module, rate: float) -> nn.Module:
         inner = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
         names = [name for name, part in model.named_modules() if wrappable(part) and id(part) not in inner]
-        if not names:
-            raise FlowBNNError(
-                "this network has no layer that dropout could stand before; give it nn.Dropout of its own"
-            )
-        chosen = [self.layers] if self.layers is not None else names[1:] or names
+        chosen = [self.layers] if self.layers is not None else names[1:] or names or ["*"]
         return to_stochastic(model, {name: Dropout(rate) for name in chosen}, inplace=True)
 
 

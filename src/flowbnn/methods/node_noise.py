@@ -72,17 +72,6 @@ class NodeNoise(Variational):
             if run.seed is not None:
                 torch.default_generator.manual_seed(run.seed)
             noisy = to_stochastic(model, self.rules(), inplace=True)
-        return fit(
-            noisy,
-            loader,
-            epochs=self.epochs,
-            weight_lr=self.lr,
-            noise_lr=self.noise_lr,
-            beta=self.beta,
-            gamma=self.gamma,
-            warmup=self.warmup,
-            samples=self.samples,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            **given,
-        )
+        same = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
+        settings = {name: getattr(self, name) for name in same}
+        return fit(noisy, loader, weight_lr=self.lr, **settings, **given)

@@ -21,6 +21,7 @@ from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.fitting import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior, reading
 from flowbnn.posterior.batches import call, rows, take
@@ -92,30 +93,25 @@ def held_out(loader: Any, share: float, seed: int) -> tuple[Any, Any]:
         return _split_batches(list(loader), share, source)
     if hasattr(loader, "tensors") and hasattr(loader, "num_data"):  # flowbnn.data.TensorLoader
         kept, out = _split(len(loader.tensors[0]), share, source)
-        parts = []
-        for index in (kept, out):
-            part = copy(loader)
-            part.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
-            part.num_data = len(index)
-            parts.append(part)
+        rest, part = copy(loader), copy(loader)
+        for made, index in ((rest, kept), (part, out)):
+            made.tensors = tuple(tensor[index.to(tensor.device)] for tensor in loader.tensors)
+            made.num_data = len(index)
         if loader.drop_last:
-            parts[0].num_data = len(kept) // loader.batch_size * loader.batch_size
-        parts[1].shuffle, parts[1].augment, parts[1].drop_last = False, None, False
-        return parts[0], parts[1]
+            rest.num_data = len(kept) // loader.batch_size * loader.batch_size
+        part.shuffle, part.augment, part.drop_last = False, None, False
+        return rest, part
     plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
     known = plain and type(loader.sampler) in (RandomSampler, SequentialSampler)
     kept, out = _split(len(loader.dataset) if known else 0, share, source)
-    common = {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers")}
-    train = DataLoader(
-        Subset(loader.dataset, kept.tolist()),
-        shuffle=isinstance(loader.sampler, RandomSampler),
-        generator=loader.generator,
-        drop_last=loader.drop_last,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        **common,
-    )
-    return train, DataLoader(Subset(loader.dataset, out.tolist()), **common)
+
+    def like(index: Tensor, *names: str, **more: Any) -> DataLoader[Any]:
+        more |= {name: getattr(loader, name) for name in ("batch_size", "collate_fn", "num_workers", *names)}
+        return DataLoader(Subset(loader.dataset, index.tolist()), **more)
+
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    train = like(kept, "generator", "drop_last", "pin_memory", "worker_init_fn", shuffle=shuffle)
+    return train, like(out)
 
 
 def _split(number: int, share: float, source: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -173,14 +169,9 @@ def temper(
         posterior = posterior.posterior
     if isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[0], Tensor):
         validation = [validation]
+    first_batch(validation, use="temperature scaling")
     outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
-    if targets is None or not bool(torch.isfinite(outputs).all()):
-        trouble = (
-            "the loader gives inputs alone" if targets is None else "the posterior gives NaN or infinity"
-        )
-        raise FlowBNNError(
-            f"temperature scaling needs outputs and targets, but {trouble}", argument="validation"
-        )
+    assert targets is not None
     targets = posterior.likelihood.canonical(targets).to(outputs.device)
     return TemperedPosterior(posterior, best_temperature(posterior, outputs.double(), targets))
 
@@ -310,9 +301,5 @@ def tempered(plain: Any, temperature: Any, spent: Tensor | None = None) -> Any:
     spent = None if spent is None else plain.samples_spent
     if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
         return CategoricalPredictive(plain.log_samples / temperature, spent)
-    if not isinstance(plain, GaussianPredictive):
-        raise FlowBNNError(
-            f"temperature scaling is for classes and numbers, not for a {type(plain).__name__}"
-        )
     means = plain.mean + temperature * (plain.samples - plain.mean)
     return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent)

@@ -89,13 +89,7 @@ def fit_elbo(
 ) -> None:
     r"""Maximise :math:`E_q \log p(y \mid x, w) - \frac{\beta}{N} \mathrm{KL}` over the parameters in ``groups``.
 
-    Args:
-        posterior: its likelihood is trained too, its history is filled.
-        around: the network with weights drawn in every pass.
-        divergence: KL and entropy of the weights, from fresh draws where there is no closed form.
-        groups: for the optimizer; the rest of the network's weights, and the likelihood's, are added here.
-        method: whose settings these are.
-        check: for the batches of a recorded step.
+    The rest of the network's weights, and the likelihood's, are trained too. ``around`` draws weights in every pass.
     """
     likelihood, samples = posterior.likelihood, method.samples
     varied = set(posterior.names)
@@ -212,13 +206,8 @@ def fit(
         return terms.loss, terms.logs()
 
     posterior = NoisePosterior(model, chosen)
-    settings = {
-        "beta": beta,
-        "gamma": gamma,
-        "warmup": warmup,
-        "samples": samples,
-        "num_data": objective.num_data,
-    }
+    settings = {"beta": beta, "gamma": gamma, "warmup": warmup, "samples": samples}
+    settings["num_data"] = objective.num_data
     with noise_mode(model, "sample"):
         posterior.history = train_posterior(
             posterior,

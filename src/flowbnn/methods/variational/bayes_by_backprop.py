@@ -8,7 +8,7 @@ What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
@@ -16,14 +16,25 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal, standard_normals
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.variational.base import Variational, fit_elbo
-from flowbnn.methods.variational.gaussian_weights import DrawnWeights, GaussianWeights
-from flowbnn.methods.variational.layers import LayerChoice, base_scales, chosen_weights, ways_of
+from flowbnn.methods.variational.layers import (
+    DrawnNetwork,
+    LayerChoice,
+    Way,
+    base_scales,
+    chosen_weights,
+    flipout_noise,
+    gaussian_kl,
+    local_noise,
+    ways_of,
+)
+from flowbnn.noise import current_share
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
@@ -85,10 +96,7 @@ class BayesByBackprop(Variational):
         weights = GaussianWeights(mean, std, ways.parameters)
         around = DrawnWeights(model, weights, ways.layers)
         posterior = GaussianWeightPosterior(model, likelihood, std)
-        posterior.live = lambda: (
-            weights.split(weights.mean.detach()),
-            weights.split(weights.log_std.detach().exp()),
-        )
+        posterior.live = weights
         mixture = None if self.prior == "gaussian" else (self.pi, self.sigma1, self.sigma2)
         groups = [
             {"name": "means", "params": [weights.mean], "lr": self.lr},
@@ -99,6 +107,9 @@ class BayesByBackprop(Variational):
         around.release()
         posterior.follow()
         posterior.live = None
+        with torch.no_grad():
+            for name, value in posterior.mean.items():
+                model.get_parameter(name).copy_(value)
         return posterior
 
 
@@ -150,8 +161,7 @@ class GaussianWeightPosterior(WeightPosterior):
         self.shapes = [own[name].shape for name in self._names]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.flat_mean, self.flat_std = self.join(own), self.join(std)
-        # while training goes on: gives means and standard deviations as they are now
-        self.live: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] | None = None
+        self.live: GaussianWeights | None = None  # means and standard deviations while training goes on
 
     @property
     def names(self) -> list[str]:
@@ -174,7 +184,8 @@ class GaussianWeightPosterior(WeightPosterior):
     def follow(self) -> None:
         """Take over means and standard deviations from the training that goes on."""
         if self.live is not None:
-            self.flat_mean, self.flat_std = map(self.join, self.live())
+            self.flat_mean = self.join(self.live.split(self.live.mean))
+            self.flat_std = self.join(self.live.split(self.live.log_std.exp()))
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters of one vector of all of them."""
@@ -223,3 +234,139 @@ class GaussianWeightPosterior(WeightPosterior):
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         std = {name.removeprefix("std."): value for name, value in state.items() if name.startswith("std.")}
         return cls(point.model, point.likelihood, std, history=point.history)
+
+
+_WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
+
+
+class GaussianWeights(nn.Module):
+    r"""Means and log standard deviations of the weights of a network, end to end in two vectors.
+
+    So the draw and the KL of all layers take the few operations on long vectors that one layer's would.
+
+    ``ways`` says how each parameter is drawn in training; those that are not named are drawn by plain reparameterization.
+    """
+
+    def __init__(
+        self, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], ways: Mapping[str, Way] | None = None
+    ) -> None:
+        super().__init__()
+        ways = ways or {}
+        chosen: dict[str, Way] = {name: ways.get(name, "reparameterization") for name in mean}
+        self.names = sorted(mean, key=lambda name: _WAYS.index(chosen[name]))
+        self.shapes = [mean[name].shape for name in self.names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        moved = [mean[name].numel() for name in mean if chosen[name] == "reparameterization"]
+        flipped = [mean[name].numel() for name in mean if chosen[name] == "flipout"]
+        self.moved = sum(moved)  # these weights are drawn; the others stay at their means
+        self.drawn = self.moved + sum(flipped)
+        self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in self.names]))
+        self.log_std = nn.Parameter(torch.cat([std[name].detach().flatten() for name in self.names]).log())
+
+    def forward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the network is to hold in a pass, and what the noise behind its layers is made of.
+
+        The first are drawn weights, or means where the noise comes behind; the second the draw's distance from the mean (Flipout) or
+        the standard deviations (local).
+        """
+        scale, like = self.log_std.exp(), self.mean
+        if self.drawn:
+            normal = standard_normal(torch.Size((self.drawn,)), like.dtype, like.device)
+            if self.drawn < len(like):
+                normal = torch.cat([normal, torch.ones_like(like[self.drawn :])])
+            scale = scale * normal
+        if self.moved == len(like):
+            return self.split(like + scale), {}
+        center = torch.cat([like[: self.moved] + scale[: self.moved], like[self.moved :]])
+        return self.split(center), self.split(scale)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters of a vector ``[..., n]`` by their names."""
+        parts, leading = flat.split(self.sizes, -1), flat.shape[:-1]
+        return {
+            name: part.view(*leading, *shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
+
+    def divergence(
+        self, prior_scale: float = 1.0, mixture: tuple[float, float, float] | None = None, samples: int = 1
+    ) -> Divergence:
+        r"""KL to the prior :math:`\mathcal N(0, \sigma_0^2)`, or to a mixture ``(pi, sigma1, sigma2)`` on fresh draws; entropy."""
+        mean, log_std = self.mean, self.log_std
+        with torch.no_grad():
+            entropy = log_std.sum() + 0.5 * mean.numel() * (1.0 + math.log(2.0 * math.pi))
+        if mixture is None:
+            return Divergence(gaussian_kl(mean, log_std, prior_scale), entropy)
+        normal = standard_normal(torch.Size((samples, mean.numel())), mean.dtype, mean.device)
+        return Divergence(mixture_kl(mean, log_std, normal, *mixture), entropy)
+
+
+class DrawnWeights(DrawnNetwork):
+    """A network whose weights are Gaussian, drawn anew in every pass; ``ways`` names the layers that get their noise behind them."""
+
+    def __init__(self, network: nn.Module, weights: GaussianWeights, ways: Mapping[str, str]) -> None:
+        super().__init__(network, weights.names)
+        self.weights = weights
+        names = {id(p): name for name, p in network.named_parameters()}
+        for layer, way in ways.items():
+            module = network.get_submodule(layer)
+            own = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
+            noise = flipout_noise if way == "flipout" else local_noise
+            hook = self._hook(own["weight"], own.get("bias", ""), noise)
+            self.hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def _hook(self, weight: str, bias: str, noise: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+            if self.shared is None:
+                return None
+            x = args[0] if args else kwargs["input"]
+            return output + noise(module, x, self.shared[weight], self.shared.get(bias), current_share())
+
+        return hook
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        center, behind = self.weights()
+        return self.run(center, behind, *args, **kwargs)
+
+
+def mixture_kl(
+    mean: Tensor, log_std: Tensor, normal: Tensor, pi: float, sigma1: float, sigma2: float
+) -> Tensor:
+    r"""The KL to :math:`\pi \mathcal N(0, \sigma_1^2) + (1 - \pi) \mathcal N(0, \sigma_2^2)`, which has no closed form.
+
+    :math:`E_q \log q` has one; :math:`E_q \log p` is estimated at the draws :math:`\mu + \sigma \epsilon`, averaged over the first
+    axis of ``normal``, ``[K, n]``.
+
+    >>> same = mixture_kl(torch.zeros(3), torch.zeros(3), torch.ones(1, 3), 0.5, 1.0, 1.0)  # one Gaussian: the closed form at e = 1
+    >>> round(same.item(), 6)
+    0.0
+    """
+    return _MixtureKL.apply(mean, log_std, normal, pi, sigma1, sigma2)
+
+
+class _MixtureKL(torch.autograd.Function):
+    """:func:`mixture_kl` as one node: its derivatives need no more than the second component's responsibility."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, log_std: Tensor, normal: Tensor, pi: float, sigma1: float, sigma2: float
+    ) -> Tensor:
+        std = log_std.exp()
+        draws = torch.addcmul(mean, std, normal)
+        square = draws * draws
+        first = square.mul(-0.5 * sigma1**-2).add_(math.log(pi) - math.log(sigma1))
+        second = square.mul_(-0.5 * sigma2**-2).add_(math.log1p(-pi) - math.log(sigma2))
+        share = torch.sigmoid(second - first)
+        larger = torch.maximum(first, second).sum() - torch.maximum(share, 1.0 - share).log().sum()
+        ctx.save_for_backward(std, draws, normal, share)
+        ctx.precisions = (sigma1**-2, sigma2**-2)
+        return -0.5 * mean.numel() - larger / normal.shape[0] - log_std.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        std, draws, normal, share = ctx.saved_tensors
+        first, second = ctx.precisions
+        to_draws = share.mul(second - first).add_(first).mul_(draws).mul_(gradient / len(draws))
+        to_log_std = (to_draws * normal).sum(0).mul_(std).sub_(gradient)
+        return to_draws.sum(0), to_log_std, None, None, None, None

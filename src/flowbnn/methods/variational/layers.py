@@ -1,4 +1,4 @@
-r"""Which weights of a network are random, and how their noise is drawn in training.
+r"""Which weights of a network are random, how their noise is drawn in training, and the network that computes with them.
 
 A linear map :math:`y = W x` whose weights are Gaussian around their mean has outputs that are Gaussian around theirs, so that the
 noise can be added behind the layer instead of inside it. Both ways below serve linear layers and convolutions (with groups, strides
@@ -14,11 +14,11 @@ and any padding) and lower the variance of gradients, since the examples of a ba
   :math:`y = \bar W x + r \circ \Delta W (s \circ x)`. It is exact for all positions of an example; the examples are on the first axis.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from flowbnn.posterior.batches import call, move
 from flowbnn.posterior.forward import evaluating
 
 __all__ = [
+    "DrawnNetwork",
     "LayerChoice",
     "Way",
     "Ways",
@@ -40,6 +41,8 @@ __all__ = [
     "base_scales",
     "chosen_weights",
     "flipout_noise",
+    "full_precision",
+    "gaussian_kl",
     "is_linear_map",
     "local_noise",
     "owners",
@@ -100,15 +103,12 @@ def chosen_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
     >>> chosen_weights(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), None)
     ['0.weight', '0.bias']
     """
-    modules = dict(model.named_modules())
-    own = dict(model.named_parameters())
     held = owners(model)
-    picked = {
-        layer for layers in held.values() for layer in layers if _matches(choice, layer, modules[layer])
-    }
+    layers = {layer for several in held.values() for layer in several}
+    picked = {layer for layer in layers if _matches(choice, layer, model.get_submodule(layer))}
     found = [
         name
-        for name, parameter in own.items()
+        for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point() and picked.intersection(held[name])
     ]
     if found:
@@ -156,8 +156,7 @@ def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     return found
 
 
-@dataclass(frozen=True)
-class Ways:
+class Ways(NamedTuple):
     """How weights are drawn: ``"local"`` or ``"flipout"`` by layer, and by parameter. What is not named is drawn plainly."""
 
     layers: dict[str, str]
@@ -239,10 +238,15 @@ def local_noise(
     >>> local_noise(layer, torch.ones(5, 3), torch.full((2, 3), 0.1), None).shape
     torch.Size([5, 2])
     """
-    if isinstance(module, nn.Linear) and x.ndim == 2 and x.dtype == std.dtype and not _casts(x.device.type):
+    if (
+        isinstance(module, nn.Linear)
+        and x.ndim == 2
+        and x.dtype == std.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
         shape = torch.Size((x.shape[0], std.shape[0]))
         return _LocalLinear.apply(x, std, bias_std, rows_of(share, shape, True, x))
-    with _wide_enough(x.device.type):
+    with full_precision(x.device.type, torch.float16):
         bias = None if bias_std is None else bias_std.square()
         variance = apply_weights(module, x.square(), std.square(), bias)
         normal = rows_of(share, variance.shape, _batched(module, x), variance)
@@ -304,12 +308,58 @@ def _batched(module: nn.Module, x: Tensor) -> bool:
     return x.ndim > _spatial(module) + 1
 
 
-def _casts(device: str) -> bool:
-    return torch.is_autocast_enabled(device)
-
-
-def _wide_enough(device: str) -> AbstractContextManager[Any]:
-    """Variances are too small for float16; bfloat16 has the range."""
-    if _casts(device) and torch.get_autocast_dtype(device) == torch.float16:
+def full_precision(device: str, *dtypes: torch.dtype) -> AbstractContextManager[Any]:
+    """No autocast to these types: flows are not accurate in bfloat16, variances too small for float16."""
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in dtypes:
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def gaussian_kl(mean: Tensor, log_std: Tensor, prior_scale: float) -> Tensor:
+    r""":math:`\sum_i \log\frac{\sigma_0}{\sigma_i} + \frac{\sigma_i^2 + \mu_i^2}{2\sigma_0^2} - \frac12`, to a prior around zero.
+
+    >>> gaussian_kl(torch.zeros(3), torch.zeros(3), 1.0)
+    tensor(0.)
+    """
+    squares = (2.0 * log_std).exp().sum() + mean.square().sum()
+    constant = mean.numel() * (math.log(prior_scale) - 0.5)
+    return squares / (2.0 * prior_scale**2) - log_std.sum() + constant
+
+
+class DrawnNetwork(nn.Module):
+    """A network that computes with other tensors in the place of these parameters, tied ones in all their places.
+
+    It is left as it is but for hooks on some layers, which :meth:`release` takes off.
+    """
+
+    def __init__(self, network: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.network, self.hooks = network, []  # type: tuple[nn.Module, list[Any]]
+        self.shared: dict[str, Tensor] | None = None  # what the hooks of a pass use; None outside of one
+        own = dict(network.named_parameters())
+        wanted = {id(own[name]): name for name in names}
+        self.places = [
+            (module._parameters, key, parameter, wanted[id(parameter)])
+            for module in network.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in wanted
+        ]
+
+    def run(
+        self, values: Mapping[str, Tensor | None], shared: dict[str, Tensor], *args: Any, **kw: Any
+    ) -> Any:
+        """A pass of the network with these tensors, which gradients reach."""
+        self.shared = shared
+        try:
+            for held, key, _, name in self.places:
+                held[key] = values[name]  # type: ignore[assignment]
+            return self.network(*args, **kw)
+        finally:
+            self.shared = None
+            for held, key, own, _ in self.places:
+                held[key] = own
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        while self.hooks:
+            self.hooks.pop().remove()
