@@ -343,7 +343,7 @@ def compare(
                 )
         except FlowBNNError as error:
             _leave_out(candidate, error, reasons)
-            continue
+            part, caught = {"values": {}}, []  # a seed without numbers leaves the method out of the table
         seconds = time.monotonic() - started
         parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
     return Comparison([one for one, _ in chosen], parts, reasons, settings, call)
