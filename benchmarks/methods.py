@@ -16,8 +16,7 @@ from common import MODELS, arguments, interleave, positive, report, shape_of, wr
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
-from flowbnn.posterior.base import HALF
-from flowbnn.posterior.forward import casting
+from flowbnn.posterior.prediction import HALF, casting
 
 METHODS = {
     "Bayes by Backprop": fb.BayesByBackprop(),

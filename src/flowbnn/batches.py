@@ -1,7 +1,9 @@
 """Batches of inputs: a tensor, or a tuple or mapping of tensors, with the examples on the first axis; networks called with them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,15 +15,29 @@ __all__ = [
     "apply",
     "batch_size",
     "call",
+    "check_finite",
     "check_finite_batch",
+    "count_data",
     "device_of",
+    "divisible",
     "dtype_of",
+    "evaluating",
+    "explaining",
     "first_nonfinite_tensor",
+    "is_batch",
     "is_finite",
+    "join",
+    "move",
     "named_tensors",
+    "out_of_memory",
+    "pad",
+    "pick",
+    "repeat",
     "repeat_each",
     "rows",
+    "shapes",
     "split_batch",
+    "take",
     "tensors_of",
 ]
 
@@ -105,6 +121,158 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
 def device_of(model: nn.Module) -> torch.device:
     tensor = next(iter(model.parameters()), None)
     return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """To the device, and real numbers to the network's own precision where it is given."""
+
+    def to(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, wanted, non_blocking=True)
+
+    return apply(inputs, to)
+
+
+def take(inputs: Any, start: int, stop: int) -> Any:
+    return apply(inputs, lambda tensor: tensor[start:stop])
+
+
+def divisible(inputs: Any) -> bool:
+    """Whether all tensors have the examples on their first axis, so that some can be taken; not so a graph with its edges, say."""
+    if isinstance(inputs, Tensor):
+        return inputs.ndim > 0
+    sizes = {tensor.shape[:1] for tensor in tensors_of(inputs)}
+    return len(sizes) == 1 and len(sizes.pop()) == 1
+
+
+def pick(inputs: Any, index: Tensor) -> Any:
+    """The rows of these numbers."""
+    return apply(inputs, lambda tensor: tensor[index.to(tensor.device)])
+
+
+def pad(inputs: Any, count: int) -> Any:
+    """As many rows as asked for, the last one repeated."""
+    return apply(
+        inputs,
+        lambda tensor: torch.cat([tensor, tensor[-1:].expand(count - len(tensor), *tensor.shape[1:])]),
+    )
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Batches of one shape as one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {name: join([part[name] for part in parts]) for name in first}
+    return tuple(join(column) for column in zip(*parts, strict=True))
+
+
+def shapes(inputs: Any) -> Any:
+    """What two batches must have in common to be joined: the names or places of their tensors, and each one's row."""
+    if isinstance(inputs, Tensor):
+        return (inputs.shape[1:], inputs.dtype, inputs.device)
+    if isinstance(inputs, Mapping):
+        return tuple((name, shapes(value)) for name, value in inputs.items())
+    return tuple(shapes(value) for value in inputs) if isinstance(inputs, list | tuple) else type(inputs)
+
+
+def repeat(inputs: Any, times: int) -> Any:
+    """``times`` copies of the batch, one block after the other."""
+    return apply(inputs, lambda tensor: tensor.repeat(times, *(1,) * (tensor.ndim - 1)))
+
+
+def count_data(loader: Any) -> int:
+    """The number of examples one pass over the loader (all of its workers together) sees, which weighs the KL."""
+    number = getattr(loader, "num_data", None)  # loaders that hold their data on the device say it themselves
+    if isinstance(number, int):
+        return number
+    if isinstance(loader, list | tuple):
+        return sum([rows(split_batch(batch)[0]) for batch in loader])
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    size = getattr(batches, "batch_size", None)
+    if sampler is not None and isinstance(size, int) and hasattr(sampler, "__len__"):
+        count = len(sampler)
+        if getattr(batches, "drop_last", False):
+            count = count // size * size
+        return count * int(getattr(sampler, "num_replicas", 1))
+    raise FlowBNNError("this loader does not say how many examples it gives; say it with num_data=")
+
+
+def is_batch(inputs: Any) -> bool:
+    """Whether this is one batch of inputs; else it may be a loader of them."""
+    if isinstance(inputs, Tensor) or hasattr(inputs, "keys"):
+        return True
+    return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
+
+
+def check_finite(inputs: Any, what: str = "inputs") -> None:
+    """Refuse inputs that hold NaN or infinity."""
+    for tensor in tensors_of(inputs):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
+            raise FlowBNNError(
+                f"the {what} hold NaN or infinity in {len(bad)} of {len(tensor)} rows (the first is row {int(bad[0])}); "
+                "clean them first",
+                kind="finite",
+            )
+
+
+@contextmanager
+def explaining(inputs: Any, what: str = "the network fails on inputs of") -> Iterator[None]:
+    """Where a function of the inputs fails in the ``with`` block, one line has their shapes, what it said, and what may help."""
+    try:
+        yield
+    except (FlowBNNError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        tensors, advice = tensors_of(inputs), ""
+        sizes = ", ".join(str(tuple(part.shape)) for part in tensors)
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if any(part.dtype == torch.uint8 for part in tensors):
+            advice = "; bytes become numbers by images.float() / 255"
+        elif "same dtype" in said and any(not part.is_floating_point() for part in tensors):
+            advice = "; integers are made real numbers by inputs.float()"
+        elif any(part.ndim in (1, 3) for part in tensors) and re.search("shape|channels|dim", said):
+            advice = "; the examples come first: a single one is given as inputs[None]"
+        raise FlowBNNError(f"{what} shape {sizes}: {said}{advice}", kind="network") from error
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; every module's own training flag comes back afterwards.
+
+    Modules that have a ``train`` of their own, which may do more than set flags (adapters that merge their weights), have it called.
+    """
+    flags, training = [], False
+    for module in model.modules():
+        flags.append((module, module.training))
+        training = training or module.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in flags:
+            if module.training != training and type(module).train is not nn.Module.train:
+                module.train(training)
+        for module, training in flags:
+            if module.training != training:
+                module.training = training
+
+
+WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a CUDA device or on the CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
 
 
 # -------------------- batches of a loader, in any nesting

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from flowbnn.batches import count_data
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.posterior.batches import count_data
 
 
 def test_every_example_comes_once_and_pairs_stay_together():

@@ -7,10 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 import flowbnn as fb
-from flowbnn.posterior import forward as passes
 from flowbnn.posterior import noise
-from flowbnn.posterior.base import Prediction, PredictOptions
-from flowbnn.posterior.forward import Kept
+from flowbnn.posterior import prediction as passes
+from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions
 
 MIXED = {
     "conv1": fb.noise.Dropout(0.3, site="channel"),

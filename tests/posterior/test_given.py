@@ -13,8 +13,8 @@ import flowbnn as fb
 from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
 from flowbnn.noise import NoisePass, noise_layers, settings_of, shared_draws
-from flowbnn.posterior import compiled
-from flowbnn.posterior import forward as passes
+from flowbnn.posterior import compiled, noise
+from flowbnn.posterior import prediction as passes
 from flowbnn.posterior.compiled import (
     MAPS,
     GivenDraws,
@@ -233,7 +233,7 @@ def test_much_work_before_the_noise_is_not_compiled_unasked(monkeypatch):
     model = fb.to_stochastic(
         nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3)), {"1": fb.noise.NormalAffine()}
     )
-    monkeypatch.setattr(compiled, "worth_compiling", lambda device, work: True)
+    monkeypatch.setitem(noise.WORTH_COMPILING, "cpu", 0.0)
     calls = []
     monkeypatch.setattr(compiled, "compiled", lambda *args, **options: calls.append(args) or pass_given)
     for compile, expected in (("auto", 0), (True, 1)):

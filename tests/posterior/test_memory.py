@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowbnn as fb
-from flowbnn.posterior.batches import Collected, expected_rows, grouped
-from flowbnn.posterior.forward import out_of_memory
+from flowbnn.batches import out_of_memory
+from flowbnn.posterior.loaders import Collected, expected_rows, grouped
 
 KINDS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

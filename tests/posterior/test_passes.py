@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.posterior.forward import evaluating, parts_of
+from flowbnn.batches import evaluating
 
 
 class Frozen(nn.Sequential):
@@ -60,10 +60,3 @@ def test_a_network_that_is_evaluated_already_is_left_alone():
     assert network.asked == asked + 3, "train, eval, and train again"
     assert network[1].training
     assert not network[0].training
-
-
-def test_parts_are_those_of_modules_in_their_order():
-    shared = nn.Linear(2, 2)
-    network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": nn.Tanh()}))
-    network.register_module("none", None)
-    assert parts_of(network) == list(network.modules())

@@ -193,7 +193,7 @@ def test_stand_ins_lie_in_memory_as_the_weights_do():
         memory_format=torch.channels_last
     )
     weights = ScaledWeights(model, ("conv2",), NoisePass(settings_of(model, "shared", samples=2, seed=0)))
-    assert weights.buffers[0].stride() == model.conv2.weight.stride()
+    assert weights.places[0][3].stride() == model.conv2.weight.stride()
 
 
 def test_a_copy_after_prediction_is_a_plain_copy():

@@ -10,7 +10,8 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.methods.temperature import TemperedPosterior
 from flowbnn.posterior import MemberPosterior, PredictOptions
-from flowbnn.posterior.forward import Forward, Kept, record
+from flowbnn.posterior.prediction import Kept, Prediction
+from flowbnn.posterior.recording import record
 
 
 def members() -> MemberPosterior:
@@ -123,7 +124,7 @@ def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
     failed = record(nn.Linear(4, 3), torch.zeros(2, 5))
     assert failed.error is not None
     assert failed.flops is None
-    assert Forward(nn.Linear(4, 3), Kept()).full_pass(torch.zeros(2, 5)) >= 16
+    assert Prediction(nn.Linear(4, 3), PredictOptions(), 1, Kept()).full_pass(torch.zeros(2, 5)) >= 16
 
 
 def test_a_recording_shows_operations_and_calls():

@@ -10,7 +10,8 @@ from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import NoisePass, align_batch_axes, noise_layers, pass_of, settings_of
 from flowbnn.noise.passes import governing
-from flowbnn.posterior.forward import Forward, Kept, record
+from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions
+from flowbnn.posterior.recording import record
 
 
 class Counting(nn.Module):
@@ -194,7 +195,9 @@ def test_the_chunk_follows_the_width_of_the_network():
     wide = fb.to_stochastic(
         nn.Sequential(nn.Linear(8, 200_000), nn.Linear(200_000, 1)), {"*": fb.noise.NormalAffine()}
     )
-    few, many = (Forward(model, Kept()).full_pass(torch.ones(3, 8)) for model in (wide, narrow))
+    few, many = (
+        Prediction(model, PredictOptions(), 1, Kept()).full_pass(torch.ones(3, 8)) for model in (wide, narrow)
+    )
     assert 16 <= few < many
 
 

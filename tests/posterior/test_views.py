@@ -86,7 +86,7 @@ def test_adaptive_samples_are_a_beginning_of_all():
         ({"views": 3}, "views=.* must be a list"),
         ({"max_batch": "a"}, "max_batch=.* must be an integer of at least 1 or None, got 'a'"),
         ({"max_batch": 1.5}, "max_batch=.* must be an integer"),
-        ({"views": ["mirrored"]}, "views must be functions of a batch of inputs"),
+        ({"views": ["mirrored"]}, "views=.* must hold a function, got 'mirrored'"),
         ({"views": [lambda x: x[:2]]}, "6 rows, not 2"),
         ({"views": [lambda x: None]}, "not a NoneType"),
         ({"views": [mirrored], "shared": False}, "leave shared=True"),

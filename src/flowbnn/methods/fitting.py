@@ -13,14 +13,23 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, split_batch
+from flowbnn.batches import (
+    apply,
+    call,
+    check_finite,
+    count_data,
+    device_of,
+    dtype_of,
+    evaluating,
+    explaining,
+    move,
+    split_batch,
+)
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers
 from flowbnn.options import Count, Hint, check, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.batches import apply, call, check_finite, count_data, failure, move
-from flowbnn.posterior.forward import evaluating
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 
@@ -238,16 +247,15 @@ def _outputs(
     model: nn.Module, inputs: Any, what: str, check: Callable[[Tensor], Any] | None = None
 ) -> Tensor:
     """Outputs of a first batch, or one line that says why there are none, or why they do not pass the check."""
-    try:
-        outputs = call(model, inputs)
-        if check is not None:
-            check(outputs)
-        return outputs
-    except FlowBNNError as error:
-        message, fields, cause = f"the {what} does not fit: {error}", error.fields, error.__cause__
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        message, fields, cause = f"the network fails on the {what}, of {failure(inputs, error)}", {}, error
-    raise FlowBNNError(message, **{"kind": "network", **fields}) from cause
+    with explaining(inputs, f"the network fails on the {what}, of"):
+        try:
+            outputs = call(model, inputs)
+            if check is not None:
+                check(outputs)
+            return outputs
+        except FlowBNNError as error:
+            fields = {"kind": "network", **error.fields}
+            raise FlowBNNError(f"the {what} does not fit: {error}", **fields) from error.__cause__
 
 
 def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:

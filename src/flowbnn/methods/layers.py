@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, split_batch
+from flowbnn.batches import call, device_of, dtype_of, evaluating, move, split_batch
 from flowbnn.methods.fitting import undisturbed
-from flowbnn.posterior.batches import call, move
-from flowbnn.posterior.forward import evaluating
 from flowbnn.training import is_main_process, track
 
 __all__ = ["normalizers", "own_dropout", "refresh", "statistics", "trained_parameters", "without_dropout"]

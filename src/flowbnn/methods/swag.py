@@ -22,7 +22,7 @@ from flowbnn.methods.layers import normalizers, refresh, statistics, trained_par
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import WeightPosterior, check_all_given, check_members, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of
 from flowbnn.training import Clock, History
 
 __all__ = ["SWAG", "SWAGPosterior"]
@@ -256,7 +256,6 @@ class SWAGPosterior(WeightPosterior):
         return weights | {name: value[index] for name, value in self.statistics.items()}
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        check_all_given(self.parameters, values)
         flat = torch.cat([values[name].reshape(-1) for name in self.parameters])
         return self._gaussian.log_prob(flat.to(self.mean.device, torch.float64))
 

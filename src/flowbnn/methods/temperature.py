@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
-from flowbnn.batches import split_batch
+from flowbnn.batches import call, rows, split_batch, take
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
 from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior, reading
-from flowbnn.posterior.batches import call, rows, take
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
 __all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
@@ -238,7 +237,6 @@ class TemperedPosterior(Posterior):
     """
 
     kind: ClassVar[str] = "tempered"
-    parts = ("likelihood", "history", "within")
 
     @checked
     def __init__(self, posterior: Posterior, temperature: Positive) -> None:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from flowbnn.batches import divisible, pick
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Ge, Interval, NonNegative, Positive, Probability, options
-from flowbnn.posterior.batches import divisible, pick
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
 __all__ = ["Adaptive", "adaptive_outputs"]

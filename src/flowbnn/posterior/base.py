@@ -9,10 +9,10 @@ some of these networks, its samples, for a batch of inputs. Everything else is d
 3. asks ``outputs`` for the samples of these inputs: all of them, or in rounds until the answer has settled
    (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any (:mod:`flowbnn.posterior.views`);
 4. collects the outputs ``[samples, rows, ...]`` in the loader's order, gathered from all processes if there are several
-   (:mod:`flowbnn.posterior.batches`), and lets the likelihood make a predictive distribution of them.
+   (:mod:`flowbnn.posterior.loaders`), and lets the likelihood make a predictive distribution of them.
 
 ``outputs`` itself mostly calls ``prediction.run``, which runs a network over the rows in chunks that fit the device's memory
-(:mod:`flowbnn.posterior.forward`). A posterior of one network is three lines:
+(:mod:`flowbnn.posterior.prediction`). A posterior of one network is three lines:
 
 >>> class One(Posterior):
 ...     def outputs(self, inputs, samples, prediction):
@@ -22,26 +22,36 @@ torch.Size([5, 3])
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, first_nonfinite_tensor, split_batch
+from flowbnn.batches import (
+    call,
+    check_finite,
+    device_of,
+    dtype_of,
+    evaluating,
+    explaining,
+    first_nonfinite_tensor,
+    is_batch,
+    move,
+    split_batch,
+)
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import Count, Positive, checked, options, takes
+from flowbnn.options import checked, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
-from flowbnn.posterior.batches import Collected, call, check_finite, failure, grouped, is_batch, move, sharing
-from flowbnn.posterior.forward import Forward, Kept, casting, evaluating
-from flowbnn.posterior.views import View, averaged
+from flowbnn.posterior.loaders import Collected, grouped, sharing
+from flowbnn.posterior.prediction import HALF, Kept, Prediction, PredictOptions, casting
+from flowbnn.posterior.views import averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
     History,
@@ -55,114 +65,6 @@ from flowbnn.training import (
 from flowbnn.training.storage import kinds_of, warn_of_other_kinds
 
 __all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]
-
-TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
-HALF = {
-    "bf16": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "fp16": torch.float16,
-    "16-mixed": torch.float16,
-}
-
-
-@options
-class PredictOptions:
-    """The options of a prediction.
-
-    Args:
-        samples: networks to average; the posterior's own number (``default_samples``) unless given.
-        shared: the same draws for all inputs, which are then functions: cheaper, and a prediction does not depend on what else is in
-            its batch. False draws anew for every example, as Xiong's report does.
-        seed: of the draws; the same seed gives the same numbers.
-        max_batch: rows in one pass; None estimates what the device holds.
-        adaptive: stop sampling an input when the standard error of its probabilities is at most this number or its decision is
-            certain; an :class:`~flowbnn.posterior.Adaptive` says more. ``samples`` is then the most that an
-            input gets, and ``samples_spent`` of the result says what each had.
-        views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
-            sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
-            price of as many more passes.
-        precision: ``"bf16"`` or ``"fp16"`` lets layers compute in half precision (autocast), while noise and flows stay in float32.
-        compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute once per
-            posterior, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
-        sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each predicts a
-            share of it and all get the whole, in the loader's order. False lets this process predict all of it.
-        progress: show a bar over a loader, on a terminal.
-    """
-
-    samples: Count | None = None
-    shared: bool = True
-    seed: int | None = None
-    max_batch: Count | None = None
-    adaptive: Adaptive | Positive | None = None
-    views: Sequence[View] = ()
-    precision: Literal["bf16", "bf16-mixed", "fp16", "16-mixed", "32", "32-true", "float32"] | None = None
-    compile: bool | Literal["auto"] = "auto"
-    sharded: bool | Literal["auto"] = "auto"
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        argument, trouble = "views" if self.views else "adaptive", ""
-        if not all(map(callable, self.views)):
-            trouble = "views must be functions of a batch of inputs, such as [mirrored]"
-        elif not self.shared and (self.views or self.adaptive is not None):
-            trouble = f"{argument} needs the same draws for all inputs; leave shared=True"
-        if trouble:
-            raise FlowBNNError(trouble, kind="value", argument=argument)
-
-
-class Prediction(Forward):
-    """One call of ``predict``: its options made definite, and what the posterior draws once for all of it.
-
-    Used in a ``with`` block, which holds the posterior's lock and has the network in evaluation mode and at the asked precision.
-    ``run`` of :class:`~flowbnn.posterior.forward.Forward` runs a network over rows of inputs in chunks that fit.
-
-    Args:
-        model: the network.
-        options: of the prediction.
-        samples: how many there are, where the options leave it open.
-        kept: what the posterior keeps from one prediction to the next.
-
-    Attributes:
-        samples, seed, shared, half, device: as the options and the network have them.
-        total: rows of the whole loader, 0 where it does not say or there is none.
-        batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
-        stack: contexts of the posterior's own that last as long as the prediction.
-    """
-
-    def __init__(self, model: nn.Module, options: PredictOptions, samples: int, kept: Kept) -> None:
-        half = HALF.get(options.precision or "")
-        super().__init__(model, kept, options.max_batch, half, options.compile is True)
-        self.options, self.samples, self.shared = options, options.samples or samples, options.shared
-        self.seed = int(torch.randint(2**31 - 1, ())) if options.seed is None else int(options.seed)
-        self.total = self.batch = 0
-        self.drawn: dict[Any, Any] = {}
-        self.stack = ExitStack()
-
-    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What the posterior makes at its first batch and uses for all others of this prediction."""
-        if key not in self.drawn:
-            self.drawn[key] = make()
-        return self.drawn[key]
-
-    def at_once(self, inputs: Any) -> int:
-        """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""
-        if not self.shared:
-            return 0  # every batch by itself
-        return max(self.full_pass(inputs), 0 if self.options.adaptive is None else TOGETHER)
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(self.kept.lock)
-            stack.enter_context(evaluating(self.model))
-            stack.enter_context(casting(self.device, self.half))
-            self.stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stack.close()
-
 
 # methods that read the network, beside predict and save
 TAKES_TURNS = {"sample", "draws", "log_prob", "member", "mean_network"}
@@ -194,7 +96,6 @@ class Posterior:
     """
 
     kind: ClassVar[str] = "posterior"
-    parts: ClassVar[tuple[str, ...]] = ("likelihood", "history")
     default_samples: int = 128
     compiles: bool = False  # whether predictions may pass the network through torch.compile
     only_shared: bool = False  # whether a draw always serves all inputs
@@ -218,7 +119,7 @@ class Posterior:
 
         Sample ``s`` is the same network in every call of one prediction, and in every prediction with the same seed.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define outputs(inputs, samples, prediction)")
+        return self._without("outputs(inputs, samples, prediction), which it must define")
 
     @takes(PredictOptions)
     def predict(self, inputs: Any, samples: int | None = None, **options: Any) -> Any:
@@ -267,9 +168,12 @@ class Posterior:
     def _refuse(self, inputs: Any, options: PredictOptions) -> None:
         """Refuse what this posterior cannot do."""
         kind, trouble = type(self).__name__, {}
-        if not is_batch(inputs) and not hasattr(inputs, "__iter__"):
+        if not hasattr(inputs, "__iter__"):
             trouble["inputs"] = f"predict takes a tensor of inputs or a loader, not a {type(inputs).__name__}"
-        if self.only_shared and not options.shared:
+        if not options.shared and (options.views or options.adaptive is not None):
+            argument = "views" if options.views else "adaptive"
+            trouble[argument] = f"{argument} needs the same draws for all inputs; leave shared=True"
+        if not options.shared and self.only_shared:
             trouble["shared"] = f"a draw of a {kind} serves all inputs; leave shared=True"
         if options.compile is True and not self.compiles:
             trouble["compile"] = f"a {kind} does not compile for prediction; leave compile as it is"
@@ -280,17 +184,13 @@ class Posterior:
         """Outputs ``[samples, batch, ...]`` and, where sampling is adaptive, the samples that each input had."""
         draw = averaged(self.outputs, self.likelihood) if prediction.options.views else self.outputs
         rule, samples = prediction.options.adaptive, prediction.samples
-        try:
+        with explaining(inputs):
             if rule is None:
                 return draw(inputs, range(samples), prediction), None
             rule = rule if isinstance(rule, Adaptive) else Adaptive(tolerance=rule)
             return adaptive_outputs(
                 lambda some, part: draw(some, part, prediction), inputs, samples, rule, self._predictive
             )
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, FlowBNNError | torch.OutOfMemoryError):
-                raise
-            raise FlowBNNError(f"the network fails on inputs of {failure(inputs, error)}") from error
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         """The predictive distribution that the likelihood makes of outputs."""
@@ -315,29 +215,29 @@ class Posterior:
             raise FlowBNNError(message, **bad) from None
 
     def _why_not_finite(self, inputs: Any, options: PredictOptions) -> str:
-        """Which parameter or layer spoils the samples, and what to do about it."""
+        """Which parameter or layer spoils the samples, as far as the first batches show, and what to do about it."""
         broken = first_nonfinite_tensor(self.model.named_parameters())
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        half = HALF.get(options.precision or "")
-        whole = self._first_overflow(inputs, None)
-        if half is not None and whole is None:
-            where = self._first_overflow(inputs, half) or "a layer"
-            return f"{where} overflows in {options.precision}: predict in float32 (precision=None)"
-        where = whole or "a layer"
-        return f"{where} makes NaN or infinity of them: look for huge or zero weights there, and for inputs far from the training data"
-
-    def _first_overflow(self, inputs: Any, half: torch.dtype | None) -> str | None:
-        """The layer that first gives NaN or infinity, as far as the first batches show."""
-        device = device_of(self.model)
-        batches = [inputs] if is_batch(inputs) else (split_batch(batch)[0] for batch in islice(inputs, 8))
-        for some in batches:
-            moved = move(some, device, dtype_of(self.model))
-            with evaluating(self.model), casting(device, half):
-                name = first_nonfinite_layer(self.model, lambda moved=moved: call(self.model, moved))  # type: ignore[misc]
-            if name:
-                return f"layer '{name}'"
-        return None
+        device, half = device_of(self.model), HALF.get(options.precision or "")
+        where = {}
+        for precision in {None, half}:
+            for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
+                some = move(
+                    batch if is_batch(inputs) else split_batch(batch)[0], device, dtype_of(self.model)
+                )
+                with evaluating(self.model), casting(device, precision):
+                    name = first_nonfinite_layer(self.model, partial(call, self.model, some))
+                if name:
+                    where[precision] = f"layer '{name}'"
+                    break
+        if half is not None and None not in where:
+            layer = where.get(half, "a layer")
+            return f"{layer} overflows in {options.precision}: predict in float32 (precision=None)"
+        return (
+            f"{where.get(None, 'a layer')} makes NaN or infinity of them: look for huge or zero weights there, "
+            "and for inputs far from the training data"
+        )
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One network of the posterior, to be used as any network is."""
@@ -352,7 +252,7 @@ class Posterior:
         return self._without("density that could be computed")
 
     def _without(self, what: str) -> Any:
-        raise FlowBNNError(f"a {type(self).__name__} has no {what}; it can predict", kind="unsupported")
+        raise FlowBNNError(f"a {type(self).__name__} has no {what}", kind="unsupported")
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of the posterior besides the network's and the likelihood's, for saving."""
@@ -366,7 +266,7 @@ class Posterior:
     def restored(cls, point: "Posterior", state: dict[str, Tensor], settings: dict[str, Any]) -> "Posterior":
         """The posterior again, from one with its network, likelihood and history, and from what ``state`` and ``settings`` gave.
 
-        Whatever it raises says that the file is damaged.
+        Whatever it raises says that the file cannot be loaded.
         """
         return cls(point.model, point.likelihood, point.history)
 
@@ -401,22 +301,12 @@ class Posterior:
         point = Posterior.restore(deepcopy(network), tensors, document, path)
         state = {name: value.to(device_of(network)) for name, value in _part(tensors, "posterior").items()}
         with reading(path):
-            return cls.restored(point, state, document.get("settings", {}))
+            return cls.restored(point, state, document["settings"])
 
     @classmethod
     def read(cls, path: "str | Path | Stored") -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and document of a saved posterior of this kind."""
-        tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
-        kind, bad = _kind_of(document), first_nonfinite_tensor(iter(tensors.items()))
-        trouble = f"is damaged: '{bad}' holds NaN or infinity" if bad else ""
-        for name in cls.parts:
-            if not isinstance(document.get(name), dict):
-                trouble = f"is damaged: it has no {name}"
-        if kind != cls.kind:
-            trouble = f"holds a {kind}, not a {cls.kind}"
-        if trouble:
-            raise FlowBNNError(f"'{path}' {trouble}", kind="file")
-        return tensors, document
+        return _read(path, [cls.kind])
 
     @classmethod
     def restore(
@@ -444,26 +334,35 @@ def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 
 @contextmanager
 def reading(path: Any) -> Iterator[None]:
-    """Whatever goes wrong inside says that the file is damaged."""
+    """Whatever goes wrong inside says that the file cannot be loaded."""
     try:
         yield
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise FlowBNNError(f"'{path}' is damaged: {error}", kind="file") from None
-
-
-def _kind_of(document: Any) -> str:
-    kind = document.get("kind") if isinstance(document, dict) else None
-    return kind if isinstance(kind, str) else "file of another kind"
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise FlowBNNError(f"'{path}' cannot be loaded: {why}", kind="file") from None
 
 
 class Stored:
-    """What one posterior saved, where it is a part of another's file."""
+    """What one posterior saved, where it is a part of another's file or has been read already."""
 
     def __init__(self, path: Any, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
         self.path, self.contents = path, (tensors, document)
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def _read(path: "str | Path | Stored", kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and document of a saved posterior of one of these kinds."""
+    tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
+    kind, bad = document.get("kind"), first_nonfinite_tensor(iter(tensors.items()))
+    trouble = f"is damaged: '{bad}' holds NaN or infinity" if bad else ""
+    if kind not in kinds:
+        wanted = f"a {kinds[0]}" if len(kinds) == 1 else "a posterior of this version"
+        trouble = f"holds a {kind or 'file of another kind'}, not {wanted}"
+    if trouble:
+        raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+    return tensors, document
 
 
 @checked
@@ -473,11 +372,9 @@ def load_posterior(path: "str | Path | Stored", network: nn.Module) -> Posterior
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
-    _, document = path.contents if isinstance(path, Stored) else load_tensors(path)
-    kind, kinds = _kind_of(document), {found.kind: found for found in _descendants(Posterior)}
-    if kind not in kinds:
-        raise FlowBNNError(f"'{path}' holds a {kind}, which is no posterior of this version", kind="file")
-    return kinds[kind].load(path, network)
+    kinds = {found.kind: found for found in _descendants(Posterior)}
+    tensors, document = _read(path, list(kinds))
+    return kinds[document["kind"]].load(Stored(path, tensors, document), network)
 
 
 def _descendants(kind: type[Posterior]) -> Iterator[type[Posterior]]:

@@ -5,7 +5,7 @@ sample, or several rows where a pass takes several samples. Inside, every layer 
 launches; those of maps (site ``position``) for as many samples as memory holds.
 """
 
-import warnings
+import threading
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import dtype_of
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.batches import call, dtype_of, move, pad, repeat, rows, take
 from flowbnn.noise import Noise, NoisePass, Setting, absorbs, noise_layers, settings_of, shared_draws
-from flowbnn.posterior.base import Prediction
-from flowbnn.posterior.batches import call, divisible, move, pad, repeat, rows, take
-from flowbnn.posterior.forward import Recording, checked, compiled, even, parts_of, uncompilable, unguarded
+from flowbnn.posterior.prediction import Prediction, check_rows, compiled, even
+from flowbnn.posterior.recording import Recording
+from flowbnn.posterior.weights import StandIns
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
 __all__ = [
@@ -48,6 +47,24 @@ def reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     told = " ".join(lines[:2]) if lines[0].endswith("raised:") else lines[0]
     return told[:LONGEST].rstrip(" .:")
+
+
+def uncompilable() -> tuple[type[Exception], ...]:
+    """What torch raises where a network does not compile."""
+    from torch._dynamo import exc  # takes a second to load, which only those who compile should wait for
+
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def unguarded() -> AbstractContextManager[Any]:
+    """Compiled functions that have been called as they will be called are not checked again: half of what a call costs a CPU.
+
+    torch has this setting for all threads, so it is left alone where another one might run compiled functions of its own.
+    """
+    threads = threading.enumerate()
+    alone = threading.current_thread() is threading.main_thread() and sum(not t.daemon for t in threads) == 1
+    return torch.compiler.set_stance(skip_guard_eval_unsafe=True) if alone else nullcontext()
 
 
 class Unasked(Exception):
@@ -150,10 +167,8 @@ def _fitting(
     return None
 
 
-class HalfWeights:
+class HalfWeights(StandIns):
     """Weights of linear layers and convolutions in half precision: autocast would cast them again in every pass.
-
-    They stand in for the weights inside the ``with`` block. The network's own parameters are not written to.
 
     Args:
         half: the precision.
@@ -164,33 +179,23 @@ class HalfWeights:
     def __init__(
         self, model: nn.Module, half: torch.dtype, kind: torch.memory_format, kept: dict[Any, nn.Parameter]
     ) -> None:
-        parts = parts_of(model)
+        parts = list(model.modules())
         uses = Counter(id(own) for part in parts for own in part._parameters.values())
-        self.places: list[tuple[nn.Module, nn.Parameter, nn.Parameter]] = []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
         for number, module in enumerate(parts):
-            if not absorbs(module):
-                continue
-            weight: Any = module._parameters["weight"]
-            if weight.dtype != torch.float32 or uses[id(weight)] > 1:
+            weight: Any = module._parameters["weight"] if absorbs(module) else None
+            if weight is None or weight.dtype != torch.float32 or uses[id(weight)] > 1:
                 continue
             own = kind if weight.ndim == 4 else torch.preserve_format
             key = (number, weight.shape, weight.stride(), half, weight.device, own)
             if key not in kept:
                 empty = torch.empty_like(weight, dtype=half, memory_format=own)
                 kept[key] = nn.Parameter(empty, requires_grad=False)
-            self.places.append((module, weight, kept[key]))
+            places.append((module._parameters, "weight", kept[key]))
+        super().__init__(places)
         if self.places:  # every time: writing to a weight's .data would go unnoticed
             with torch.no_grad():
-                torch._foreach_copy_([half for _, _, half in self.places], [own for _, own, _ in self.places])
-
-    def __enter__(self) -> "HalfWeights":
-        for module, _, buffer in self.places:
-            module._parameters["weight"] = buffer
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for module, weight, _ in self.places:
-            module._parameters["weight"] = weight
+                torch._foreach_copy_([place[3] for place in self.places], [place[2] for place in self.places])
 
 
 class GivenDraws:
@@ -264,17 +269,13 @@ class GivenDraws:
 # quickest with 4,096 rows a pass; a CPU is full with one sample
 FILLED = {"cpu": 0.0, "cuda": 2.7e12}
 WASTED = 0.25  # of the samples: at most so many are computed for nothing in a last pass that is not full
-MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
-WORTH_COMPILING = 3e16  # floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one
 GRAPHED = 7e11  # a pass with less work than this waits for its launches: replay it from a CUDA graph
 
 
 def compiled_outputs(
     prediction: Prediction, state: NoisePass, inputs: Any, samples: range, plan: Any
 ) -> Tensor | None:
-    """Outputs ``[len(samples), batch, ...]`` by compiled passes; None where these are not asked for, not worth it, or impossible."""
-    if not wanted(prediction, inputs, plan):
-        return None
+    """Outputs ``[len(samples), batch, ...]`` by compiled passes; None, after a warning, where the network does not compile."""
     form = form_for(prediction, inputs)
     failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
     if not form.failure:
@@ -284,49 +285,16 @@ def compiled_outputs(
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
         except failures as error:
             form.failure = reason(error)
-    warn_once(
-        prediction,
+    prediction.warn_once(
+        "compile",
         f"the network does not compile in one graph ({form.failure}), so the passes run as they are",
     )
     return None
 
 
-def wanted(prediction: Prediction, inputs: Any, plan: Any) -> bool:
-    """Whether to compile for this job."""
-    asked = prediction.options.compile
-    if asked is False:
-        return False
-    if not prediction.shared:
-        if asked is True:
-            warn_once(
-                prediction, "compile=True has no effect: draws are not shared, so the passes run as they are"
-            )
-        return False
-    if not divisible(inputs):
-        return False
-    if asked is True:
-        return True
-    if plan.fold == "late" and plan.before > MOSTLY:
-        return False  # a late fold does most of the work once
-    total = prediction.samples * max(prediction.total, rows(inputs))
-    return worth_compiling(prediction.device, plan.work * total)
-
-
-def worth_compiling(device: torch.device, work: float) -> bool:
-    """Whether a job of so many floating-point operations gains more than compiling takes."""
-    return device.type == "cuda" and work >= WORTH_COMPILING
-
-
 def graphed(device: torch.device, work: float) -> bool:
     """Whether to replay passes of so many floating-point operations from a CUDA graph."""
     return device.type == "cuda" and work < GRAPHED
-
-
-def warn_once(prediction: Prediction, line: str) -> None:
-    """A warning that a prediction gives once."""
-    if "warned" not in prediction.drawn:
-        prediction.drawn["warned"] = True
-        warnings.warn(line, FlowBNNWarning)
 
 
 class CompiledPasses:
@@ -337,8 +305,7 @@ class CompiledPasses:
         self.given = GivenDraws(prediction, form, state)
 
     def __call__(self, inputs: Any, samples: range, plan: Any) -> Tensor:
-        prediction, given, limit = self.prediction, self.given, self.prediction.limit
-        assert limit is not None
+        prediction, given = self.prediction, self.given
         result: list[Tensor] = []
 
         def take_samples(index: int, several: int, pieces: list[Any], one_pass: Any) -> bool:
@@ -350,7 +317,7 @@ class CompiledPasses:
                 size = rows(some)
                 batch = repeat(some, several) if plan.fold != "late" and several > 1 else some
                 outputs = (one_pass if fits else pass_given)(prediction.model, given.table, draws, batch)
-                outputs = checked(outputs, several * size).reshape(several, size, *outputs.shape[1:])
+                outputs = check_rows(outputs, several * size).reshape(several, size, *outputs.shape[1:])
                 if not result:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)
                     shape = (len(samples), rows(inputs), *outputs.shape[2:])
@@ -371,7 +338,7 @@ class CompiledPasses:
         ):
             while index < samples.stop:
                 work = partial(take_samples, index, several, pieces, one_pass)
-                if limit.attempt(work, prediction.fixed * several) is None:
+                if prediction.attempt(work, prediction.fixed * several) is None:
                     settled.close()
                     prediction.fixed = 0
                     several, graphs, one_pass, pieces = self.cut(inputs, samples, plan)
@@ -387,9 +354,8 @@ class CompiledPasses:
         A piece is its first and last row, its inputs, and whether they have the shape of a compiled pass: a last one that is nearly
         full is padded.
         """
-        prediction, limit, count, pieces = self.prediction, self.prediction.limit, rows(inputs), []
-        assert limit is not None
-        prediction.fixed = size = min(prediction.fixed or even(count, limit.rows), limit.rows)
+        prediction, count, pieces = self.prediction, rows(inputs), []
+        prediction.fixed = size = min(prediction.fixed or even(count, prediction.limit), prediction.limit)
         for start in range(0, count, size):
             stop = min(start + size, count)
             some, fits = take(inputs, start, stop), 2 * (stop - start) >= size
@@ -402,11 +368,11 @@ class CompiledPasses:
     def several(self, plan: Any, number: int) -> int:
         """How many samples a pass takes so that it fills the device; one, where only some of them are asked for."""
         prediction = self.prediction
-        if not plan.fold or number < prediction.samples or prediction.limit is None:
+        if not plan.fold or number < prediction.samples:
             return 1
         filled = FILLED["cpu" if prediction.device.type == "cpu" else "cuda"]
         several = int(filled / max(1.0, plan.work * prediction.fixed))
-        several = max(1, min(several, prediction.limit.rows // prediction.fixed, number))
+        several = max(1, min(several, prediction.limit // prediction.fixed, number))
         several = 2 ** (several.bit_length() - 1)  # every number is compiled anew: a few must do
         while -number % several > WASTED * number:
             several //= 2

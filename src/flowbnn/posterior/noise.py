@@ -10,18 +10,19 @@ Folding assumes that every row keeps its place. It is taken only where a recorde
 with two samples in the batch gives for the first one what that sample gives alone (:func:`plan_for`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of
+from flowbnn.batches import call, device_of, divisible, move, repeat, rows, take
 from flowbnn.convert import to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import (
@@ -38,24 +39,26 @@ from flowbnn.noise import (
 )
 from flowbnn.noise.passes import Unfolded
 from flowbnn.options import Count, checked
-from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import call, divisible, move, repeat, rows, take
+from flowbnn.posterior.base import Posterior, reading
 from flowbnn.posterior.compiled import compiled_outputs
-from flowbnn.posterior.forward import Recording, TrialDraws, even, out_of_memory, parts_of
-from flowbnn.posterior.forward import checked as checked_rows
+from flowbnn.posterior.prediction import Prediction, check_rows, even
+from flowbnn.posterior.recording import Recording, TrialDraws, outcome
+from flowbnn.posterior.weights import StandIns, stand_in
 
 __all__ = ["NoisePosterior", "Plan", "Sampler", "plan_for"]
 
 # products of feature maps cost some hundredths of a pass on a CPU, and a fifth or more on a GPU, which waits for its memory
 LATE_SHARE = {"cpu": 0.05, "cuda": 0.2}  # of the work, before the first noise
 LEAST_WORK = {"cpu": 5e8, "cuda": 2e11}  # floating-point operations of a pass for one sample
+MOSTLY = 0.5  # of the work before the first noise: from here on, having it once saves more than compiling
+# floating-point operations of a job: minutes on a large GPU, where compiling takes the better part of one; a CPU gains little
+WORTH_COMPILING = {"cpu": math.inf, "cuda": 3e16}
 
 
 class NoisePosterior(Posterior):
     """A stochastic network whose noise has been fitted."""
 
     kind = "node noise"
-    parts = ("likelihood", "history", "recipes")
     compiles = True
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
@@ -63,15 +66,15 @@ class NoisePosterior(Posterior):
         if "sampler" not in prediction.drawn:
             prediction.drawn["sampler"] = Sampler(prediction)
         sampler: Sampler = prediction.drawn["sampler"]
-        inputs, limit = prediction.ready(inputs), prediction.limit
+        inputs = prediction.ready(inputs)
         if sampler.generator is not None:  # every batch its own draws
             sampler.generator.manual_seed(prediction.seed + prediction.batch)
-        assert limit is not None
-        plan = limit.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
-        outputs = compiled_outputs(prediction, sampler.state, inputs, samples, plan)
-        if outputs is not None:
-            return outputs
-        size = even(rows(inputs), limit.rows)
+        plan = prediction.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
+        if worth_compiling(prediction, inputs, plan):
+            outputs = compiled_outputs(prediction, sampler.state, inputs, samples, plan)
+            if outputs is not None:
+                return outputs
+        size = even(rows(inputs), prediction.limit)
         if not plan.fold or (prediction.shared and plan.absorbs(size, prediction.device)):
             return sampler.one_by_one(inputs, samples, plan)
         for layer in sampler.channels:  # drawn here once, for the hooks to look up
@@ -106,14 +109,13 @@ class NoisePosterior(Posterior):
 
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
-        layers = noise_layers(self.model)
-        if set(values) != set(layers):
-            raise FlowBNNError("log_prob takes the noise of every layer, as draws gives it")
+        layers, given = noise_layers(self.model), set(values)
+        trouble = "" if given == set(layers) else "log_prob takes the noise of every layer, as draws gives it"
         for name, layer in layers.items():
-            if not isinstance(layer, InputNoise):
-                raise FlowBNNError(
-                    f"the noise of layer '{name}' is {layer.label}, which has no density", layer=name
-                )
+            if not trouble and not isinstance(layer, InputNoise):
+                trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
+        if trouble:
+            raise FlowBNNError(trouble, kind="unsupported")
         with torch.no_grad():
             each = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
         return torch.stack(each).sum(0)
@@ -137,24 +139,13 @@ class NoisePosterior(Posterior):
             network: the plain network, which is converted by the recipes in the file, or one that is converted already.
         """
         tensors, document = cls.read(path)
-        if not noise_layers(network):
-            names = dict(network.named_modules())
-            absent = [name for name in document["recipes"] if name not in names]
-            if absent:
-                raise FlowBNNError(
-                    f"'{path}' was saved from another architecture: this network has no layer '{absent[0]}'"
-                )
-            try:
-                recipes = {name: recipe_from_dict(recipe) for name, recipe in document["recipes"].items()}
-            except FlowBNNError as error:
-                raise FlowBNNError(f"'{path}' cannot be loaded into a plain network: {error}") from None
-            if not recipes:
-                raise FlowBNNError(f"'{path}' is damaged: it names no layer with noise")
-            network = to_stochastic(
-                network, {("*" if name == "" else name): recipe for name, recipe in recipes.items()}
-            )
-        else:
-            network = deepcopy(network)
+        with reading(path):
+            if noise_layers(network):
+                network = deepcopy(network)
+            else:
+                saved = document["recipes"].items()
+                rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
+                network = to_stochastic(network, rules)
         restored = cls.restore(network, tensors, document, path)
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
@@ -245,7 +236,7 @@ def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording) -> 
         isinstance(module, nn.Linear) and len(one.inputs) == 2 and one.count == 1
     ):
         return False
-    uses = Counter([id(own) for part in parts_of(model) for own in part._parameters.values()])
+    uses = Counter([id(own) for part in model.modules() for own in part._parameters.values()])
     return uses[id(module._parameters["weight"])] == 1
 
 
@@ -257,14 +248,11 @@ def _try_fold(prediction: Prediction, few: Any, plan: Plan, shown: Recording) ->
     state.given, state.rows = TrialDraws(2), {key: 2 * times * count for key, times in plan.times.items()}
     if plan.fold == "late":
         state.entry = (plan.first, 2)
-    try:
-        with state:
-            both = call(model, few if plan.fold == "late" else repeat(few, 2))
-    except Exception as error:  # whatever the reason, this way does not serve this network
-        if out_of_memory(error):
-            raise
-        return False
+    with state:
+        both = outcome(partial(call, model, few if plan.fold == "late" else repeat(few, 2)))
     alone = shown.outputs
+    if isinstance(both, Exception):
+        return False  # whatever the reason, this way does not serve this network
     if alone is None or both.shape[:1] != (2 * count,) or len(alone) != count:
         return False
     apart = (both[count:] - both[:count]).abs().max()
@@ -279,42 +267,52 @@ def _try_fold(prediction: Prediction, few: Any, plan: Plan, shown: Recording) ->
 # -------------------- samples
 
 
-class ScaledWeights:
+def worth_compiling(prediction: Prediction, inputs: Any, plan: Plan) -> bool:
+    """Whether to compile for this job."""
+    asked = prediction.options.compile
+    if asked is True and not prediction.shared:
+        prediction.warn_once(
+            "compile", "compile=True has no effect: draws are not shared, so the passes run as they are"
+        )
+    if not asked or not prediction.shared or not divisible(inputs):
+        return False
+    if asked is True:
+        return True
+    if plan.fold == "late" and plan.before > MOSTLY:
+        return False  # a late fold does most of the work once
+    kind = "cpu" if prediction.device.type == "cpu" else "cuda"
+    return plan.work * prediction.samples * max(prediction.total, rows(inputs)) >= WORTH_COMPILING[kind]
+
+
+class ScaledWeights(StandIns):
     """Stand-ins for the weights of some layers, filled with those of one sample after the other.
 
-    Inside the ``with`` block these layers have no noise of their own. Whatever happens in it, the network gets its weights back.
+    Inside the ``with`` block these layers have no noise of their own.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], state: NoisePass) -> None:
         layers = noise_layers(model)
         self.state, self.layers = state, [layers[name] for name in names]
         self.modules = [model.get_submodule(name) for name in names]
-        self.weights: list[Any] = [module._parameters["weight"] for module in self.modules]
-        self.buffers = [
-            nn.Parameter(torch.empty_like(weight), requires_grad=False) for weight in self.weights
-        ]
-        self.draws = [
-            layer.shared_vectors(*state.settings[layer.key][1:3], weight.device)
-            for layer, weight in zip(self.layers, self.weights, strict=True)
-        ]
+        held = [module._parameters for module in self.modules]
+        super().__init__((weights, "weight", stand_in(weights["weight"])) for weights in held)  # type: ignore[arg-type]
+        self.draws = []
+        for layer, (_, _, weight, _) in zip(self.layers, self.places, strict=True):
+            self.draws.append(layer.shared_vectors(*state.settings[layer.key][1:3], weight.device))
 
     def fill(self, index: int) -> None:
         """Make the network the sample of this index."""
-        parts = zip(self.modules, self.weights, self.draws, self.buffers, strict=True)
-        for module, weight, draws, buffer in parts:
-            torch.mul(weight, weight_scale(module, draws[index]), out=buffer.data)
+        for module, draws, (_, _, own, stand) in zip(self.modules, self.draws, self.places, strict=True):
+            torch.mul(own, weight_scale(module, draws[index]), out=stand.data)
 
-    def __enter__(self) -> "ScaledWeights":
+    def __enter__(self) -> Self:
         self.before = self.state.settings
         self.state.settings = {**self.before, **{layer.key: Setting("off") for layer in self.layers}}
-        for module, buffer in zip(self.modules, self.buffers, strict=True):
-            module._parameters["weight"] = buffer
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         self.state.settings = self.before
-        for module, weight in zip(self.modules, self.weights, strict=True):
-            module._parameters["weight"] = weight
+        super().__exit__(*error)
 
 
 class Sampler:
@@ -357,11 +355,10 @@ class Sampler:
 
     def folded(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
         """Several samples in one pass, as blocks of the batch."""
-        limit, total, result, start = self.prediction.limit, rows(inputs), None, 0
-        assert limit is not None
+        prediction, total, result, start = self.prediction, rows(inputs), None, 0
         while start < total:
-            at_once = min(len(samples), limit.rows)
-            stop = min(start + max(1, limit.rows // at_once), total)
+            at_once = min(len(samples), prediction.limit)
+            stop = min(start + max(1, prediction.limit // at_once), total)
             some = inputs if stop - start == total else take(inputs, start, stop)
             count, first = stop - start, samples.start
             while first < samples.stop:
@@ -371,13 +368,13 @@ class Sampler:
                 self.state.entry = (plan.first, blocks) if plan.fold == "late" else (-1, 1)
                 self.state.rows = {key: blocks * count * times for key, times in plan.times.items()}
                 batch = repeat(some, blocks) if plan.fold == "input" else some
-                outputs = limit.attempt(partial(call, self.model, batch), blocks * count)
+                outputs = prediction.attempt(partial(call, self.model, batch), blocks * count)
                 if outputs is None:
                     if blocks == 1:
                         break  # fewer inputs, and their samples from the first
-                    at_once = max(1, min(at_once, limit.rows // count))
+                    at_once = max(1, min(at_once, prediction.limit // count))
                     continue
-                outputs = checked_rows(outputs, blocks * count).reshape(blocks, count, *outputs.shape[1:])
+                outputs = check_rows(outputs, blocks * count).reshape(blocks, count, *outputs.shape[1:])
                 if result is None:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)
                     if (blocks, count) == (len(samples), total):

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flowbnn.batches import explaining, rows
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.posterior.batches import failure, rows
 
 __all__ = ["View", "averaged"]
 
@@ -27,10 +27,8 @@ def averaged(outputs: Outputs, likelihood: Likelihood) -> Outputs:
 
 def _seen(view: View, inputs: Any) -> Any:
     name = getattr(view, "__name__", type(view).__name__)
-    try:
+    with explaining(inputs, f"the view {name} fails on inputs of"):
         seen = view(inputs)
-    except Exception as error:
-        raise FlowBNNError(f"the view {name} fails on inputs of {failure(inputs, error)}") from error
     if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
         given = f"{rows(seen)} rows" if type(seen) is type(inputs) else f"a {type(seen).__name__}"
         raise FlowBNNError(

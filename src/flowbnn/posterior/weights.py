@@ -6,25 +6,25 @@ a network, saving and loading are done here.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
-from flowbnn.options import Count, checked
+from flowbnn.options import Count, Interval, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.training import History
 
 __all__ = [
     "Exchange",
     "MemberPosterior",
+    "StandIns",
     "WeightPosterior",
-    "check_all_given",
     "check_members",
     "generator_of",
+    "stand_in",
     "state_of",
 ]
 
@@ -42,46 +42,51 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class Exchange:
-    """Other weights in the place of a network's own, which come back at the end of the ``with`` block.
+class StandIns:
+    """Other tensors in the place of a network's own, which come back at the end of the ``with`` block, whatever happens in it.
 
     Args:
-        model: the network.
-        names: of the parameters and buffers that will be exchanged, as ``state_dict`` has them; tied ones under any of their names.
+        places: the dictionary of a module that holds a tensor, its name there, and what stands in for it.
     """
+
+    def __init__(self, places: Iterable[tuple[dict[str, Any], str, Tensor]]) -> None:
+        self.places = [(held, key, held[key], stand) for held, key, stand in places]
+
+    def __enter__(self) -> Self:
+        for held, key, _, stand in self.places:
+            held[key] = stand
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for held, key, own, _ in self.places:
+            held[key] = own
+
+
+def stand_in(own: Tensor) -> Tensor:
+    """An empty tensor that lies in memory as this one does, and is a parameter where it is one."""
+    empty = torch.empty_like(own.detach())
+    return nn.Parameter(empty, requires_grad=False) if isinstance(own, nn.Parameter) else empty
+
+
+class Exchange(StandIns):
+    """Stand-ins for some parameters and buffers, by their names in ``state_dict``; tied ones under any of their names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         own = _own(model)
-        wanted = {id(own[name]): name for name in names}
-        self.places: list[tuple[dict[str, Any], str, Any, str]] = []
-        for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None and id(tensor) in wanted:
-                        self.places.append((held, key, tensor, wanted[id(tensor)]))
-        self.stands: dict[str, Tensor] = {}
-        for name in names:
-            like = own[name]
-            stand = torch.empty_like(like.detach())
-            self.stands[name] = (
-                nn.Parameter(stand, requires_grad=False) if isinstance(like, nn.Parameter) else stand
-            )
+        self.stands = {name: stand_in(own[name]) for name in names}
+        wanted = {id(own[name]): self.stands[name] for name in names}
+        held = [each for module in model.modules() for each in (module._parameters, module._buffers)]
+        super().__init__(
+            (each, key, wanted[id(tensor)])
+            for each in held
+            for key, tensor in each.items()
+            if tensor is not None and id(tensor) in wanted
+        )
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Make the network the one with these weights."""
         for name, value in values.items():
             self.stands[name].data.copy_(value)
-
-    def __enter__(self) -> "Exchange":
-        for held, key, _, name in self.places:
-            held[key] = self.stands[name]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for held, key, tensor, _ in self.places:
-            held[key] = tensor
 
 
 class WeightPosterior(Posterior):
@@ -98,11 +103,11 @@ class WeightPosterior(Posterior):
     @property
     def names(self) -> list[str]:
         """The parameters and buffers that differ from sample to sample."""
-        raise NotImplementedError
+        return self._without("names of its weights, which it must define")
 
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         """The weights of the sample of this number under this seed."""
-        raise NotImplementedError
+        return self._without("weights(index, seed), which it must define")
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         """The weights of these samples of a prediction, one after the other.
@@ -126,13 +131,13 @@ class WeightPosterior(Posterior):
 
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` gives them."""
-        count = {len(value) for value in values.values()}
-        if len(count) != 1:
-            raise FlowBNNError(
-                "log_prob takes the same number of samples of every weight, as draws gives them"
-            )
+        missing = [name for name in self.names if name not in values]
+        counts = {len(value) for value in values.values()}
+        if missing or len(counts) != 1:
+            trouble = f"'{missing[0]}' is not given" if missing else f"they have {sorted(counts)} samples"
+            raise FlowBNNError(f"log_prob takes all weights together, as draws gives them, but {trouble}")
         with torch.no_grad():
-            each = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(count.pop())]
+            each = [self.log_density({k: v[i] for k, v in values.items()}) for i in range(counts.pop())]
         return torch.stack(each)
 
     def sample(self, seed: int | None = None) -> nn.Module:
@@ -151,16 +156,14 @@ class WeightPosterior(Posterior):
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the weights of one sample after the other."""
         exchange = prediction.keep("exchange", lambda: Exchange(self.model, self.names))
-        with exchange:
-            networks = self._networks(exchange, samples, prediction)
-            return prediction.run(inputs, networks, len(samples))
 
-    def _networks(
-        self, exchange: "Exchange", samples: range, prediction: Prediction
-    ) -> Iterator[Callable[[Any], Tensor]]:
-        for values in self.stream(samples, prediction):
-            exchange.fill(values)
-            yield prediction.network
+        def networks() -> Iterator[Callable[[Any], Tensor]]:
+            for values in self.stream(samples, prediction):
+                exchange.fill(values)
+                yield prediction.network
+
+        with exchange:
+            return prediction.run(inputs, networks(), len(samples))
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -192,10 +195,8 @@ class MemberPosterior(WeightPosterior):
         history: History | None = None,
     ) -> None:
         super().__init__(model, likelihood, history)
-        sizes = {len(value) for value in members.values()}
-        if len(sizes) != 1 or 0 in sizes:
-            raise FlowBNNError("a list of networks needs the same number, at least one, of every weight")
-        self.members, self.size = dict(members), sizes.pop()
+        check_members(model, members)
+        self.members, self.size = dict(members), len(next(iter(members.values())))
         self.default_samples = self.size
 
     @classmethod
@@ -249,8 +250,7 @@ class MemberPosterior(WeightPosterior):
 
     def member(self, index: int) -> nn.Module:
         """The network of this number."""
-        if not 0 <= index < self.size:
-            raise FlowBNNError(f"there are {self.size} networks, numbered from 0, so none of number {index}")
+        check("index", index, Annotated[int, Interval(ge=0, lt=self.size)])
         return self.network_of(self.weights(index, 0))
 
     def state(self) -> dict[str, Tensor]:
@@ -258,22 +258,15 @@ class MemberPosterior(WeightPosterior):
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        check_members(point.model, state)
         return cls(point.model, point.likelihood, state, point.history)
 
 
-def check_all_given(names: Iterable[str], values: Mapping[str, Tensor]) -> None:
-    """A density is of all weights together."""
-    missing = next((name for name in names if name not in values), None)
-    if missing is not None:
-        raise FlowBNNError(
-            f"the density is of all weights together, and '{missing}' is not given", layer=missing
-        )
-
-
-def check_members(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Whether weights ``{name: [M, ...]}`` are those of networks like this one."""
-    own = _own(model)
-    for name, value in state.items():
-        if name not in own or value.shape[1:] != own[name].shape:
-            raise ValueError(f"its member weights '{name}' do not fit the network")
+def check_members(model: nn.Module, members: Mapping[str, Tensor]) -> None:
+    """Refuse weights ``{name: [M, ...]}`` that are not those of M networks like this one."""
+    own, sizes = _own(model), {len(value) for value in members.values()}
+    wrong = [name for name, value in members.items() if name not in own or value.shape[1:] != own[name].shape]
+    trouble = f"the members' weights '{wrong[0]}' do not fit the network" if wrong else ""
+    if len(sizes) > 1 or 0 in sizes:
+        trouble = "a list of networks needs the same number, at least one, of every weight"
+    if trouble:
+        raise FlowBNNError(trouble, kind="shape")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flowbnn.batches import count_data
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.posterior.batches import count_data
 from flowbnn.training.randomness import loader_generators
 from flowbnn_studies.data import CropAndFlip, ImageSet, Normalize, device_loader
 

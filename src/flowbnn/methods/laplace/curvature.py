@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.batches import device_of, dtype_of, split_batch
+from flowbnn.batches import device_of, dtype_of, move, split_batch, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import Block, Diagonal, Full, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
 from flowbnn.methods.laplace.layers import Layers, Survey, shares_weights
 from flowbnn.methods.laplace.output_hessian import OutputHessian, output_hessian
-from flowbnn.posterior.batches import move, take
 
 __all__ = ["Curvature", "Problem", "patches"]
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowbnn.batches import apply, call, out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import Called
-from flowbnn.posterior.batches import apply, call, rows, take
-from flowbnn.posterior.forward import out_of_memory
 
 __all__ = ["Jacobian", "flat_outputs"]
 

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flowbnn.batches import device_of
+from flowbnn.batches import call, device_of, evaluating, rows, take
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods.laplace.blocks import Shapes
-from flowbnn.posterior.batches import call, rows, take
-from flowbnn.posterior.forward import evaluating
 
 __all__ = ["Layers", "Survey", "choose_layers", "shares_weights", "survey", "without_nested"]
 

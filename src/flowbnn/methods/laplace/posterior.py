@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of
+from flowbnn.batches import call, device_of, dtype_of, evaluating, move, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
@@ -16,9 +16,7 @@ from flowbnn.methods.laplace.layers import without_nested
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.batches import call, move, take
-from flowbnn.posterior.forward import evaluating
-from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
+from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
 __all__ = ["LaplacePosterior", "PredictiveName"]
@@ -98,7 +96,6 @@ class LaplacePosterior(WeightPosterior):
         return {name: value - self.centre[name] for name, value in self.weights(index, seed).items()}
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        check_all_given(self.names, values)
         total = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
         for block in self.blocks:
             moved = {name: values[name].to(self.centre[name]) - self.centre[name] for name in block.shapes}

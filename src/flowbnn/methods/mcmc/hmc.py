@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import take
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
@@ -24,7 +25,6 @@ from flowbnn.methods.mcmc.hamiltonian import Potential, State, hmc_kernel, norma
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
-from flowbnn.posterior.batches import take
 from flowbnn.posterior.weights import generator_of
 
 __all__ = ["HMC", "NUTS"]

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from flowbnn.batches import check_finite_batch, device_of, dtype_of, split_batch
+from flowbnn.batches import check_finite_batch, device_of, dtype_of, join, move, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
-from flowbnn.posterior.batches import join, move, take
 
 __all__ = ["Data", "NetworkPotential", "Sites", "gather", "noise_sites", "noisy_weights"]
 

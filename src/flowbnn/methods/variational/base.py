@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowbnn.batches import split_batch
+from flowbnn.batches import repeat, split_batch
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
@@ -38,7 +38,6 @@ from flowbnn.noise import (
 )
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
-from flowbnn.posterior.batches import repeat
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
 from flowbnn.training import Clock, is_main_process

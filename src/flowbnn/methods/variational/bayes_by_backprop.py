@@ -37,7 +37,7 @@ from flowbnn.methods.variational.layers import (
 from flowbnn.noise import current_share
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.weights import WeightPosterior, check_all_given, generator_of
+from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
 __all__ = ["BayesByBackprop", "GaussianWeightPosterior"]
@@ -221,7 +221,6 @@ class GaussianWeightPosterior(WeightPosterior):
                 yield self.split(row)
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        check_all_given(self._names, values)
         flat = torch.cat([values[name].flatten() for name in self._names]).to(self.flat_mean)
         error = (flat - self.flat_mean) / self.flat_std
         constant = 0.5 * len(flat) * math.log(2.0 * math.pi)

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.batches import device_of, dtype_of
+from flowbnn.batches import call, device_of, dtype_of, evaluating, move
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise import Share
 from flowbnn.noise.layout import FORWARD, absorbs
-from flowbnn.posterior.batches import call, move
-from flowbnn.posterior.forward import evaluating
 
 __all__ = [
     "DrawnNetwork",
