@@ -141,6 +141,7 @@ def test_one_study_needs_no_contents_and_is_open(two_clusters: dict[str, Any], t
 
 def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     bad = "<script>alert('x')</script> & \"<img src=http://evil.test/x onerror=y>"
+    two_clusters["figures"] = two_clusters["figures"][1:3]  # one of models, one of panels
     for field in ("study", "title", "question", "answer", "source", "command", "created", "device"):
         two_clusters[field] = bad
     two_clusters["notes"] = [bad]
