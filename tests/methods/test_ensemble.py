@@ -122,6 +122,6 @@ def test_what_cannot_be_started_anew_is_named_and_may_be_started_by_hand():
 
 def test_there_is_no_member_beyond_the_last():
     posterior = fb.DeepEnsemble(1, epochs=1).fit(small(), loader(blobs()), seed=0, **QUIET)
-    with pytest.raises(FlowBNNError, match="none of number 1"):
+    with pytest.raises(FlowBNNError, match="index must be an integer of at least 0 and below 1, got 1"):
         posterior.member(1)
     assert len(posterior) == 1
