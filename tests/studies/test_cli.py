@@ -146,6 +146,17 @@ def test_the_installed_module_speaks_through_a_process():
     assert done.stderr == "flowbnn: there is no study 'digit'; did you mean 'digits'?\n"
 
 
+@pytest.mark.parametrize("wrong", ["epochs=-1", "weight_lr=-1", "hidden=0", "novel=12", "samples=0"])
+def test_settings_are_refused_before_anything_is_put_aside(wrong, tmp_path):
+    kept = [tmp_path / "digits" / place / "plain-seed0.json" for place in ("parts", "earlier")]
+    for path in kept:
+        path.parent.mkdir(parents=True)
+        path.write_text(path.parent.name)
+    for _ in range(2):
+        assert call("run", "digits", "--seeds", "1", "--set", wrong, "--out", tmp_path).exit_code == 2
+    assert [path.read_text() for path in kept] == ["parts", "earlier"]
+
+
 @pytest.mark.parametrize("device", ["tpu", "abacus"])
 def test_a_device_that_is_not_there_is_refused_before_anything_is_cleared(device, tmp_path):
     finished = tmp_path / "digits" / "parts" / "plain-seed0.json"

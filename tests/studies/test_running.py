@@ -60,6 +60,32 @@ def test_without_resume_everything_is_done_again(study, tmp_path):
     assert len(study.calls) == 8
 
 
+def test_no_finished_training_is_ever_overwritten_and_a_run_that_trains_nothing_deletes_no_network(
+    study, tmp_path
+):
+    scores = []
+    for slope in (1.0, 2.0, 3.0):
+        run(study, tmp_path, settings=Settings(slope=slope))
+    folder = tmp_path / "tiny"
+    networks = sorted(folder.glob("checkpoints/*/posterior.safetensors"))
+    study.stop_at = ("base", 0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(study, tmp_path)
+    for path in sorted((folder / "earlier").glob("base-seed1*.json")):
+        scores.append(json.loads(path.read_text())["content"]["values"]["score"])
+    assert sorted(scores) == [2.0, 4.0, 6.0]
+    assert (
+        sorted(folder.glob("checkpoints/*/posterior.safetensors")) == networks[1:]
+    )  # but for the one that began
+    study.stop_at = None
+    study.calls = []
+    run(
+        study, tmp_path, resume=True, settings=Settings(slope=3.0)
+    )  # what was put aside is not taken up again
+    assert len(study.calls) == 4
+
+
 def test_more_seeds_add_to_those_that_are_done(study, tmp_path):
     run(study, tmp_path)
     study.calls = []

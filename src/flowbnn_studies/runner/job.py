@@ -66,6 +66,11 @@ class Job:
         return self.folder / "checkpoints" / self.name
 
     @property
+    def mark(self) -> Path:
+        """What the state in that folder belongs to."""
+        return self.state / "identity.json"
+
+    @property
     def posterior(self) -> Path:
         """Its trained network."""
         return self.state / POSTERIOR
@@ -132,10 +137,9 @@ class Job:
 
     def begin(self) -> None:
         """Make the state folder; a checkpoint that another kind of run left there is deleted."""
-        mark = self.state / "identity.json"
-        if not self.resume or read_json(mark) != self.identity():
+        if not self.resume or read_json(self.mark) != self.identity():
             shutil.rmtree(self.state, ignore_errors=True)
-            write_json(mark, self.identity())
+            write_json(self.mark, self.identity())
 
     def options(self, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
         """Options for the fit functions; about ten checkpoints in a run, since each waits for the disk."""

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,13 @@ def run_study(
             f"{aside} finished trainings of an earlier run were put aside in '{folder / EARLIER}'; --resume would have kept them."
         )
     if todo:
-        labels, count = {variant.key: variant.label for variant in variants}, len(done)
+        labels, number = {variant.key: variant.label for variant in variants}, len(done)
         with nullcontext(workers) if workers is not None else open_workers(min(jobs, len(todo))) as staff:
             for stage in _stages(variants, todo):
                 for job in staff.do(stage):
-                    count += 1
+                    number += 1
                     if shown:
-                        place = f"{count} of {len(done) + len(todo)}, {time.monotonic() - started:.0f} s"
+                        place = f"{number} of {len(done) + len(todo)}, {time.monotonic() - started:.0f} s"
                         line = f"{study.name}: {labels[job.variant]}, seed {job.seed} done ({place})"
                         print(line, file=sys.stderr, flush=True)
                 if not study.keeps_networks:
@@ -232,18 +233,18 @@ def _tidy(every: Sequence[Job]) -> None:
 
 
 def _put_aside(jobs: Sequence[Job]) -> int:
-    """Move finished trainings to where nothing overwrites them, since hours may have gone into them, and delete checkpoints.
+    """Move finished trainings to where nothing overwrites them, since hours may have gone into them; how many were moved.
 
-    Returns:
-        How many were moved.
+    Checkpoints and trained networks lose their mark, so that no later run goes on from them, and are deleted when their job begins.
     """
     finished = [job.part for job in jobs if job.part.exists()]
     for path in finished:
         aside = path.parents[1] / EARLIER
         aside.mkdir(exist_ok=True)
-        path.replace(aside / path.name)
+        names = (f"{path.stem}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
+        path.replace(next(aside / name for name in names if not (aside / name).exists()))
     for job in jobs:
-        shutil.rmtree(job.state, ignore_errors=True)
+        job.mark.unlink(missing_ok=True)
     return len(finished)
 
 
