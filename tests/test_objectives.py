@@ -64,7 +64,7 @@ class Conjugate:
 
 def put(problem: Conjugate, mean: Tensor, root: Tensor) -> nn.Module:
     """The layer with noise ``N(mean, root root')``."""
-    model = to_stochastic(problem.layer, {"*": FlowNoise(Matrix)})
+    model = to_stochastic(problem.layer, {"*": FlowNoise(Matrix, base_scale=0.5)})
     (noise,) = noise_layers(model).values()
     matrix = noise.transform[1]
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_any_other_posterior_stays_below_by_its_divergence():
 def test_mean_field_is_fitted_to_its_known_optimum():
     """Mean: the exact one. Variance: the inverse of the precision's diagonal."""
     problem = Conjugate()
-    model = to_stochastic(problem.layer.requires_grad_(False), {"*": NormalAffine()})
+    model = to_stochastic(problem.layer.requires_grad_(False), {"*": NormalAffine(base_scale=0.5)})
     objective = ELBO(Gaussian(SIGMA), num_data=12)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
@@ -117,7 +117,7 @@ def test_mean_field_is_fitted_to_its_known_optimum():
 
 
 def test_beta_gamma_and_the_number_of_examples():
-    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)})
     (noise,) = noise_layers(model).values()
     with torch.no_grad():
         noise.transform[0].shift.add_(0.7)
@@ -137,7 +137,8 @@ def test_beta_gamma_and_the_number_of_examples():
 
 def test_the_kl_is_summed_over_layers_and_reported_for_each():
     model = to_stochastic(
-        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), {"0": NormalPlanar(2), "1": NormalAffine()}
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)),
+        {"0": NormalPlanar(2, base_scale=0.5), "1": NormalAffine(base_scale=0.5)},
     )
     terms = ELBO(Categorical(), 10)(model, torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
     assert list(terms.layers) == ["0", "1"]
@@ -174,7 +175,7 @@ def test_packed_layers_are_the_layers():
 
 def test_forward_leaves_nothing_behind():
     """The KL is a function of posterior and prior alone: the same before and after any number of passes."""
-    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    model = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)})
     (noise,) = noise_layers(model).values()
     before, state = noise.divergence(), set(vars(noise))
     model(torch.ones(7, 3))

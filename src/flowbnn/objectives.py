@@ -83,7 +83,7 @@ class ELBO:
     >>> from flowbnn.likelihoods import Categorical
     >>> from flowbnn.noise import NormalAffine
     >>> from flowbnn import to_stochastic
-    >>> network = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine()})
+    >>> network = to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)})
     >>> elbo = ELBO(Categorical(), num_data=100)
     >>> terms = elbo(network, torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))
     >>> terms.loss.backward()

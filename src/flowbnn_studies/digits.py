@@ -81,8 +81,12 @@ def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
         # whole channels before the convolutions, single features before the linear layers, as is usual
         return {"*": Dropout(rate=settings.dropout, site="channel"), "conv1": None}
     if variant == "gaussian":
-        return {"*": NormalAffine()}
-    return {"conv2": NormalInvConv(), "fc1": NormalPlanar(settings.flow_length), "*": NormalAffine()}
+        return {"*": NormalAffine(base_scale=0.5)}
+    return {
+        "conv2": NormalInvConv(base_scale=0.5),
+        "fc1": NormalPlanar(settings.flow_length, base_scale=0.5),
+        "*": NormalAffine(base_scale=0.5),
+    }
 
 
 class DigitsStudy(Study):

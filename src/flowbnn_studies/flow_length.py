@@ -83,7 +83,7 @@ class FlowLength(Study):
         if job.variant == "plain":
             plain = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
             return {"values": plain.predict(test[0]).cpu().evaluate(test[1])}
-        rules = {"*": NormalPlanar(int(job.variant.removeprefix("length-")))}
+        rules = {"*": NormalPlanar(int(job.variant.removeprefix("length-")), base_scale=0.5)}
         rates = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr}
         posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
         return {

@@ -108,7 +108,10 @@ class TwoClusters(Study):
         if job.variant == "plain":
             posterior = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
         else:
-            recipe = {"flow": NormalPlanar(s.flow_length), "gaussian": NormalAffine()}.get(job.variant)
+            recipe = {
+                "flow": NormalPlanar(s.flow_length, base_scale=0.5),
+                "gaussian": NormalAffine(base_scale=0.5),
+            }.get(job.variant)
             rules = {"*": recipe} if recipe else None
             rates: dict[str, Any] = {
                 "weight_lr": s.weight_lr,

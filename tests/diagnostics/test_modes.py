@@ -40,16 +40,17 @@ def test_marginal_of_a_known_mixture():
 
 def test_health():
     model = fb.to_stochastic(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), {"*": fb.noise.NormalAffine()}
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)),
+        {"*": fb.noise.NormalAffine(base_scale=0.5)},
     )
     layers = noise_layers(model)
     with torch.no_grad():
-        layers["1"].transform[0].raw_log_scale.fill_(-5.0)
+        layers["1"].transform[0].raw_log_scale.fill_(-8.0)
         layers["2"].transform[0].shift.fill_(0.5)
     health = posterior_health(model)
     assert [h.state for h in health] == ["prior", "point", "healthy"]
     assert health[2].kl == pytest.approx(3 * 0.5 * 0.25 / 0.25, rel=1e-5)
-    assert health[1].spread == pytest.approx(math.exp(8 * math.tanh(-5.0 / 8)), rel=0.1)
+    assert health[1].spread == pytest.approx(math.exp(8 * math.tanh(-8.0 / 8)), rel=0.1)
 
 
 def test_layers_of_one_ailment_share_a_warning():

@@ -24,7 +24,7 @@ def test_warnings_name_the_layer():
     warnings.simplefilter("always", FlowBNNWarning)
     with pytest.warns(FlowBNNWarning, match="layer '0' has fallen back onto its prior"):
         fb.fit(
-            fb.to_stochastic(network(), {"0": fb.noise.NormalAffine()}),
+            fb.to_stochastic(network(), {"0": fb.noise.NormalAffine(base_scale=0.5)}),
             loader(),
             epochs=1,
             noise_lr=1e-7,
@@ -58,7 +58,7 @@ def test_one_warning_for_each_ailment():
         def forward(self, x):
             return self.deep(x) + nn.functional.linear(x, self.first.weight + self.second.weight)
 
-    model = fb.to_stochastic(Deep(), {"*": fb.noise.NormalAffine()})
+    model = fb.to_stochastic(Deep(), {"*": fb.noise.NormalAffine(base_scale=0.5)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)

@@ -15,6 +15,7 @@ from torch import nn
 
 from flowbnn.convert import to_stochastic
 from flowbnn.methods.base import FitOptions, register_method
+from flowbnn.methods.fitting import Schedule
 from flowbnn.methods.variational.base import FLOWS, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, options, takes
@@ -35,8 +36,7 @@ class NodeNoise(Variational):
         components: of the mixture.
         site: ``"channel"`` or ``"position"``.
         base_scale: standard deviation of the noise at the start.
-        noise_lr: learning rate of the noise.
-        beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
+        noise_lr, schedule, beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
         prior_scale: standard deviation of the prior of the noise, which is around one.
     """
 
@@ -47,7 +47,9 @@ class NodeNoise(Variational):
     ) = "gaussian"
     components: Count = field(default=16, kw_only=True)
     site: Literal["channel", "position"] = field(default="channel", kw_only=True)
-    base_scale: Positive = field(default=0.5, kw_only=True)
+    base_scale: Positive = field(default=0.1, kw_only=True)
+    noise_lr: Positive | None = field(default=None, kw_only=True)
+    schedule: Schedule | Literal["cosine"] | None = field(default="cosine", kw_only=True)
     gamma: NonNegative = field(default=0.0, kw_only=True)
     prior_scale: Positive = field(default=0.5, kw_only=True)
 

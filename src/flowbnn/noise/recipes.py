@@ -51,7 +51,8 @@ class Recipe:
     Args:
         site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (Xiong's report).
         prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in Xiong's report.
-        base_loc, base_scale: the base before the transforms, likewise.
+        base_loc, base_scale: the base before the transforms. It is narrower than the prior, so that a trained network begins about
+            where it was and the noise widens to what the data allow.
         components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
         positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does, which tempers
             it; a number counts that many positions, exact when it is the size of the feature map.
@@ -64,7 +65,7 @@ class Recipe:
     prior_loc: float = 1.0
     prior_scale: Positive = 0.5
     base_loc: float = 1.0
-    base_scale: Positive = 0.5
+    base_scale: Positive = 0.1
     components: Size = 1
     positions: Count | Literal["mean"] = "mean"
     kl_samples: Count = 16

@@ -60,6 +60,7 @@ class NoisePosterior(Posterior):
 
     kind = "node noise"
     compiles = True
+    gain: Any = None  # held-out log-likelihoods before and after the fit, where it was given validation data
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""

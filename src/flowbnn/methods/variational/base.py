@@ -1,8 +1,9 @@
 """Fitting distributions by the ELBO: of the noise on a network's layers, and of its weights."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from flowbnn.methods.fitting import (
     prepare,
     train_posterior,
 )
+from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_of_memory
 from flowbnn.noise import (
     Divergences,
     NormalAffine,
@@ -41,6 +43,8 @@ from flowbnn.options import Count, NonNegative, Positive, Share, checked, option
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
 from flowbnn.training import Clock, is_main_process
+from flowbnn.training.options import length_of
+from flowbnn.training.progress import terminal
 
 __all__ = ["FLOWS", "Variational", "fit", "fit_elbo"]
 
@@ -134,16 +138,16 @@ def fit(
     model: nn.Module,
     loader: Iterable[Any],
     *,
-    epochs: Count = 20,
+    epochs: Count | None = None,
     weight_lr: NonNegative = 2e-4,
-    noise_lr: NonNegative = 2e-3,
+    noise_lr: NonNegative | None = None,
     weight_decay: NonNegative = 0.0,
     beta: NonNegative = 1.0,
     warmup: Share = 0.0,
     gamma: NonNegative = 0.0,
     samples: Count = 1,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | Literal["cosine"] | None = "cosine",
     validation_samples: Count = 8,
     **given: Any,
 ) -> NoisePosterior:
@@ -154,12 +158,15 @@ def fit(
     Args:
         model: from :func:`~flowbnn.to_stochastic`; it is trained in place.
         loader: batches of ``(inputs, targets)``.
-        epochs: passes over the loader.
-        weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone.
+        epochs: passes over the loader; by default as many as make 500 steps, at least 5 and at most 100.
+        weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
+            noise's is by default 10 over the number of steps, within 0.002 and 0.05: enough for the noise to settle, whatever the
+            number of steps.
         beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run.
         samples: draws per example and step.
         optimizer: a function from parameter groups to an optimizer; Adam unless given.
-        schedule: a function from ``(optimizer, total steps)`` to a learning-rate schedule, stepped at every batch.
+        schedule: ``"cosine"``, from the full rates to zero; None, constant rates; or a function from ``(optimizer, total steps)`` to a
+            learning-rate schedule, stepped at every batch.
         validation_samples: draws for the negative log-likelihood of the validation data, recorded as ``validation_nll``.
         given: as in :class:`~flowbnn.methods.FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``checkpoint``, ``resume``,
             ``early_stop``, ``seed``, ``precision``, ``devices``, ``progress``, ``tensorboard`` and the rest.
@@ -167,8 +174,12 @@ def fit(
     Returns:
         A posterior that predicts. Its ``history`` has ELBO, log-likelihood, KL and entropy of every epoch in nats, those of
         each layer as ``kl/name`` and ``entropy/name``. A layer whose posterior has collapsed to a point or fallen back onto
-        its prior is warned of by name, all of one kind in one warning.
+        its prior is warned of by name, all of one kind in one warning. With ``validation``, its ``gain`` compares the held-out
+        log-likelihood with that of the network that was given; a loss, and weights that have memorised the loader, are warned of.
     """
+    epochs, noise_lr = pace(loader, epochs, noise_lr)
+    if schedule == "cosine":
+        schedule = cosine if length_of(loader) else None
     run = FitOptions(**{"epochs": epochs, "description": "fitting the noise", **given})
     reason = None
     if not noise_layers(model):
@@ -205,6 +216,10 @@ def fit(
         return terms.loss, terms.logs()
 
     posterior = NoisePosterior(model, chosen)
+    before = None
+    if run.validation is not None:
+        before = plain_log_likelihoods(posterior, run.validation)
+        warn_of_memory(posterior, loader, before, run.seed)
     settings = {"beta": beta, "gamma": gamma, "warmup": warmup, "samples": samples}
     settings["num_data"] = objective.num_data
     with noise_mode(model, "sample"):
@@ -225,4 +240,30 @@ def fit(
         called = (health for health in posterior_health(model) if health.layer not in idle)
         for ailment in health_warnings(called):
             warnings.warn(ailment)
+    if before is not None:
+        posterior.gain = gain(before, posterior, run.validation)  # type: ignore[arg-type]
+        if run.progress and is_main_process() and (console := terminal()) is not None:
+            console.print(str(posterior.gain), highlight=False)
     return posterior
+
+
+def pace(loader: Any, epochs: int | None, noise_lr: float | None) -> tuple[int, float]:
+    """Epochs, and the learning rate of the noise, where they are not given.
+
+    Under Adam a parameter moves by about its rate in a step. A rate of 10 over the number of steps lets the logarithm of a
+    standard deviation travel as far as it may have to in any run.
+
+    >>> pace([None] * 50, None, None), pace([None] * 50, 2, None), pace([None] * 500, None, 0.01)
+    ((10, 0.02), (2, 0.05), (5, 0.01))
+    """
+    steps = length_of(loader) or 25
+    if epochs is None:
+        epochs = min(100, max(5, math.ceil(500 / steps)))
+    return epochs, min(0.05, max(0.002, 10 / (steps * epochs))) if noise_lr is None else noise_lr
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """From the full rates to zero along half a cosine."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps))
+    )

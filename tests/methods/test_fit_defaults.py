@@ -1,0 +1,114 @@
+"""``fb.fit`` with no argument but the loader leaves a trained network no worse, and says so where it cannot."""
+
+import math
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.models import MLP
+from flowbnn.noise import NormalAffine, NormalPlanar
+
+QUIET = {"progress": False, "accelerator": "cpu"}
+
+
+def rings(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two noisy rings that overlap: no network separates them."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (number,), generator=generator)
+    angle = 2 * math.pi * torch.rand(number, generator=generator)
+    radius = 1.0 + labels + 0.4 * torch.randn(number, generator=generator)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1), labels
+
+
+def curve(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(number, 1, generator=generator) - 2
+    return x, (2 * x).sin() + 0.05 * torch.randn(number, 1, generator=generator)
+
+
+@cache
+def trained(data, outputs: int, epochs: int = 60) -> tuple[nn.Module, TensorLoader, object]:
+    torch.manual_seed(0)
+    loader = TensorLoader(*data(300, 1), batch_size=32, shuffle=True)
+    width = 2 if data is rings else 1
+    plain = fb.MLE(epochs=epochs, lr=0.01).fit(MLP(width, (32,), outputs), loader, seed=0, **QUIET)
+    return plain.model, loader, plain
+
+
+@pytest.mark.parametrize("recipe", [NormalAffine(), NormalPlanar()], ids=["gaussian", "planar"])
+@pytest.mark.parametrize(("data", "outputs"), [(rings, 2), (curve, 1)], ids=["classes", "curve"])
+def test_a_trained_network_is_no_worse_after_a_fit_with_defaults(data, outputs, recipe):
+    network, loader, plain = trained(data, outputs)
+    test = data(2000, 2)
+    before = fb.evaluate(plain, test, progress=False)
+    posterior = fb.fit(fb.to_stochastic(network, {"*": recipe}), loader, seed=0, **QUIET)
+    after = fb.evaluate(posterior, test, progress=False)
+    assert after["nll"] < before["nll"] + 0.02
+    if outputs == 1:
+        assert after["rmse"] < 1.1 * before["rmse"]
+        assert 0.8 < after["coverage_90"] < 0.98
+
+
+def test_the_gain_is_measured_example_by_example():
+    network, loader, plain = trained(rings, 2)
+    held_out = rings(500, 3)
+    expected = -plain.predict(held_out[0]).nll(held_out[1]).mean()
+    posterior = fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), loader, validation=held_out, **QUIET)
+    assert posterior.gain.before == pytest.approx(float(expected), abs=1e-5)
+    after = -posterior.predict(held_out[0], 64, seed=0).nll(held_out[1]).mean()
+    assert posterior.gain.after == pytest.approx(float(after), abs=1e-5)
+    assert 0 < posterior.gain.error < 0.1
+    assert posterior.gain.after > posterior.gain.before - 2 * posterior.gain.error
+
+
+def test_a_loss_is_warned_of():
+    network, loader, _ = trained(curve, 1)
+    model = fb.to_stochastic(network, {"*": NormalAffine(base_scale=0.5, prior_scale=0.3)})
+    with pytest.warns(FlowBNNWarning, match="predicts worse") as caught:
+        fb.fit(
+            model,
+            loader,
+            epochs=1,
+            weight_lr=0.0,
+            noise_lr=1e-6,
+            schedule=None,
+            validation=curve(500, 3),
+            **QUIET,
+        )
+    loss = next(w.message for w in caught if w.message.fields.get("kind") == "gain")
+    assert loss.fields["after"] < loss.fields["before"]
+
+
+def test_weights_that_have_memorised_the_loader_are_warned_of():
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(40, 5), torch.randint(2, (40,))  # nothing to learn
+    loader = [(inputs, labels)]
+    plain = fb.MLE(epochs=300, lr=0.02).fit(MLP(5, (64,), 2), loader, seed=0, **QUIET)
+    fresh = torch.randn(200, 5), torch.randint(2, (200,))
+    model = fb.to_stochastic(plain.model, {"*": NormalAffine()})
+    with pytest.warns(FlowBNNWarning, match="memorised") as caught:
+        fb.fit(model, loader, epochs=5, validation=fresh, **QUIET)
+    assert any(w.message.fields.get("kind") == "memorised" for w in caught)
+
+
+def test_an_honest_network_is_not_accused():
+    network, loader, _ = trained(rings, 2, epochs=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FlowBNNWarning)
+        fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), loader, validation=rings(500, 3), **QUIET)
+
+
+def test_without_a_length_the_rates_are_constant():
+    class Stream:
+        def __iter__(self):
+            yield from TensorLoader(*rings(64, 1), batch_size=32)
+
+    model = fb.to_stochastic(MLP(2, (8,), 2), {"*": NormalAffine()})
+    posterior = fb.fit(model, Stream(), epochs=2, num_data=64, **QUIET)
+    assert posterior.history["learning_rate"] == [2e-4, 2e-4]
