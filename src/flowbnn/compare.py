@@ -302,12 +302,16 @@ def compare(
     >>> sorted(row["key"] for row in result.rows)
     ['map', 'mc-dropout', 'mle']
     """
-    for name, loader in (("train_loader", train_loader), ("test_loader", test_loader)):
-        if iter(loader) is loader:
-            raise FlowBNNError(
-                f"{name} is read once for every method: give a loader or a list", argument=name
-            )
     numbers = list(range(seed, seed + seeds) if isinstance(seeds, int) else dict.fromkeys(seeds))
+    once = [
+        name
+        for name, loader in (("train_loader", train_loader), ("test_loader", test_loader))
+        if iter(loader) is loader
+    ]
+    if once or not numbers or methods in ([], (), {}):
+        argument = once[0] if once else "methods" if numbers else "seeds"
+        advice = "is read once for every method: give a loader or a list" if once else "must not be empty"
+        raise FlowBNNError(f"{argument} {advice}", kind="value", argument=argument)
     batches = len(train_loader) if hasattr(train_loader, "__len__") else None  # type: ignore[arg-type]
     reasons: dict[str, str] = {}
     chosen = _choose(methods, reasons, epochs=epochs, lr=lr, batches=batches)

@@ -179,5 +179,5 @@ def test_a_resumed_bound_tells_that_its_weight_has_changed(method, tmp_path):
 
 def test_a_comparison_of_nothing_is_refused():
     loader = [(torch.randn(6, 4), torch.arange(6) % 3)]
-    with pytest.raises(fb.FlowBNNError, match="there is no method to compare"):
+    with pytest.raises(fb.FlowBNNError, match="methods must not be empty"):
         fb.compare(nn.Linear(4, 3), loader, loader, methods=[])

@@ -42,7 +42,7 @@ __all__ = [
     "warn_of_other_kinds",
 ]
 
-FORMAT = 2
+FORMAT = 3
 HEADER = "flowbnn"
 KIND = "__kind__"
 SEQUENCES = {"tuple": tuple, "deque": deque}
