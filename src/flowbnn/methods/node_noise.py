@@ -48,8 +48,8 @@ class NodeNoise(Variational):
     components: Count = field(default=16, kw_only=True)
     site: Literal["channel", "position"] = field(default="channel", kw_only=True)
     base_scale: Positive = field(default=0.1, kw_only=True)
-    noise_lr: Positive | None = field(default=None, kw_only=True)
-    schedule: Schedule | Literal["cosine"] | None = field(default="cosine", kw_only=True)
+    noise_lr: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+    schedule: Schedule | Literal["cosine"] | None = field(default="cosine", kw_only=True)  # type: ignore[assignment]
     gamma: NonNegative = field(default=0.0, kw_only=True)
     prior_scale: Positive = field(default=0.5, kw_only=True)
 
