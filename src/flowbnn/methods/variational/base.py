@@ -21,6 +21,7 @@ from flowbnn.methods.fitting import (
     optimizer_for,
     prepare,
     train_posterior,
+    validator,
 )
 from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_of_memory
 from flowbnn.noise import (
@@ -217,8 +218,8 @@ def fit(
 
     posterior = NoisePosterior(model, chosen)
     before = None
-    if run.validation is not None:
-        before = plain_log_likelihoods(posterior, run.validation)
+    if validator(posterior, run.validation, validation_samples) is not None:  # which tries the first batch
+        before = plain_log_likelihoods(posterior, run.validation)  # type: ignore[arg-type]
         warn_of_memory(posterior, loader, before, run.seed)
     settings = {"beta": beta, "gamma": gamma, "warmup": warmup, "samples": samples}
     settings["num_data"] = objective.num_data
