@@ -102,7 +102,7 @@ def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
         lambda p: fb.noise_mode(p, "off").__enter__(),
     ):
         one_line(lambda use=use: use(posterior), "its network is its .model")
-    one_line(lambda: fb.describe(3), "3|int")
+    one_line(lambda: fb.describe(3), "not a int")
 
 
 def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
