@@ -15,14 +15,14 @@ def regression(count: int = 40, width: int = 3, outputs: int = 1):
     return inputs, targets
 
 
-def conjugate(inputs, targets, scale=SCALE):
-    """Mean, covariance and log evidence of a Bayesian linear regression with one output and a bias."""
+def conjugate(inputs, targets, scale=SCALE, noise=NOISE):
+    """Mean, covariance and log evidence of a Bayesian linear regression with one output and a bias, for one scale or one a weight."""
     features = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-    one = torch.eye(features.shape[1], dtype=torch.float64)
-    spread = (features.T @ features / NOISE**2 + one / scale**2).inverse()
-    total = NOISE**2 * torch.eye(len(inputs), dtype=torch.float64) + scale**2 * features @ features.T
+    variances = torch.as_tensor(scale, dtype=torch.float64).square().expand(features.shape[1])
+    spread = (features.T @ features / noise**2 + variances.reciprocal().diag()).inverse()
+    total = noise**2 * torch.eye(len(inputs), dtype=torch.float64) + features @ variances.diag() @ features.T
     evidence = torch.distributions.MultivariateNormal(torch.zeros_like(targets[:, 0]), total)
-    return spread @ features.T @ targets[:, 0] / NOISE**2, spread, float(evidence.log_prob(targets[:, 0]))
+    return spread @ features.T @ targets[:, 0] / noise**2, spread, float(evidence.log_prob(targets[:, 0]))
 
 
 def classes(count: int = 20, width: int = 4, number: int = 3):

@@ -19,7 +19,7 @@ from laplace_problems import (
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods.laplace.prior import best_precision, best_precisions
+from flowbnn.methods.laplace.prior import Quadratic
 from flowbnn.posterior import PredictOptions
 
 
@@ -72,21 +72,93 @@ def test_diag_is_the_inverse_of_the_precisions_diagonal():
     )
 
 
-def test_marginal_likelihood_finds_the_conjugate_optimum():
-    """With the mode moving along, the exact evidence of the regression is what is maximised."""
-    inputs, targets = regression()
-    posterior = fb.Laplace("full", epochs=0, newton=30).fit(
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_one_newton_step_with_a_fitted_prior_is_exact(structure):
+    """The mode is that of the prior with the highest exact evidence, wherever training stopped."""
+    inputs, targets = regression(count=12)
+    posterior = fb.Laplace(structure, epochs=0, newton=1).fit(
         nn.Linear(3, 1).double(),
         truth.batches(inputs, targets),
         likelihood=fb.likelihoods.Gaussian(noise=NOISE),
         **QUIET,
     )
     scale = posterior.prior_scale
-    best = conjugate(inputs, targets, scale)[2]
-    assert posterior.log_evidence == pytest.approx(best, abs=1e-6)
-    grid = [conjugate(inputs, targets, scale * factor)[2] for factor in (0.3, 0.8, 0.98, 1.02, 1.2, 3.0)]
-    assert max(grid) < best
-    assert grid[2] == pytest.approx(best, abs=0.01)
+    mean, spread, best = conjugate(inputs, targets, scale)
+    assert torch.allclose(
+        torch.cat([posterior.model.weight.flatten(), posterior.model.bias]), mean, atol=1e-9
+    )
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    assert posterior.log_evidence == pytest.approx(best, abs=1e-8)
+    assert max(conjugate(inputs, targets, scale * by)[2] for by in (0.3, 0.8, 0.999, 1.001, 1.2, 3.0)) < best
+
+
+class TwoParts(nn.Module):
+    """A linear function in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(1, 1, bias=False), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.left(x[:, :1]) + self.right(x[:, 1:])
+
+
+def test_a_fitted_prior_for_each_layer_is_exact_too():
+    inputs, targets = regression()
+    targets = targets + 20.0 * inputs[:, :1]  # the weights of the two layers differ in size
+    posterior = fb.Laplace("full", layers="all", per_layer=True, epochs=0, newton=1).fit(
+        TwoParts().double(),
+        truth.batches(inputs, targets),
+        likelihood=fb.likelihoods.Gaussian(NOISE),
+        **QUIET,
+    )
+    scales = posterior.prior_scale
+
+    def exact(left: float = 1.0, right: float = 1.0):
+        scale = torch.tensor([scales["left"] * left, *[scales["right"] * right] * 3], dtype=torch.float64)
+        return conjugate(inputs, targets, scale)
+
+    mean, spread, best = exact()
+    found = torch.cat([value.flatten() for value in posterior.model.parameters()])
+    assert torch.allclose(found, mean, atol=1e-8)
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-8)
+    assert posterior.log_evidence == pytest.approx(best, abs=1e-7)
+    assert scales["left"] > 3 * scales["right"]
+    assert max(exact(*by)[2] for by in ((0.99, 1), (1.01, 1), (1, 0.99), (1, 1.01))) < best
+
+
+@pytest.mark.parametrize("prior_scale", ["marginal likelihood", SCALE])
+def test_learned_noise_is_that_of_the_highest_evidence(prior_scale):
+    """Not the size of the residuals, which is too small by the degrees of freedom of the weights."""
+    inputs, targets = regression(count=12)
+    posterior = fb.Laplace("full", epochs=0, newton=1, prior_scale=prior_scale).fit(
+        nn.Linear(3, 1).double(), truth.batches(inputs, targets), **QUIET
+    )
+    scale, noise = posterior.prior_scale, posterior.likelihood.log_scale.detach().exp().item()
+    mean, spread, best = conjugate(inputs, targets, scale, noise)
+    found = torch.cat([posterior.model.weight.flatten(), posterior.model.bias])
+    assert torch.allclose(found, mean, atol=1e-6)
+    assert torch.allclose(truth.covariance(posterior), spread, rtol=1e-6)
+    assert posterior.log_evidence == pytest.approx(best, abs=1e-5)
+    beside = [conjugate(inputs, targets, scale, noise * by)[2] for by in (0.5, 0.95, 1.05, 2.0)]
+    assert max(beside) < best
+    if prior_scale != SCALE:
+        assert max(conjugate(inputs, targets, scale * by, noise)[2] for by in (0.9, 1.1)) < best
+
+
+def test_newton_ends_at_the_mode_of_its_own_prior():
+    """Of a network that is not linear: the gradient of the log posterior is zero, and the prior is the best at these weights."""
+    inputs, labels = classes(40)
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    data = truth.batches(inputs, labels)
+    posterior = fb.Laplace("full", layers="all", epochs=50, lr=0.02, newton=30).fit(network, data, **QUIET)
+    model = posterior.model.requires_grad_()
+    loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+    loss = loss + sum(p.square().sum() for p in model.parameters()) / (2 * posterior.prior_scale**2)
+    slope = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    assert float(slope @ truth.covariance(posterior) @ slope) < 1e-6  # in standard deviations, squared
+    again = fb.Laplace("full", layers="all", epochs=0).fit(model, data, **QUIET)
+    assert again.prior_scale == pytest.approx(posterior.prior_scale, rel=1e-3)
 
 
 def test_logistic_regression_has_the_hessian():
@@ -292,11 +364,10 @@ def test_the_best_precision_is_the_best():
         )
 
     values = torch.linalg.eigvalsh(curvature).clamp_min(0.0)
-    best = best_precision([values[:2], values[2:]], float(weights.square().sum()))
+    (best,) = Quadratic(values, weights, None, [6]).best()
     grid = [evidence(best * math.exp(step / 10)) for step in range(-50, 51) if step]
     assert evidence(best) > max(grid)
-    squares = [float(part.square().sum()) for part in weights.split(3)]
-    two = best_precisions(curvature, [3, 3], squares, best)
+    two = Quadratic(curvature, weights, None, [3, 3]).best(start=[best, best])
     beside = [
         evidence(two[0] * a, two[1] * b) for a in (0.9, 1.0, 1.1) for b in (0.9, 1.0, 1.1) if (a, b) != (1, 1)
     ]

@@ -122,11 +122,15 @@ def test_many_images_cost_what_one_pass_shows():
     assert int(adaptive.samples_spent.max()) <= 64
 
 
-def test_noise_that_nothing_trained_is_that_of_all_residuals():
+def test_noise_that_nothing_trained_is_that_of_all_residuals_and_degrees_of_freedom():
+    """MacKay's estimate: the sum of squares over the number of targets less the effective number of weights."""
     inputs, targets = regression(count=30)
     network = nn.Linear(3, 1).double()
     posterior = fb.Laplace("kron", epochs=0).fit(network, truth.batches(inputs, targets), **QUIET)
-    size = (network(inputs) - targets).square().mean().sqrt()
+    block = posterior.blocks[0]
+    effective = (block.eigenvalues / block.precision).sum()
+    assert effective > 0.5
+    size = ((network(inputs) - targets).square().sum() / (30 - effective)).sqrt()
     assert torch.allclose(posterior.likelihood.log_scale.exp(), size.float(), atol=1e-5)
 
 

@@ -3,8 +3,9 @@ r"""Laplace approximation: a Gaussian around the trained network (MacKay 1992; R
 .. math:: q(w) = \mathcal N(\hat w, (H + \delta I)^{-1}), \qquad H = \sum_i J_i^T \Lambda_i J_i
 
 with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the Hessian :math:`\Lambda_i` of the loss in the
-outputs, and the prior precision :math:`\delta`, by default the one with the highest marginal likelihood of the training data. The
-network is differentiated in evaluation mode, with the running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
+outputs, and the prior precision :math:`\delta`, by default the one with the highest marginal likelihood of the training data. So is
+the learned noise of a Gaussian likelihood, one factor of what the residuals of each output say; one that is given stays. The network
+is differentiated in evaluation mode, with the running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
 from collections.abc import Iterable
@@ -14,14 +15,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
 from flowbnn.methods.laplace.curvature import Problem
 from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
-from flowbnn.methods.laplace.prior import newton_step, with_prior
+from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, with_prior
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
@@ -49,9 +50,10 @@ class Laplace(Method):
             classes). For a last layer that gives the outputs the first two are the same, at the price of one pass.
         curvature: ``"ggn"``, exact in the outputs, with a backward pass for each class; ``"sampled"``, an unbiased estimate
             of it from one drawn target, with one backward pass; ``"fisher"``, the empirical Fisher of the observed targets.
-        newton: steps of Newton's method to the mode under the prior, each with another pass over the data or more; one makes a
-            network that is linear in its weights exact, wherever training stopped, if the structure holds the whole curvature
-            ("full" always does); with "diag" train first.
+        newton: steps of Newton's method, each with two passes over the data or more, to the mode under the prior; a prior (and noise)
+            chosen by marginal likelihood is chosen together with the mode that goes with it. One makes a network that is linear in
+            its weights exact, wherever training stopped, if the structure holds the whole curvature ("full" always does); with
+            "diag" train first. It stops when there is nothing left to gain.
 
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = Laplace("kron", epochs=0).fit(nn.Linear(2, 3), loader, progress=False)
@@ -81,8 +83,12 @@ class Laplace(Method):
         if self.epochs:
             point = self.start(model, loader, run, 1.0 / ((scale or 1.0) ** 2 * run.count(loader)))
         model, likelihood = model.eval(), point.likelihood
-        trained = isinstance(run.likelihood, Likelihood) and any(p.any() for p in run.likelihood.parameters())
-        learns_noise = not self.epochs and not trained
+        learned = isinstance(likelihood, Gaussian) and likelihood.noise == "learned"
+        several = isinstance(likelihood, Gaussian) and likelihood.dim > 1
+        given_noise = isinstance(run.likelihood, Likelihood) and any(
+            p.any() for p in run.likelihood.parameters()
+        )
+        prior = Prior(scale, self.per_layer, learns=learned and (self.epochs > 0 or not given_noise))
 
         def batches(description: str) -> Any:
             return track(loader, description, run.progress and is_main_process())
@@ -100,25 +106,32 @@ class Laplace(Method):
             total=run.num_data,
         )
         with undisturbed(loader, run.seed):
-            if learns_noise:
+            if prior.learns:
                 learn_noise(model, likelihood, batches("noise"))
             curvature = problem.measure()
-            blocks, precisions, evidence = with_prior(problem, curvature, scale, self.per_layer)
-            for _ in range(self.newton):
-                moved = newton_step(problem, curvature, blocks, precisions)
-                if moved is None:
+            if not self.newton:
+                relative, noise = prior.choose(problem, curvature)
+                deltas = [delta / noise for delta in relative]
+                if prior.learns:
+                    make_louder(problem, noise)
+                    curvature = problem.measure()
+            for number in range(self.newton):
+                if (
+                    number and prior.learns and several
+                ):  # one factor serves all: how they compare is read anew
+                    learn_noise(model, likelihood, batches("noise"))
+                    curvature = problem.measure()
+                curvature, deltas, more = newton_step(problem, curvature, prior)
+                if not more:
                     break
-                if learns_noise and learn_noise(model, likelihood, batches("noise")):
-                    moved = problem.measure()
-                curvature = moved
-                blocks, precisions, evidence = with_prior(problem, curvature, scale, self.per_layer)
+            blocks, evidence = with_prior(problem, curvature, deltas)
         return LaplacePosterior(
             model,
             likelihood,
             blocks,
             self.predictive,
             log_evidence=evidence,
-            precisions=precisions,
+            precisions=dict(zip(layers, deltas, strict=True)),
             direct=problem.direct,
             history=point.history,
         )

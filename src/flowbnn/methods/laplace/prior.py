@@ -1,131 +1,251 @@
-r"""The evidence of a Laplace approximation, the prior precision at which it is highest, and the mode under that prior.
+r"""The evidence of a Laplace approximation, the prior and the noise at which it is highest, and the mode under them.
 
 .. math:: \log p(D) \approx \log p(D \mid \hat w) + \tfrac12 \sum_g (n_g \log \delta_g - \delta_g \|\hat w_g\|^2)
           - \tfrac12 \log\det (H + \delta)
 
 with one precision :math:`\delta_g` for all layers or for each (MacKay 1992; Daxberger et al. 2021, https://arxiv.org/abs/2106.14806).
+The learned noise of a Gaussian likelihood is a factor :math:`s^2` of all its variances: with the curvature :math:`H / s^2` and the
+precision :math:`\delta = \delta' / s^2` the mode depends on :math:`\delta'` alone. At the best of both
+
+.. math:: \delta'_g \|\hat w_g\|^2 = s^2 \gamma_g, \qquad \sum_i \|y_i - \hat y_i\|^2 / \sigma^2 = s^2 (N - \textstyle\sum_g \gamma_g),
+          \qquad \gamma_g = \sum \lambda / (\lambda + \delta'_g).
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Gaussian, log_variance
 from flowbnn.methods.laplace.blocks import Block, Full
 from flowbnn.methods.laplace.curvature import Curvature, Problem
 
-__all__ = ["best_precision", "best_precisions", "newton_step", "with_prior"]
+__all__ = ["Prior", "Quadratic", "make_louder", "newton_step", "with_prior"]
 
 LEAST, MOST = 1e-10, 1e10  # of a prior precision
+QUIETER, LOUDER = 1e-8, 1e4  # of the factor of the noise's variance
+ROUNDS = 500  # of MacKay's iteration
+CONVERGED = 1e-9  # of the log-density that a step would gain
 
 
-def best_precision(eigenvalues: list[Tensor], square: float) -> float:
-    r"""The prior precision at which the evidence is highest, for a curvature with these eigenvalues and :math:`\|\hat w\|^2`.
-
-    >>> round(best_precision([torch.tensor([3.0])], 0.75), 6)  # 3 / (3 + d) = 0.75 d
-    1.0
-    """
-    low, high = math.log(LEAST), math.log(MOST)
-    while high - low > 1e-12 * max(1.0, abs(high)):
+def crossing(grows: Callable[[float], bool], low: float, high: float) -> float:
+    """Where a function of a positive number stops to grow, by bisection of its logarithm."""
+    low, high = math.log(low), math.log(high)
+    while high - low > 1e-11:
         middle = 0.5 * (low + high)
-        if middle in (low, high):
-            break
-        delta = math.exp(middle)
-        gain = sum(float((values / (values + delta)).sum()) for values in eigenvalues)
-        if gain > delta * square:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if grows(math.exp(middle)) else (low, middle)
     return math.exp(0.5 * (low + high))
 
 
-def best_precisions(
-    curvature: Tensor, sizes: list[int], squares: list[float], start: float, rounds: int = 500
-) -> list[float]:
-    r"""One precision for each group of the rows of a full curvature, by MacKay's iteration.
+@dataclass
+class Quadratic:
+    r"""The log-likelihood as a function of some weights: :math:`g^T (w - w_0) - \tfrac12 (w - w_0)^T H (w - w_0)`.
 
-    .. math:: \delta_g \leftarrow \frac{n_g - \delta_g \mathrm{tr}\, \Sigma_g}{\|\hat w_g\|^2}
+    Without a slope :math:`g` the weights stay at :math:`w_0`, else they are the mode of the prior that is asked for.
+
+    Args:
+        curvature: eigenvalues of :math:`H`, with weights and slope in its eigenbasis, or :math:`H` itself, for several priors.
+        sizes: the numbers of weights that have a prior each.
     """
-    deltas = [start] * len(sizes)
-    for _ in range(rounds):
-        root = torch.linalg.cholesky(curvature + _diagonal(curvature, sizes, deltas))
-        traces = [float(part.sum()) for part in torch.cholesky_inverse(root).diagonal().split(sizes)]
-        last = deltas
-        deltas = [
-            min(max((size - delta * trace) / max(square, 1e-300), LEAST), MOST)
-            for size, delta, trace, square in zip(sizes, last, traces, squares, strict=True)
-        ]
-        if max(abs(math.log(new / old)) for new, old in zip(deltas, last, strict=True)) < 1e-8:
-            break
-    return deltas
+
+    curvature: Tensor
+    weights: Tensor
+    slope: Tensor | None
+    sizes: list[int]
+
+    def at(self, deltas: list[float]) -> tuple[list[float], list[float], float]:
+        r""":math:`\gamma` and :math:`\|w\|^2` for each prior of these precisions, and the change of :math:`-2 \log p(D \mid w)`."""
+        prior = torch.cat([self.weights.new_full((n,), d) for n, d in zip(self.sizes, deltas, strict=True)])
+        full = self.curvature.ndim == 2
+        if full:
+            root = torch.linalg.cholesky(self.curvature + prior.diag())
+            gains = 1.0 - prior * torch.cholesky_inverse(root).diagonal()
+        else:
+            gains = self.curvature / (self.curvature + prior)
+        weights, change = self.weights, 0.0
+        if self.slope is not None:
+            uphill = self.slope - prior * weights
+            if full:
+                step = torch.cholesky_solve(uphill[:, None], root)[:, 0]
+                bent = self.curvature @ step
+            else:
+                step = uphill / (self.curvature + prior)
+                bent = self.curvature * step
+            weights, change = weights + step, float(step @ (bent - 2.0 * self.slope))
+        squares = [float(part.square().sum()) for part in weights.split(self.sizes)]
+        return [float(part.sum()) for part in gains.split(self.sizes)], squares, change
+
+    def best(self, noise: float = 1.0, start: list[float] | None = None) -> list[float]:
+        r"""The precisions :math:`\delta'` at which the evidence is highest, for this factor of the noise's variance.
+
+        One is found by bisection, several by MacKay's iteration from ``start``.
+
+        >>> one = Quadratic(torch.tensor([3.0]), torch.tensor([0.75]).sqrt(), None, [1])
+        >>> round(one.best()[0], 6)  # 3 / (3 + d) = 0.75 d
+        1.0
+        """
+        if len(self.sizes) == 1:
+
+            def grows(delta: float) -> bool:
+                (gain,), (square,), _ = self.at([delta])
+                return noise * gain > delta * square
+
+            return [crossing(grows, LEAST, MOST)]
+        deltas = start or [1.0] * len(self.sizes)
+        for _ in range(ROUNDS):
+            gains, squares, _ = self.at(deltas)
+            last = deltas
+            deltas = [
+                min(max(noise * gain / max(square, 1e-300), LEAST), MOST)
+                for gain, square in zip(gains, squares, strict=True)
+            ]
+            if max(abs(math.log(new / old)) for new, old in zip(deltas, last, strict=True)) < 1e-8:
+                break
+        return deltas
 
 
-def _diagonal(like: Tensor, sizes: list[int], deltas: list[float]) -> Tensor:
-    parts = [like.new_full((size,), delta) for size, delta in zip(sizes, deltas, strict=True)]
-    return torch.cat(parts).diag()
+@dataclass(frozen=True)
+class Prior:
+    """How the prior is found: its ``scale``, or None for the best of all layers together or of each (``per_layer``).
 
-
-def with_prior(
-    problem: Problem, curvature: Curvature, scale: float | None, per_layer: bool
-) -> tuple[list[Block], dict[str, float], float]:
-    """The blocks with their prior, its precision for each layer, and the log evidence.
-
-    Without a ``scale`` of the prior it is the one with the highest evidence, of all layers together or of each (``per_layer``).
+    ``learns`` says that the noise of a Gaussian likelihood is found along with it.
     """
-    layers = problem.layers
-    weights = [[problem.weights[name].detach() for name in shapes] for shapes in layers.values()]
-    sizes = [sum(weight.numel() for weight in parts) for parts in weights]
-    squares = [sum(float(weight.double().square().sum()) for weight in parts) for parts in weights]
-    blocks, matrix = curvature.blocks, curvature.matrix
-    eigenvalues = [block.eigenvalues for block in blocks]
-    separate = scale is None and per_layer and len(layers) > 1
-    if scale is not None:
-        deltas = [scale**-2] * len(layers)
-    elif separate and matrix is None:
-        deltas = [best_precision([each], square) for each, square in zip(eigenvalues, squares, strict=True)]
-    else:
-        deltas = [best_precision(eigenvalues, sum(squares))] * len(layers)
-    priors = deltas[: len(blocks)]
-    if separate and matrix is not None:
-        deltas = best_precisions(matrix, sizes, squares, start=deltas[0])
+
+    scale: float | None
+    per_layer: bool
+    learns: bool
+
+    def choose(
+        self, problem: Problem, curvature: Curvature, slope: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[float], float]:
+        r"""The precision :math:`\delta'` of each layer and the factor :math:`s^2` of the noise with the highest evidence.
+
+        At the present weights; or, with the slope of the log-likelihood, at the mode that goes with them.
+        """
+        layers = len(problem.layers)
+        if self.scale is not None and not self.learns:
+            return [self.scale**-2] * layers, 1.0
+        parts = self._parts(problem, curvature, slope)
+        found = [[1.0] * len(part.sizes) for part in parts]
+
+        def follow(noise: float) -> None:
+            for index, part in enumerate(parts):
+                known = None if self.scale is None else [self.scale**-2 * noise]
+                found[index] = known or part.best(noise, found[index])
+
+        def grows(noise: float) -> bool:
+            follow(noise)
+            gain, error = 0.0, misfit
+            for part, deltas in zip(parts, found, strict=True):
+                gains, _, change = part.at(deltas)
+                gain, error = gain + sum(gains), error + change
+            return error / noise + gain > count
+
+        noise = 1.0
+        if self.learns:
+            count, misfit = _misfit(problem, curvature)
+            noise = crossing(grows, QUIETER, LOUDER)
+        follow(noise)
+        deltas = [delta for each in found for delta in each]
+        return (deltas if len(deltas) == layers else deltas * layers), noise
+
+    def _parts(
+        self, problem: Problem, curvature: Curvature, slope: Mapping[str, Tensor] | None
+    ) -> list[Quadratic]:
+        """One for all layers together; or, with a prior for each, one for each, or one with several priors of a full curvature."""
+        blocks, separate = curvature.blocks, self.scale is None and self.per_layer and len(problem.layers) > 1
+        if separate and curvature.matrix is not None:
+            pack = blocks[0].pack
+            weights = pack(problem.weights).detach().double()
+            uphill = None if slope is None else pack(slope).double()
+            return [Quadratic(curvature.matrix, weights, uphill, _sizes(problem))]
+
+        def inside(block: Block, values: Mapping[str, Tensor]) -> Tensor:
+            return block.to_basis(block.pack(values)).detach().double().flatten()
+
+        parts = []
+        for group in [[block] for block in blocks] if separate else [blocks]:
+            values = torch.cat([block.eigenvalues.flatten() for block in group])
+            weights = torch.cat([inside(block, problem.weights) for block in group])
+            uphill = None if slope is None else torch.cat([inside(block, slope) for block in group])
+            parts.append(Quadratic(values, weights, uphill, [len(values)]))
+        return parts
+
+
+def _sizes(problem: Problem) -> list[int]:
+    """The number of weights of each layer."""
+    return [sum(math.prod(shape) for shape in shapes.values()) for shapes in problem.layers.values()]
+
+
+def _misfit(problem: Problem, curvature: Curvature) -> tuple[float, float]:
+    """The number of target values, and the sum of their squared errors over the noise's variance."""
+    likelihood = problem.likelihood
+    assert isinstance(likelihood, Gaussian)
+    rows = curvature.seen if problem.total is None else problem.total
+    logs = float(log_variance(likelihood.log_scale.detach().double()).sum())
+    constant = rows * (logs + likelihood.dim * math.log(2.0 * math.pi))
+    return float(rows * likelihood.dim), max(0.0, -2.0 * curvature.log_likelihood - constant)
+
+
+def with_prior(problem: Problem, curvature: Curvature, deltas: list[float]) -> tuple[list[Block], float]:
+    """The blocks with a prior of these precisions for each layer, and the log evidence."""
+    sizes, blocks, matrix = _sizes(problem), curvature.blocks, curvature.matrix
+    if matrix is not None and len(set(deltas)) > 1:
         # different precisions are not diagonal in the eigenbasis of the curvature: they become part of the matrix
-        blocks = [Full.of(blocks[0].shapes, matrix + _diagonal(matrix, sizes, deltas), weights[0][0].dtype)]
-        priors = [0.0]
-    for block, prior in zip(blocks, priors, strict=True):
-        block.prior = prior
+        prior = torch.cat([matrix.new_full((n,), d) for n, d in zip(sizes, deltas, strict=True)])
+        blocks = [
+            Full.of(blocks[0].shapes, matrix + prior.diag(), next(iter(problem.weights.values())).dtype)
+        ]
+    else:
+        for block, delta in zip(blocks, deltas, strict=False):
+            block.prior = delta
     evidence = curvature.log_likelihood - 0.5 * sum(block.log_det() for block in blocks)
-    for size, delta, square in zip(sizes, deltas, squares, strict=True):
+    for size, delta, shapes in zip(sizes, deltas, problem.layers.values(), strict=True):
+        square = sum(float(problem.weights[name].detach().double().square().sum()) for name in shapes)
         evidence += 0.5 * (size * math.log(delta) - delta * square)
-    return blocks, dict(zip(layers, deltas, strict=True)), evidence
+    return blocks, evidence
 
 
-def newton_step(
-    problem: Problem, curvature: Curvature, blocks: list[Block], precisions: dict[str, float]
-) -> Curvature | None:
-    """A step of Newton's method to the mode of the posterior, halved until the density grows.
+def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[Curvature, list[float], bool]:
+    """The best prior and noise at the mode that goes with them, and a step of Newton's method to it, halved until the density grows.
 
-    Returns the curvature there; None, with the weights as they were, if no step makes it grow.
+    Returns the curvature there, the precision of each layer, and whether there was anything left to gain.
     """
-    priors = {name: precisions[layer] for layer, shapes in problem.layers.items() for name in shapes}
     weights = problem.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
     slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
-    uphill = {name: slope[name] - priors[name] * value for name, value in start.items()}
+    relative, noise = prior.choose(problem, curvature, slope)
+    names = {
+        name: delta
+        for shapes, delta in zip(problem.layers.values(), relative, strict=True)
+        for name in shapes
+    }
+    uphill = {name: slope[name] - names[name] * value for name, value in start.items()}
+    blocks = with_prior(problem, curvature, relative)[0]
     step = {name: value for block in blocks for name, value in block.solve(uphill).items()}
+    deltas = [delta / noise for delta in relative]
+    before = curvature.log_likelihood
+    if prior.learns:
+        count, misfit = _misfit(problem, curvature)
+        before += 0.5 * misfit * (1.0 - 1.0 / noise) - 0.5 * count * math.log(noise)
+        make_louder(problem, noise)
 
-    def log_density(curvature: Curvature) -> float:
+    def penalty() -> float:
         squares = (
-            priors[name] * float(value.detach().double().square().sum()) for name, value in weights.items()
+            names[name] * float(value.detach().double().square().sum()) for name, value in weights.items()
         )
-        return curvature.log_likelihood - 0.5 * sum(squares)
+        return 0.5 * sum(squares) / noise
 
     @torch.no_grad()
     def move_by(share: float) -> None:
         for name, value in start.items():
             weights[name].copy_(value + share * step[name] if share else value)
 
-    before = log_density(curvature)
+    before -= penalty()
+    gain = 0.5 * sum(float((step[name].double() * uphill[name].double()).sum()) for name in step) / noise
     slack = 1e-9 if next(iter(start.values())).dtype == torch.float64 else 1e-6
     for halvings in range(12):
         move_by(0.5**halvings)
@@ -133,7 +253,13 @@ def newton_step(
             after = problem.measure()
         except FlowBNNError:  # too far: the likelihood is not finite there
             continue
-        if log_density(after) >= before - slack * abs(before):
-            return after
+        if after.log_likelihood - penalty() >= before - slack * abs(before):
+            return after, deltas, gain > CONVERGED
     move_by(0.0)
-    return None
+    return problem.measure(), deltas, False
+
+
+@torch.no_grad()
+def make_louder(problem: Problem, noise: float) -> None:
+    """Multiply the variances of the learned noise."""
+    problem.likelihood.log_scale.add_(0.5 * math.log(noise))  # type: ignore[operator]
