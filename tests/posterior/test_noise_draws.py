@@ -40,7 +40,7 @@ def test_draws_are_those_of_a_prediction(posterior):
 def test_the_density_is_that_of_the_layers(posterior):
     draws = posterior.draws(4, seed=1)
     layer = posterior.model[2]
-    base = torch.distributions.Normal(1.0, 0.5)  # a fresh NormalAffine is its base
+    base = torch.distributions.Normal(1.0, 0.1)  # a fresh NormalAffine is its base
     gaussian = base.log_prob(draws["2"]).sum(-1)
     planar = posterior.log_prob(draws) - gaussian
     noise = next(part for part in posterior.model[0].modules() if isinstance(part, InputNoise))

@@ -151,7 +151,7 @@ def test_independent_draws_differ_between_equal_inputs_and_shared_ones_do_not():
 
 def test_both_kinds_of_draws_have_the_same_distribution():
     torch.manual_seed(0)
-    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.noise.NormalAffine()})
+    model = fb.to_stochastic(nn.Linear(3, 1), {"*": fb.noise.NormalAffine(base_scale=0.5)})
     x = torch.randn(1, 3)
     weight = model.weight.detach()[0]
     mean = float(model(x.new_zeros(1, 3)).detach()) + float((weight * x).sum())
@@ -267,7 +267,7 @@ def test_two_calls_at_positions_do_not_cancel():
         def forward(self, x):
             return (self.conv(x) - self.conv(x)).mean((2, 3))
 
-    model = fb.to_stochastic(Difference(), {"*": fb.noise.NormalAffine(site="position")})
+    model = fb.to_stochastic(Difference(), {"*": fb.noise.NormalAffine(site="position", base_scale=0.5)})
     found = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(dim=3)).predict(
         torch.ones(2, 2, 5, 5), 64, seed=0
     )

@@ -17,8 +17,12 @@ from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
 KINDS = {
-    "gaussian": {"*": fb.noise.NormalAffine()},
-    "flow": {"conv2": fb.noise.NormalInvConv(), "fc1": fb.noise.NormalPlanar(), "*": fb.noise.NormalAffine()},
+    "gaussian": {"*": fb.noise.NormalAffine(base_scale=0.5)},
+    "flow": {
+        "conv2": fb.noise.NormalInvConv(base_scale=0.5),
+        "fc1": fb.noise.NormalPlanar(base_scale=0.5),
+        "*": fb.noise.NormalAffine(base_scale=0.5),
+    },
 }
 
 
