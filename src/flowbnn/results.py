@@ -2,18 +2,18 @@
 
 import json
 import math
-import os
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.training.storage import replacing
 
 __all__ = [
     "CLASSIFICATION",
@@ -235,19 +235,9 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    """Write a file beside ``path``, flush it, and rename it to ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(plain(content), file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise FlowBNNError(f"cannot write '{path}' ({error.strerror or error})", kind="file") from None
+    """Write plain values to a file that appears whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(plain(content), allow_nan=False), encoding="utf-8")
     return path
 
 

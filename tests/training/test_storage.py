@@ -1,8 +1,10 @@
 """Files that appear whole or not at all, and files that are not what they say."""
 
 import json
+import math
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import flowbnn as fb
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import check_writable, load_tensors, save_tensors, storage
 from flowbnn.training.storage import decode_state, encode_state
@@ -208,11 +211,96 @@ def test_only_what_nobody_writes_any_more_is_cleared(tmp_path):
     ended.wait()
     here, path = storage._this_machine(), tmp_path / "a.safetensors"
     elsewhere = f"{int(here, 16) ^ 1:08x}"
-    kept = [f".a.safetensors.{here}-{os.getppid()}.part", f".a.safetensors.{elsewhere}-{ended.pid}.part"]
-    for name in (*kept, f".a.safetensors.{here}-{ended.pid}.part"):
-        (tmp_path / name).write_text("half of a checkpoint")
+    kept = [f".a.safetensors.{here}-{os.getppid()}-0.part", f".a.safetensors.{elsewhere}-{ended.pid}-0.part"]
+    for name in (*kept, f".a.safetensors.{here}-{ended.pid}-0.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("half of a checkpoint")
     check_writable(path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from flowbnn.training import save_tensors, storage
+
+def killed(tensors, path, metadata):
+    Path(path).with_name(".tmpAbC123").write_bytes(b"half")  # as safetensors does before it renames
+    os.kill(os.getpid(), signal.SIGKILL)
+
+storage.save_file = killed
+save_tensors(sys.argv[1], {"x": torch.ones(2)}, {})
+"""
+
+
+def test_a_kill_inside_a_write_leaves_nothing_that_the_next_write_does_not_clear(tmp_path):
+    path = save_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)}, {})
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 2
+    assert load_tensors(path)[0]["x"].tolist() == [0.0, 0.0]
+    save_tensors(path, {"x": torch.ones(2)}, {})
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_a_link_and_its_target_is_written(tmp_path, there):
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk" / "real.safetensors", tmp_path / "a.safetensors"
+    if there:
+        save_tensors(target, {"x": torch.zeros(1)}, {})
+    link.symlink_to("disk/real.safetensors")
+    check_writable(link)
+    save_tensors(link, {"x": torch.ones(1)}, {})
+    assert link.is_symlink()
+    assert load_tensors(target)[0]["x"].item() == 1.0
+    assert os.listdir(tmp_path / "disk") == ["real.safetensors"]
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        for act in (load_tensors, check_writable, lambda path: save_tensors(path, {}, {})):
+            with pytest.raises(FlowBNNError) as caught:
+                act(path)
+            one_line(caught, "device")
+    assert not os.path.isfile("/dev/zero")
+
+
+def sparse(path, tensors, document):
+    """A file that says it holds zeros of these shapes, and takes no room on the disk."""
+    place, entries = 0, {}
+    for name, shape in tensors.items():
+        stop = place + 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [place, stop]}
+        place = stop
+    content = json.dumps({"aliases": {}, "document": document})
+    text = json.dumps({"format": storage.FORMAT, "checksum": 0, "content": content})
+    raw = json.dumps({"__metadata__": {"flowbnn": text}, **entries}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + place)
+
+
+@pytest.mark.parametrize("width", [2, 2**9])
+@pytest.mark.parametrize("name", ["network.weight", "network.other", "posterior.other"])
+def test_a_huge_file_is_refused_before_its_tensors_are_read(tmp_path, monkeypatch, name, width):
+    network, path = nn.Linear(width, width), tmp_path / "a.safetensors"
+    fit = fb.MLE(epochs=1).fit(network, [(torch.zeros(2, width), torch.zeros(2, width))], progress=False)
+    shapes = {one: tuple(value.shape) for one, value in fit.tensors().items()}
+    sparse(path, {**shapes, name: (2**30,)}, fit.document())
+    monkeypatch.setattr(storage.TensorFile, "tensors", property(lambda self: pytest.fail("it was read")))
+    if width == 2 or name != "posterior.other":
+        with pytest.raises(FlowBNNError) as caught:
+            fb.load_posterior(path, network)
+        one_line(caught, "a.safetensors")
+
+
+def test_too_many_names_are_refused_at_once(tmp_path):
+    sparse(tmp_path / "a.safetensors", {str(number): (0,) for number in range(100_001)}, {})
+    with pytest.raises(FlowBNNError) as caught:
+        load_tensors(tmp_path / "a.safetensors")
+    one_line(caught, "more than 100,000 tensors")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -23,8 +23,9 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
 from flowbnn.options import Count, Positive, Probability, Seed, checked, options, takes
-from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, Stored, load_posterior, reading
+from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_posterior, opened, reading
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+from flowbnn.training.storage import TensorFile
 
 __all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
 
@@ -275,12 +276,14 @@ class TemperedPosterior(Posterior):
         return self.posterior.tensors()
 
     @classmethod
-    def load(cls, path: str | Path | Stored, network: nn.Module) -> "Posterior":
+    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
         """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
-        tensors, document = cls.read(path)
-        within = load_posterior(Stored(path, tensors, document["within"]), network)
-        with reading(path):
-            return cls(within, document["temperature"])
+        file = opened(path, network, [cls.kind])
+        with reading(file):
+            temperature, inner = file.document["temperature"], file.holding(dict(file.document["within"]))
+        within = load_posterior(inner, network)
+        with reading(file):
+            return cls(within, temperature)
 
 
 class Divided(nn.Module):

@@ -58,13 +58,13 @@ from flowbnn.training import (
     check_weights,
     first_nonfinite_layer,
     is_main_process,
-    load_tensors,
     save_tensors,
     track,
 )
-from flowbnn.training.storage import kinds_of, warn_of_other_kinds
+from flowbnn.training.architecture import kinds_of, warn_of_other_kinds
+from flowbnn.training.storage import TensorFile
 
-__all__ = ["Posterior", "PredictOptions", "Prediction", "Stored", "load_posterior"]
+__all__ = ["Posterior", "PredictOptions", "Prediction", "load_posterior"]
 
 # methods that read the network, beside predict and save
 TAKES_TURNS = {"sample", "draws", "log_prob", "member", "mean_network"}
@@ -295,33 +295,30 @@ class Posterior:
             return save_tensors(path, self.tensors(), self.document())
 
     @classmethod
-    def load(cls, path: "str | Path | Stored", network: nn.Module) -> "Posterior":
+    def load(cls, path: "str | Path | TensorFile", network: nn.Module) -> "Posterior":
         """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
-        tensors, document = cls.read(path)
-        point = Posterior.restore(deepcopy(network), tensors, document, path)
-        state = {name: value.to(device_of(network)) for name, value in _part(tensors, "posterior").items()}
-        with reading(path):
-            return cls.restored(point, state, document["settings"])
+        file = opened(path, network, [cls.kind])
+        point = Posterior.restore(deepcopy(network), file)
+        state = _part(file.tensors, "posterior")
+        with reading(file):
+            moved = {name: value.to(device_of(network)) for name, value in state.items()}
+            return cls.restored(point, moved, file.document["settings"])
 
     @classmethod
-    def read(cls, path: "str | Path | Stored") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and document of a saved posterior of this kind."""
-        return _read(path, [cls.kind])
-
-    @classmethod
-    def restore(
-        cls, model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Any
-    ) -> "Posterior":
+    def restore(cls, model: nn.Module, file: TensorFile) -> "Posterior":
         """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit."""
-        with reading(path):
-            likelihood = make_likelihood(document["likelihood"])
-            history = History.from_dict(document["history"])
+        with reading(file):
+            likelihood = make_likelihood(file.document["likelihood"])
+            history = History.from_dict(file.document["history"])
         filled = {"network": model, "likelihood": likelihood}
         for part, target in filled.items():
-            check_weights(target, _part(tensors, part), path)
-        warn_of_other_kinds(model, document.get("modules") or {}, path)
+            check_weights(target, _part(file.views, part), file.path)
+        bad = first_nonfinite_tensor(iter(file.tensors.items()))
+        if bad:
+            raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
+        warn_of_other_kinds(model, file.document.get("modules") or {}, file)
         for part, target in filled.items():
-            target.load_state_dict(_part(tensors, part))
+            target.load_state_dict(_part(file.tensors, part))
         return cls(model, likelihood, history)
 
 
@@ -342,39 +339,28 @@ def reading(path: Any) -> Iterator[None]:
         raise FlowBNNError(f"'{path}' cannot be loaded: {why}", kind="file") from None
 
 
-class Stored:
-    """What one posterior saved, where it is a part of another's file or has been read already."""
-
-    def __init__(self, path: Any, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
-        self.path, self.contents = path, (tensors, document)
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-def _read(path: "str | Path | Stored", kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and document of a saved posterior of one of these kinds."""
-    tensors, document = path.contents if isinstance(path, Stored) else load_tensors(path)
-    kind, bad = document.get("kind"), first_nonfinite_tensor(iter(tensors.items()))
-    trouble = f"is damaged: '{bad}' holds NaN or infinity" if bad else ""
+def opened(path: "str | Path | TensorFile", network: nn.Module, kinds: Sequence[str]) -> TensorFile:
+    """The file of a posterior of one of these kinds, of which only the header has been read."""
+    weights = sum(value.numel() for value in network.state_dict().values())
+    file = path if isinstance(path, TensorFile) else TensorFile(path, weights)
+    kind = file.document.get("kind")
     if kind not in kinds:
         wanted = f"a {kinds[0]}" if len(kinds) == 1 else "a posterior of this version"
         trouble = f"holds a {kind or 'file of another kind'}, not {wanted}"
-    if trouble:
         raise FlowBNNError(f"'{path}' {trouble}", kind="file")
-    return tensors, document
+    return file
 
 
 @checked
-def load_posterior(path: "str | Path | Stored", network: nn.Module) -> Posterior:
+def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Posterior:
     """Read what ``posterior.save(path)`` wrote, of whatever method, into a copy of ``network``, the plain network it was made from.
 
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
     kinds = {found.kind: found for found in _descendants(Posterior)}
-    tensors, document = _read(path, list(kinds))
-    return kinds[document["kind"]].load(Stored(path, tensors, document), network)
+    file = opened(path, network, list(kinds))
+    return kinds[file.document["kind"]].load(file, network)
 
 
 def _descendants(kind: type[Posterior]) -> Iterator[type[Posterior]]:

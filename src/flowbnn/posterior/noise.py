@@ -39,7 +39,7 @@ from flowbnn.noise import (
 )
 from flowbnn.noise.passes import Unfolded
 from flowbnn.options import Count, checked
-from flowbnn.posterior.base import Posterior, reading
+from flowbnn.posterior.base import Posterior, opened, reading
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
@@ -139,15 +139,15 @@ class NoisePosterior(Posterior):
         Args:
             network: the plain network, which is converted by the recipes in the file, or one that is converted already.
         """
-        tensors, document = cls.read(path)
-        with reading(path):
+        file = opened(path, network, [cls.kind])
+        with reading(file):
             if noise_layers(network):
                 network = deepcopy(network)
             else:
-                saved = document["recipes"].items()
+                saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
-        restored = cls.restore(network, tensors, document, path)
+        restored = cls.restore(network, file)
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
         return restored

@@ -1,11 +1,12 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
+from flowbnn.training.architecture import check_weights
 from flowbnn.training.finite import first_nonfinite_layer
 from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
 from flowbnn.training.loop import train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
 from flowbnn.training.progress import History, track
-from flowbnn.training.storage import check_weights, check_writable, load_tensors, save_tensors
+from flowbnn.training.storage import check_writable, load_tensors, save_tensors
 
 __all__ = [
     "Clock",

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.training.architecture import check_weights
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
 from flowbnn.training.randomness import Randomness
-from flowbnn.training.storage import check_weights, keep_as, load_state, load_tensors, save_state
+from flowbnn.training.storage import TensorFile, decode_state, keep_as, save_state
 
 __all__ = ["Position", "State"]
 
@@ -168,11 +169,16 @@ class State:
         """Take over a checkpoint that fits, or change nothing and say in one line why it does not."""
         path, rule, epochs = self.path, self.options.early_stop, self.options.epochs
         assert path is not None
-        stored, trouble = load_state(path), "is no checkpoint of a training run: name another file"
-        changed: list[str] = []
-        if stored.get("kind") == "training":
-            for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
-                check_weights(self.objective, weights, path, self.names_below, finite=self.names)
+        file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
+        trouble, changed = "is no checkpoint of a training run: name another file", []
+        if file.document.get("kind") == "training":
+            for finite, tensors in (
+                ((), file.views),
+                (self.names, file.tensors),
+            ):  # shapes before anything is read
+                stored = decode_state(file.document, tensors)
+                for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+                    check_weights(self.objective, weights, path, self.names_below, finite)
             position = Position.from_dict(stored["position"])
             begun = position.epoch + (position.batches > 0)
             for what in stored["facts"] | self.facts:
@@ -231,7 +237,7 @@ class State:
 def unfinished(path: Path) -> Position | None:
     """How far an interrupted run has come; None where there is no file, it is finished, or nothing of it can be used."""
     try:
-        document = load_tensors(path)[1]
+        document = TensorFile(path).document
         position = Position.from_dict(document["position"])
     except (FlowBNNError, KeyError, TypeError):
         return None

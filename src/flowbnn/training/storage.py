@@ -9,42 +9,46 @@ import json
 import os
 import shutil
 import socket
-import warnings
 import zipfile
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import cached_property
+from glob import escape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowbnn.batches import first_nonfinite_tensor
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError
 
 __all__ = [
-    "check_weights",
+    "TensorFile",
     "check_writable",
     "decode_state",
     "encode_state",
     "is_alive",
     "keep_as",
-    "kinds_of",
     "load_state",
     "load_tensors",
-    "name_below",
+    "replacing",
     "save_state",
     "save_tensors",
-    "warn_of_other_kinds",
 ]
 
 FORMAT = 3
 HEADER = "flowbnn"
 KIND = "__kind__"
+NUMBERS = count()
+MOST_HEADER = 100_000_000  # bytes, safetensors' own limit
+MOST_NAMES = 100_000
+MOST_NETWORKS = 100_000  # as many weights as so many networks have are no posterior or checkpoint any more
 SEQUENCES = {"tuple": tuple, "deque": deque}
 
 
@@ -68,7 +72,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapp
     (True, {'epoch': 3})
     """
     path = Path(path)
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         stored, aliases = _without_aliases(tensors)
         content = json.dumps({"aliases": aliases, "document": document})
         header = json.dumps({"format": FORMAT, "checksum": _checksum(stored, content), "content": content})
@@ -81,30 +85,96 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     A file that is missing, cut short, damaged, or something else altogether gives one :class:`FlowBNNError` line.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            header = json.loads((file.metadata() or {}).get(HEADER, "null"))
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        if header is None:
-            trouble = "is a safetensors file, but flowbnn did not write it"
-        elif header["format"] != FORMAT:
-            trouble = f"has format {header['format']!r}, this flowbnn reads {FORMAT}"
-        elif header["checksum"] != _checksum(tensors, header["content"]):
-            trouble = "is damaged: its bytes are not those that were written"
-        else:
-            parts = json.loads(header["content"])
-            aliases = {name: tensors[stored] for name, stored in parts["aliases"].items()}
-            return tensors | aliases, parts["document"]
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        trouble = f"has a damaged header ({type(error).__name__})"
-    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-        trouble = f"is damaged, cut short or no safetensors file ({_reason(error)})"
-        if not path.is_file():
-            trouble = "is a folder; name the file in it" if path.is_dir() else "is missing: there is no file"
-        elif zipfile.is_zipfile(path):
-            trouble = "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
-    raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+    file = TensorFile(path)
+    return file.tensors, file.document
+
+
+class TensorFile:
+    """A file of :func:`save_tensors` whose header has been read.
+
+    ``document`` and ``views`` say what it holds, so that a file which does not fit is refused before any tensor is read: views have
+    names, shapes and kinds of numbers and stay on the disk until they are used. ``tensors`` are copies, held against the checksum.
+
+    Args:
+        path: the file.
+        weights: of the network it is for. A file as large as 100,000 such networks is refused.
+    """
+
+    def __init__(self, path: str | Path, weights: int | None = None) -> None:
+        self.path = Path(path)
+        with self._reading():
+            trouble = self._misfit(weights)
+            if trouble:
+                raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+            with safe_open(path, framework="pt", device="cpu") as file:
+                header = json.loads((file.metadata() or {}).get(HEADER, "null"))
+                self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if header is None:
+                trouble = "is a safetensors file, but flowbnn did not write it"
+            elif header["format"] != FORMAT:
+                trouble = f"has format {header['format']!r}, this flowbnn reads {FORMAT}"
+            if trouble:
+                raise FlowBNNError(f"'{path}' {trouble}", kind="file")
+            self.checksum, self.content = header["checksum"], header["content"]
+            parts = json.loads(self.content)
+            self.aliases, self.document = dict(parts["aliases"]), dict(parts["document"])
+            self.views = self.stored | {name: self.stored[of] for name, of in self.aliases.items()}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, read and checked."""
+        with self._reading():
+            read = {name: view.clone() for name, view in self.stored.items()}
+            if self.checksum != _checksum(read, self.content):
+                text = f"'{self.path}' is damaged: its bytes are not those that were written"
+                raise FlowBNNError(text, kind="file")
+            return read | {name: read[of] for name, of in self.aliases.items()}
+
+    def holding(self, document: dict[str, Any]) -> "TensorFile":
+        """The same tensors with a part of the document."""
+        other = copy(self)
+        other.document = document
+        return other
+
+    def _misfit(self, weights: int | None) -> str:
+        """What shows, before torch or safetensors see the file, that it cannot be right."""
+        if self.path.is_dir():
+            return "is a folder; name the file in it"
+        if not self.path.exists():
+            return "is missing: there is no file"
+        if not self.path.is_file():
+            return "is no plain file but a pipe or a device, which is never read"
+        size = self.path.stat().st_size
+        most = MOST_NETWORKS * 8 * max(weights or 0, 1000)
+        if weights is not None and size > most:
+            return (
+                f"has {size:,} bytes, and no file for a network of {weights:,} weights has more than {most:,}"
+            )
+        with self.path.open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
+        if header.count(b'"data_offsets"') > MOST_NAMES:
+            return f"names more than {MOST_NAMES:,} tensors, which no file of flowbnn does"
+        return ""
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+            return
+        except FlowBNNError:
+            raise
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            trouble = f"has a damaged header ({type(error).__name__})"
+        except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+            trouble = f"is damaged, cut short or no safetensors file ({_reason(error)})"
+            if zipfile.is_zipfile(self.path):
+                trouble = (
+                    "is a pickle (torch.save), which can run code and is never read; save it with flowbnn"
+                )
+        raise FlowBNNError(f"'{self.path}' {trouble}", kind="file")
 
 
 def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -166,23 +236,21 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def keep_as(path: Path, other: Path) -> None:
     """Copy a file under another name, atomically; what had that name is replaced."""
-    with _replacing(other) as temporary:
+    with replacing(other) as temporary:
         shutil.copyfile(path, temporary)
 
 
 def check_writable(path: str | Path) -> None:
     """Find out now, by writing a file of one byte, whether ``path`` can be written later; removes what killed runs left."""
-    path = Path(path)
-    trouble = f"'{path}' is a folder, but a file is to be written there" if path.is_dir() else ""
+    target = Path(os.path.realpath(path))
+    trouble = f"'{path}' {_no_file(target)}" if _no_file(target) else ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for part in path.parent.glob(f".{path.name}.{_this_machine()}-*.part"):
-            if not is_alive(int(part.stem.rpartition("-")[2])):  # else another process writes it just now
-                part.unlink(missing_ok=True)
-        _temporary(path).write_bytes(b"0")
-        _temporary(path).unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear(target)
+        with _workplace(target) as temporary:
+            temporary.write_bytes(b"0")
     except OSError as error:
-        trouble = f"cannot write in folder '{path.parent}' ({_reason(error)}); name another folder or make it writable"
+        trouble = f"cannot write in folder '{target.parent}' ({_reason(error)}); name another folder or make it writable"
     if trouble:
         raise FlowBNNError(trouble, kind="file")
 
@@ -204,21 +272,56 @@ def is_alive(process: int) -> bool:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its place, flushed to the disk, when the block has ended well."""
-    temporary = _temporary(path)
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of ``path``, flushed to the disk, when the block has ended well.
+
+    Where ``path`` is a link, its target is replaced and the link stays.
+    """
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if _no_file(target):
+            raise OSError(f"it {_no_file(target)}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear(target)
+        with _workplace(target) as temporary:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
         raise FlowBNNError(
             f"cannot write '{path}' ({_reason(error)}); what was there before is kept", kind="file"
         ) from None
+
+
+@contextmanager
+def _workplace(target: Path) -> Iterator[Path]:
+    """A file in a folder of its own beside ``target``, whose name says which process of which machine writes it.
+
+    A folder, since safetensors writes to a file with a name of its own first, which a killed run would leave for ever.
+    """
+    number = next(NUMBERS)  # threads may write one file at once
+    folder = target.with_name(f".{target.name}.{_this_machine()}-{os.getpid()}-{number}.part")
+    try:
+        folder.mkdir()
+        yield folder / "file"
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear(target: Path) -> None:
+    """Remove what killed processes of this machine left beside ``target``."""
+    for part in target.parent.glob(f".{escape(target.name)}.{_this_machine()}-*-*.part"):
+        process = part.stem.split("-")[-2]
+        if process.isdigit() and not is_alive(int(process)):  # else another process writes it just now
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _no_file(target: Path) -> str:
+    """Why something is no place for a file, if it is none."""
+    if target.is_dir():
+        return "is a folder, but a file is to be written there"
+    return "is a pipe or a device" if target.exists() and not target.is_file() else ""
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -245,11 +348,6 @@ def _checksum(tensors: Mapping[str, Tensor], content: str) -> int:
     return value
 
 
-def _temporary(path: Path) -> Path:
-    """Where a file is written before it gets its name, which says which process of which machine writes it."""
-    return path.with_name(f".{path.name}.{_this_machine()}-{os.getpid()}.part")
-
-
 def _this_machine() -> str:
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
@@ -257,96 +355,3 @@ def _this_machine() -> str:
 def _reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.strip().split("\n")[0][:200] or type(error).__name__
-
-
-# -------------------- does a stored state fit a network?
-
-
-def name_below(name: str, root: str) -> str:
-    """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.
-
-    >>> name_below("network.fc1.weight", "network"), name_below("likelihood.scale", "network")
-    ('fc1.weight', 'likelihood.scale')
-    """
-    if not root:
-        return name
-    return "" if name == root else name.removeprefix(root + ".")
-
-
-def check_weights(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    source: str | Path,
-    names_below: str = "",
-    finite: Iterable[str] = (),
-) -> None:
-    """Refuse a state that does not fit the model's names, shapes and kinds of numbers, or is not finite, naming the first few.
-
-    Args:
-        names_below: is left out of the names, as in :func:`flowbnn.training.train`.
-        finite: names of tensors that must be.
-
-    >>> check_weights(nn.Linear(2, 1), nn.Linear(3, 1).state_dict(), "a.safetensors")
-    Traceback (most recent call last):
-    flowbnn.errors.FlowBNNError: 'a.safetensors' is of another architecture: it differs in weight ((1, 3) there, (1, 2) here)
-    """
-    own = model.state_dict()
-    unlike = {name: _unlike(state[name], own[name]) for name in own if name in state}
-    differences = {
-        "it lacks": [name_below(name, names_below) for name in own if name not in state],
-        "it has besides": [name_below(name, names_below) for name in state if name not in own],
-        "it differs in": [f"{name_below(name, names_below)} ({how})" for name, how in unlike.items() if how],
-    }
-    words = [f"{what} {_few(names)}" for what, names in differences.items() if names]
-    trouble = f"is of another architecture: {'; '.join(words)}" if words else ""
-    layer = None if trouble else first_nonfinite_tensor((name, state[name]) for name in finite)
-    if layer is not None:
-        layer = name_below(layer, names_below)
-        trouble = f"holds NaN or infinite weights in {layer!r}; take an earlier file or begin again"
-    if trouble:
-        raise FlowBNNError(
-            f"'{source}' {trouble}", kind="not finite" if layer else "architecture", layer=layer
-        )
-
-
-def _unlike(stored: Any, own: Any) -> str:
-    """How two entries of a state differ, in words."""
-    if not isinstance(stored, Tensor) or not isinstance(own, Tensor):
-        return "" if type(stored) is type(own) else "no tensor on one side"
-    if stored.shape != own.shape:
-        return f"{tuple(stored.shape)} there, {tuple(own.shape)} here"
-    same = stored.dtype == own.dtype
-    return "" if same else f"{stored.dtype} there, {own.dtype} here".replace("torch.", "")
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def kinds_of(model: nn.Module) -> dict[str, str]:
-    """The class of every module that holds no others: what computes with the weights, or between them.
-
-    >>> kinds_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
-    {'0': 'Linear', '1': 'ReLU'}
-    """
-    return {
-        name: type(module).__name__
-        for name, module in model.named_modules()
-        if name and next(module.children(), None) is None
-    }
-
-
-def warn_of_other_kinds(model: nn.Module, stored: Mapping[str, str], path: Any) -> None:
-    """Weights fit a network whose activations are others, and mean something else there."""
-    own = kinds_of(model)
-    changed = {name: (stored[name], own[name]) for name in own if stored.get(name, own[name]) != own[name]}
-    if changed:
-        words = _few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        warnings.warn(
-            FlowBNNWarning(
-                f"'{path}' was made from a network of other layers: {words}; its predictions here are not those of the network that "
-                "was trained",
-                kind="layers",
-                changed=changed,
-            )
-        )
