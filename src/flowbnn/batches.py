@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ __all__ = [
     "dtype_of",
     "evaluating",
     "explaining",
+    "fingerprint",
     "first_nonfinite_tensor",
     "is_batch",
     "is_finite",
@@ -306,6 +308,19 @@ def batch_size(batch: Any) -> int:
     """
     tensors = named_tensors(batch)
     return tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 1
+
+
+def fingerprint(batch: Any) -> list[int]:
+    """A checksum of every tensor of a nested batch: of its shape, kind and bytes.
+
+    >>> fingerprint((torch.zeros(2), torch.ones(2))) == fingerprint((torch.zeros(2), torch.ones(2, dtype=torch.int32)))
+    False
+    """
+    dense = [tensor for _, tensor in named_tensors(batch) if tensor.layout == torch.strided]
+    tensors = [tensor.detach().cpu().contiguous() for tensor in dense]
+    kinds = [f"{tensor.dtype} {tuple(tensor.shape)}".encode() for tensor in tensors]
+    raw = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return [crc32(part, crc32(kind)) for kind, part in zip(kinds, raw, strict=True)]
 
 
 def is_finite(tensor: Tensor) -> bool:

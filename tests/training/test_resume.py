@@ -215,7 +215,10 @@ def test_a_shorter_loader_is_noticed(tmp_path):
         def __iter__(self):
             return iter(loader(rows=6))
 
-    with pytest.raises(FlowBNNError, match="had done 3 batches of epoch 1, but this loader has only 2"):
+    with (
+        pytest.warns(FlowBNNWarning, match="other data"),
+        pytest.raises(FlowBNNError, match="had done 3 batches of epoch 1, but this loader has only 2"),
+    ):
         train(network, step, optimizer, Unmeasured(), options(tmp_path, resume=True))
 
 
@@ -302,3 +305,47 @@ def test_a_schedule_that_has_moved_the_rate_is_no_change(tmp_path):
             options(tmp_path, schedule_every="epoch", resume=True, epochs=4),
             schedule=schedule,
         )
+
+
+@pytest.mark.parametrize("stop", [2, 4])  # inside an epoch, and between two
+def test_other_data_of_the_same_shape_are_told(tmp_path, stop):
+    def stopping(model, batch, clock):
+        if clock.step == stop:
+            raise KeyboardInterrupt
+        return step(model, batch, clock)
+
+    def data(seed, noise=None):
+        inputs = torch.randn(12, 2, generator=torch.Generator().manual_seed(seed))
+        source = torch.Generator() if noise is None else noise
+        return DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=3, shuffle=True, generator=source)
+
+    def run(loader, **more):
+        network, optimizer, _ = make()
+        asked = {"epochs": 2, "checkpoint": tmp_path, "accelerator": "cpu", "seed": 3, **more}
+        train(network, asked.pop("step", step), optimizer, loader, TrainingOptions(**asked))
+        return network
+
+    straight = run(data(2), checkpoint=None)
+    with pytest.raises(KeyboardInterrupt):
+        run(data(2), step=stopping)
+    kept = (tmp_path / "last.safetensors").read_bytes()
+    with pytest.warns(FlowBNNWarning, match="other data") as caught:
+        run(data(5), resume=True)
+    assert [one.message.fields["kind"] for one in caught] == ["changed data"]
+    (tmp_path / "last.safetensors").write_bytes(kept)
+    resumed = run(data(2), resume=True)  # and says nothing of the same data
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loader_that_never_gives_a_batch_twice_is_not_taken_for_other_data(tmp_path):
+    class Augmented(list):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                yield x + int.from_bytes(os.urandom(2)) / 2**20, y
+
+    network, optimizer, _ = make()
+    batches = Augmented(loader())
+    for epochs in (1, 2):
+        asked = TrainingOptions(epochs=epochs, checkpoint=tmp_path, accelerator="cpu", resume=epochs == 2)
+        train(network, step, optimizer, batches, asked)

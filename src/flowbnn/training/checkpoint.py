@@ -1,7 +1,7 @@
 """The checkpoint of a training run: everything needed to go on as if it had never stopped."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flowbnn.batches import fingerprint
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.architecture import check_weights
 from flowbnn.training.options import EarlyStop, TrainingOptions
@@ -91,6 +92,9 @@ class State:
     best_weights: dict[str, Any] | None = None
     random_start: dict[str, Any] | None = None
     random_now: dict[str, Any] | None = None
+    data: dict[str, Any] | None = (
+        None  # the random state before the run's first batch, and a fingerprint of that batch
+    )
     saved_step: int | None = None  # of the checkpoint that is there
     kept_as: Path | None = None  # where an earlier run's checkpoint goes before the first of this one
 
@@ -137,6 +141,7 @@ class State:
                 "now": {**self.randomness.state(), **(self.random_now or {})},
                 "start": self.random_start,
             },
+            "data": self.data,
             "facts": self.facts,
             "settings": self.settings,
             "hyperparameters": self.hyperparameters,
@@ -205,7 +210,31 @@ class State:
             self.scaler.load_state_dict(stored["scaler"])
         self.hyperparameters = stored["hyperparameters"]
         self.random_now, self.random_start = stored["random"]["now"], stored["random"]["start"]
+        self.data = stored["data"]
         self.saved_step = self.position.step
+
+    def note_data(self, batch: Any) -> None:
+        """Keep a fingerprint of the run's first batch."""
+        self.data = {"random": self.random_start, "first": fingerprint(batch)}
+
+    def compare_data(self, first_batch: Callable[[], Any]) -> None:
+        """Warn where the first batch, drawn again as it was then, is another one: the data are others, or in another order."""
+        if self.data is None:
+            return
+        found = []
+        for _ in range(2):  # a loader that never gives the same batch twice says nothing
+            self.randomness.restore(self.data["random"])
+            found.append(fingerprint(first_batch()))
+            if found[0] == self.data["first"]:
+                return
+        if found[0] == found[1]:
+            warnings.warn(
+                FlowBNNWarning(
+                    f"'{self.path}' is resumed with other data: its first batch was another one; resume=False begins again",
+                    kind="changed data",
+                    path=str(self.path),
+                )
+            )
 
     def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
         """Warn of settings that are not those the run began with: the method's, which change, and the optimizer's, which do not."""

@@ -1,15 +1,12 @@
 """One loop for every method: an objective gives the loss of a batch, the loop does the rest."""
 
 import math
-import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,8 +20,9 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, kept_modes, move_batch
-from flowbnn.training.distributed import Terminated, Worker
+from flowbnn.training.distributed import Worker
 from flowbnn.training.finite import Guard
+from flowbnn.training.interrupts import Interrupts
 from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
@@ -104,53 +102,6 @@ def train(
     return run.position.history
 
 
-class Interrupts:
-    """While installed, Ctrl-C inside ``with interrupts:`` is raised at the end of that block; a second one at once.
-
-    Outside the main thread, or where the program has its own handler, it does nothing. With ``terminate``, SIGTERM is treated in the
-    same way: the launcher sends it to the processes that are left when one has died.
-    """
-
-    def __init__(self, terminate: bool) -> None:
-        self.terminate = terminate
-        self.former: dict[signal.Signals, Any] = {}
-        self.holding = self.ending = False
-        self.waiting: type[BaseException] | None = None
-
-    def install(self) -> None:
-        """Take the signals over."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.former[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-        if self.terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self.former[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
-
-    def remove(self) -> None:
-        """Put the former handlers back."""
-        for number, former in self.former.items():
-            # a process that ends because another has died must still come to report it
-            ignored = number == signal.SIGTERM and self.ending
-            signal.signal(number, signal.SIG_IGN if ignored else former)
-
-    def __enter__(self) -> None:
-        self.holding = True
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.holding = False
-        if self.waiting is not None:
-            raise self.waiting
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        wanted = KeyboardInterrupt if number == signal.SIGINT else Terminated
-        if wanted is Terminated and self.ending:
-            return
-        self.ending = self.ending or wanted is Terminated
-        if not self.holding or self.waiting is wanted:
-            raise wanted
-        self.waiting = self.waiting or wanted
-
-
 class Run:
     """One call of :func:`train`: what it is made of, and its parts in the order in which they happen."""
 
@@ -187,6 +138,8 @@ class Run:
         self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(warn=self.main)
+            if process.processes == 1 and not self.finished:
+                self.state.compare_data(lambda: next(self.batches(0), END))
         else:
             if options.seed is not None:
                 seed_all(options.seed)
@@ -233,10 +186,7 @@ class Run:
             # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
             self.randomness.restore(self.process.agree(self.randomness.state()))
         state.random_start = state.random_start or self.randomness.state()
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(position.epoch)
-        batches = iter(self.loader)
+        batches = self.batches(position.epoch)
         for done in range(position.batches):
             if next(batches, END) is END:
                 raise FlowBNNError(
@@ -249,6 +199,13 @@ class Run:
         state.random_now = None
         return batches
 
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """All batches of an epoch."""
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return iter(self.loader)
+
     def step(self, batches: Iterator[Any]) -> bool:
         """Loss, gradient and update of the next batch, or False; what is not finite ends the run before it reaches the weights."""
         position, process, options, guard = self.position, self.process, self.options, self.guard
@@ -257,6 +214,8 @@ class Run:
         if batch is END:
             self.state.random_now = None
             return False
+        if position.step == 0 and process.processes == 1 and self.path is not None:
+            self.state.note_data(batch)
         epochs, length = options.epochs, self.steps_per_epoch
         done = position.epoch / epochs if length is None else position.step / (length * epochs)
         clock = Clock(position.epoch, position.step, length, epochs, min(1.0, done))
