@@ -1,6 +1,5 @@
-"""The Gaussians of many layers at once: what is written by hand in numpy is what torch's operations give, derivatives too."""
+"""The Gaussians of many layers at once."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -8,12 +7,7 @@ import flowbnn as fb
 from flowbnn.noise import NoisePass, ahead, divergences, noise_layers
 from flowbnn.noise.batched_gaussian import (
     Gaussians,
-    _gather,
-    _summarize,
-    draw,
     frame_of,
-    gather,
-    summarize,
 )
 
 
@@ -35,62 +29,8 @@ def stochastic(rules=None):
     return model
 
 
-def parts(model):
-    layers = sorted(noise_layers(model).values(), key=lambda noise: len(noise.rest))
-    affines = [noise.start[1] for noise in layers]
-    return frame_of(layers, 1), [a.shift for a in affines], [a.raw_log_scale for a in affines]
-
-
 def state_of(layers):
     return NoisePass({layer.key: layer.setting for layer in layers.values()})
-
-
-def same(first, second):
-    return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(first, second, strict=True))
-
-
-def test_gathered_means_and_deviations_and_their_gradients():
-    frame, shifts, raws = parts(stochastic())
-    found, expected = gather(frame, shifts, raws), _gather(frame, *shifts, *raws)
-    assert same(found, expected)
-    weights = [torch.randn_like(part) for part in found]
-    gradients = [
-        torch.autograd.grad(sum((a * b).sum() for a, b in zip(some, weights, strict=True)), [*shifts, *raws])
-        for some in (found, expected)
-    ]
-    assert same(*gradients)
-    assert torch.autograd.gradgradcheck(
-        lambda *given: gather(frame, list(given[:3]), list(given[3:])), [*shifts, *raws]
-    )
-
-
-@pytest.mark.parametrize("first", [0, 4])
-def test_draws_and_their_gradients(first):
-    mean, deviation = (torch.randn(9, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    normal = torch.randn(6, 9 - first, dtype=torch.float64)
-    assert same([draw(mean, deviation, normal, first)], [mean[first:] + deviation[first:] * normal])
-    assert torch.autograd.gradcheck(lambda m, d: draw(m, d, normal, first), [mean, deviation])
-    assert torch.autograd.gradgradcheck(lambda m, d: draw(m, d, normal, first), [mean, deviation])
-
-
-def test_kl_and_entropy_and_their_gradients():
-    frame, shifts, raws = parts(stochastic())
-    mean, deviation, log_scale = (part.detach().requires_grad_() for part in gather(frame, shifts, raws))
-    size = frame.sizes[-1]
-    normal = torch.randn(7, size, dtype=torch.float64)
-    end = torch.randn(7, size, dtype=torch.float64, requires_grad=True)
-    log_det = torch.randn(1, 7, dtype=torch.float64, requires_grad=True)
-    found = summarize(frame, normal, mean, deviation, log_scale, log_det, end)
-    expected = _summarize(frame, normal, mean, deviation, log_scale, log_det, end)
-    assert same(found, expected)
-    inputs = [mean, deviation, log_scale, log_det, end]
-    weights = [torch.randn_like(part) for part in found]
-    gradients = [
-        torch.autograd.grad(sum((a * b).sum() for a, b in zip(some, weights, strict=True)), inputs)
-        for some in (found, expected)
-    ]
-    assert same(*gradients)
-    assert torch.autograd.gradgradcheck(lambda m, d, s, v, e: summarize(frame, normal, m, d, s, v, e), inputs)
 
 
 def test_packed_kl_of_a_flow_is_what_its_density_says():

@@ -1,15 +1,12 @@
 r"""The learnable Gaussians of many layers, end to end: their draws and their KL in few launches.
 
 Layer :math:`l` starts its noise at :math:`\mathcal N(\mu, \sigma^2)` with :math:`s = b \tanh(a / b)`, :math:`\sigma = e^s \sigma_0` and
-:math:`\mu = c + t + e^s (\mu_0 - c)`: shift :math:`t`, raw log-scale :math:`a`, base :math:`\mathcal N(\mu_0, \sigma_0^2)`. On a CPU
-the functions here, which every training step calls, are single nodes of autograd with derivatives written in numpy (which starts an
-operation on a short vector sooner than torch does); elsewhere they are torch's own operations.
+:math:`\mu = c + t + e^s (\mu_0 - c)`: shift :math:`t`, raw log-scale :math:`a`, base :math:`\mathcal N(\mu_0, \sigma_0^2)`.
 """
 
-from functools import partial
+import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,14 +14,13 @@ from torch.nn import functional as F
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.kernels import Group, cpu
-from flowbnn.kernels.reference import gradients
+from flowbnn.kernels import Group
 from flowbnn.noise.passes import Share, Source
 from flowbnn.numerics import soft_clamp
 
 __all__ = ["Frame", "Gaussians", "draw", "frame_of", "gather", "summarize"]
 
-_NORMAL_ENTROPY = 0.5 * (1.0 + float(np.log(2.0 * np.pi)))  # of a standard normal, in nats
+_NORMAL_ENTROPY = 0.5 * (1.0 + math.log(2.0 * math.pi))  # of a standard normal, in nats
 
 
 class Gaussians:
@@ -181,89 +177,18 @@ def centers(affines: Any) -> Any:
 
 def gather(frame: Frame, shifts: list[Tensor], raws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     r""":math:`\mu`, :math:`\sigma` and :math:`s` of all layers."""
-    return (_Gather.apply if cpu.serves(frame.loc) else _gather)(frame, *shifts, *raws)
-
-
-def _gather(frame: Frame, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    half = len(parameters) // 2
-    shift, raw = torch.cat(parameters[:half]), torch.cat(parameters[half:])
-    log_scale = soft_clamp(raw, frame.bound)
+    log_scale = soft_clamp(torch.cat(raws), frame.bound)
     factor = log_scale.exp()
-    mean = torch.addcmul(shift + frame.center, frame.loc - frame.center, factor)
+    mean = torch.addcmul(torch.cat(shifts) + frame.center, frame.loc - frame.center, factor)
     return mean, frame.scale * factor, log_scale
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, frame: Frame, *parameters: Tensor) -> Any:
-        half, loc = len(parameters) // 2, frame.loc.numpy()
-        arrays = [parameter.detach().numpy() for parameter in parameters]
-        center = np.asarray(frame.center, loc.dtype)
-        shift, raw = np.concatenate(arrays[:half]), np.concatenate(arrays[half:])
-        log_scale = frame.bound * np.tanh(raw / frame.bound)
-        factor = np.exp(log_scale)
-        shift += center
-        shift += (loc - center) * factor
-        ctx.frame, ctx.kept = frame, (log_scale, factor, loc - center)
-        ctx.save_for_backward(*parameters)
-        deviation = frame.scale.numpy() * factor
-        return torch.from_numpy(shift), torch.from_numpy(deviation), torch.from_numpy(log_scale)
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        frame, parameters = ctx.frame, ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, *gradients(partial(_gather, frame), parameters, given)
-        log_scale, factor, offset = ctx.kept
-        of_mean, of_deviation, of_log_scale = (gradient.numpy() for gradient in given)
-        of_factor = of_mean * offset + of_deviation * frame.scale.numpy()
-        of_raw = (of_factor * factor + of_log_scale) * (1.0 - np.square(log_scale / frame.bound))
-        return None, *given[0].split(frame.sizes), *torch.from_numpy(of_raw).split(frame.sizes)
 
 
 def draw(mean: Tensor, deviation: Tensor, normal: Tensor, first: int = 0) -> Tensor:
     r""":math:`\mu + \sigma \epsilon` for the numbers from ``first`` on; ``normal`` has the draws on its first axis."""
-    if cpu.serves(mean):
-        return _Draw.apply(first, normal, mean, deviation)
     return torch.addcmul(mean[first:], normal, deviation[first:])
 
 
-class _Draw(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, first: int, normal: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-        ctx.first = first
-        ctx.save_for_backward(normal)
-        return torch.addcmul(mean[first:], normal, deviation[first:])
-
-    @staticmethod
-    def backward(ctx: Any, of_draws: Tensor) -> Any:
-        (normal,), first = ctx.saved_tensors, ctx.first
-        if torch.is_grad_enabled():  # linear in what it is given: torch's own gradient of this is right
-            of_mean, of_deviation = of_draws.sum(0), (of_draws * normal).sum(0)
-            return None, None, F.pad(of_mean, (first, 0)), F.pad(of_deviation, (first, 0))
-        given, noise = of_draws.numpy(), normal.numpy()
-        both = np.zeros((2, first + given.shape[1]), given.dtype)
-        given.sum(0, out=both[0, first:])
-        np.einsum("ij,ij->j", given, noise, out=both[1, first:])
-        return None, None, *torch.from_numpy(both).unbind()
-
-
-def summarize(frame: Frame, normal: Tensor | None, mean: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    r"""KL and entropy of every layer: closed form for Gaussians, the mean over draws for the flows.
-
-    .. math:: \mathrm{KL} = \sum_i \Big(\tfrac12 E\big[(x_i - m_i)^2 / w_i^2 - \epsilon_i^2\big] - s_i + \log\frac{w_i}{\sigma_0}\Big)
-              - E[\log|\det|]
-
-    Args:
-        normal: the :math:`\epsilon` of the flows' draws, ``[draws, numbers]``.
-        mean: of the Gaussians.
-        others: their deviations and log-scales, the log-dets of the flows ``[flows, draws]``, and the flows' draws :math:`x`, one
-            tensor each.
-    """
-    return (_Summarize.apply if cpu.serves(mean) else _summarize)(frame, normal, mean, *others)
-
-
-def _summarize(
+def summarize(
     frame: Frame,
     normal: Tensor | None,
     mean: Tensor,
@@ -272,6 +197,17 @@ def _summarize(
     log_dets: Tensor | None,
     *ends: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    r"""KL and entropy of every layer: closed form for Gaussians, the mean over draws for the flows.
+
+    .. math:: \mathrm{KL} = \sum_i \Big(\tfrac12 E\big[(x_i - m_i)^2 / w_i^2 - \epsilon_i^2\big] - s_i + \log\frac{w_i}{\sigma_0}\Big)
+              - E[\log|\det|]
+
+    Args:
+        normal: the :math:`\epsilon` of the flows' draws, ``[draws, numbers]``.
+        mean, deviation, log_scale: of the Gaussians.
+        log_dets: of the flows, ``[flows, draws]``.
+        ends: the flows' draws :math:`x`, one tensor each.
+    """
     cut, loc, width = frame.cut, frame.prior_loc, frame.prior_scale
     square = (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
     if normal is not None:
@@ -292,58 +228,3 @@ def _summarize(
         counts = torch.cat([kls.new_full((1,), count) for count in frame.counts])
         kls, entropies = kls * counts, entropies * counts
     return kls, entropies
-
-
-class _Summarize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, frame: Frame, *tensors: Any) -> Any:
-        arrays: list[Any] = [None if tensor is None else tensor.detach().numpy() for tensor in tensors]
-        normal, mean, deviation, log_scale, log_dets, *ends = arrays
-        sizes, cut = frame.sizes, frame.cut
-        loc, width = frame.prior_loc.numpy(), frame.prior_scale.numpy()
-        square = np.empty(len(mean), loc.dtype)
-        error = (mean[:cut] - loc[:cut]) / width[:cut]
-        spread = deviation[:cut] / width[:cut]
-        square[:cut] = spread * spread + error * error - 1.0
-        pull = None
-        if normal is not None:
-            x = np.concatenate(ends, -1) if len(ends) > 1 else ends[0]
-            pull = (x - loc[cut:]) / width[cut:]
-            square[cut:] = (pull * pull - np.square(normal)).mean(0)
-        starts = np.cumsum((0, *sizes[:-1]))
-        log_base = np.log(frame.scale.numpy())
-        logs = np.add.reduceat(log_scale, starts)
-        kls = 0.5 * np.add.reduceat(square, starts) - logs + np.add.reduceat(np.log(width) - log_base, starts)
-        entropies = logs + np.add.reduceat(log_base + log_base.dtype.type(_NORMAL_ENTROPY), starts)
-        if log_dets is not None:
-            volume = log_dets.mean(-1)
-            kls[-len(ends) :] -= volume
-            entropies[-len(ends) :] += volume
-        ctx.frame, ctx.kept = frame, (error, spread, pull)
-        ctx.save_for_backward(*tensors)
-        counts = np.asarray(frame.counts, kls.dtype)
-        return torch.from_numpy(kls * counts), torch.from_numpy(entropies * counts)
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        frame, saved = ctx.frame, ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, *gradients(partial(_summarize, frame), saved, given)
-        error, spread, pull = ctx.kept
-        sizes, cut, width = frame.sizes, frame.cut, frame.prior_scale.numpy()
-        counts = np.asarray(frame.counts, width.dtype)
-        each, change = (gradient.numpy() * counts for gradient in given)
-        change -= each
-        by_number = np.repeat(each, sizes)
-        of_mean, of_deviation = np.zeros_like(by_number), np.zeros_like(by_number)
-        share = by_number[:cut] / width[:cut]
-        of_mean[:cut] = share * error
-        of_deviation[:cut] = share * spread
-        of_flows: list[Any] = [None]
-        if pull is not None:
-            of_x = torch.from_numpy(pull * (by_number[cut:] / (len(pull) * width[cut:])))
-            flows = len(saved) - 5
-            volume = change[-flows:, None] / len(pull)
-            of_flows = [torch.from_numpy(np.repeat(volume, len(pull), 1)), *of_x.split(sizes[-flows:], -1)]
-        numbers = map(torch.from_numpy, (of_mean, of_deviation, np.repeat(change, sizes)))
-        return None, None, *numbers, *of_flows
