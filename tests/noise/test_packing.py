@@ -289,3 +289,27 @@ def test_draws_made_ahead_go_to_the_networks_of_their_layers():
     assert all(used[key] is drawn for key, drawn in prepared.items())
     assert state.prepared == {}
     assert state.forward is None
+
+
+@pytest.mark.parametrize("components", [1, 3])
+def test_a_prior_changed_through_data_changes_the_packed_kl(components):
+    """``.data`` leaves no trace on a version counter: what is packed is read anew every time."""
+    torch.manual_seed(0)
+    recipe = fb.noise.NormalAffine(components=components, kl_samples=4096)
+    model = fb.to_stochastic(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), {"*": recipe})
+    layers = noise_layers(model)
+    with torch.no_grad():
+        before = divergences(layers).total.kl
+        for layer in layers.values():
+            layer.prior.loc.data.add_(1.5)
+            layer.prior.scale.data.mul_(0.5)
+        found = divergences(layers)
+        for name, layer in layers.items():
+            torch.testing.assert_close(found[name].kl, layer.divergence().kl, rtol=0.05, atol=0.05)
+        if components == 1:  # 11 numbers of N(1, 0.5^2) against N(2.5, 0.25^2)
+            closed = 11 * (0.5 * (4.0 + 36.0 - 1.0) - torch.tensor(2.0).log())
+            torch.testing.assert_close(found.total.kl, closed, rtol=1e-5, atol=1e-4)
+        assert found.total.kl > before + 50
+        state = NoisePass({layer.key: pass_of(layer).settings[layer.key] for layer in layers.values()})
+        looked = ahead(layers, 8, state)
+        torch.testing.assert_close(looked.total.kl, found.total.kl, rtol=0.05, atol=0.05)
