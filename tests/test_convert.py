@@ -213,8 +213,9 @@ def test_absorbing_the_mean_gives_the_mean_network():
 def test_a_tied_weight_absorbs_no_mean():
     network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     network[2].weight = network[0].weight
-    with pytest.raises(FlowBNNError, match="tied to another layer's"):
-        to_deterministic(to_stochastic(network, {"*": NormalAffine()}), absorb=True)
+    plain = to_deterministic(to_stochastic(network, {"*": NormalAffine()}), absorb=True)
+    assert plain[2].weight is plain[0].weight
+    assert torch.equal(plain[0].weight, network[0].weight)
 
 
 def test_a_converted_part_of_a_larger_network_comes_off_whole():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowbnn.convert import describe, to_deterministic, to_stochastic
+from flowbnn.convert import describe, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Dropout, FlowNoise, Layout, NormalAffine, NormalPlanar, register_layer
 from flowbnn.transforms import Radial
@@ -98,15 +98,13 @@ def test_other_refusals():
     with pytest.raises(FlowBNNError, match="noise already"):
         to_stochastic(to_stochastic(mlp(), {"*": NormalAffine()}), {"*": NormalAffine()})
     with pytest.raises(FlowBNNError, match="this network has no noise"):
-        to_deterministic(mlp())
+        describe(mlp())
     with pytest.raises(FlowBNNError, match="model=.*must be a Module"):
         to_stochastic("net", {"*": NormalAffine()})
     with pytest.raises(FlowBNNError, match="put the noise on '0'"):
         to_stochastic(nn.Sequential(nn.MultiheadAttention(4, 2)), {"0.out_proj": NormalAffine()})
     with pytest.raises(FlowBNNError, match=r"its layers are '0\.\*'"):
         to_stochastic(nn.Sequential(mlp()), {"0": NormalAffine()})
-    with pytest.raises(FlowBNNError, match="cannot be absorbed"):
-        to_deterministic(to_stochastic(nn.LSTM(2, 2), {"*": NormalAffine()}), absorb=True)
     with pytest.raises(FlowBNNError, match="no input width yet"):
         to_stochastic(nn.LazyLinear(3), {"*": NormalAffine()})
 

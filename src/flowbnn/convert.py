@@ -4,7 +4,7 @@ Layers keep their class, name and weights: noise is a child module of its layer,
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields
 from fnmatch import fnmatchcase
@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.noise import (
+    FixedNoise,
     Layout,
     Noise,
     NoiseGroup,
@@ -22,12 +24,14 @@ from flowbnn.noise import (
     absorbs,
     layout_of,
     noise_layers,
+    settings_of,
     weight_scale,
     wrappable,
 )
+from flowbnn.noise.base import layers_with_noise
 from flowbnn.options import Hint, checked
 
-__all__ = ["Conversion", "Rule", "describe", "to_deterministic", "to_stochastic"]
+__all__ = ["Conversion", "Rule", "at_draw", "describe", "to_deterministic", "to_stochastic"]
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
@@ -121,9 +125,7 @@ def to_stochastic(
     chosen = _choose(model, layers, rules)
     for name, recipe in chosen.items():
         _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
-    group = NoiseGroup(list(noise_layers(model).values()))
-    model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
-    model.register_forward_hook(group.end, always_call=True)
+    _gather(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             module.use_nested_tensor = False  # nested tensors bypass the layers' forward and so the noise
@@ -217,7 +219,7 @@ def _sequence_first(model: nn.Module, name: str) -> bool:
     return False
 
 
-def _wrap(module: nn.Module, noise: Noise, recipe: Recipe) -> None:
+def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None:
     reference = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), None)
     if reference is not None:
         noise.to(reference.device)
@@ -240,9 +242,12 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
 
     Args:
         absorb: multiply the mean of each layer's noise into its weights, so that the plain network computes what the
-            stochastic one does with its noise held at the mean. Linear and convolution layers only. After training the
-            means are no longer one, and without this the network is not the one that was trained: a warning says so.
+            stochastic one does with its noise held at the mean; layers whose weights cannot take it (attention, recurrent, tied)
+            keep it as a buffer that multiplies their input. After training the means are no longer one, and without this the
+            network is not the one that was trained: a warning says so.
         inplace: take the noise off the given network itself.
+
+    A network without noise, such as one that ``posterior.sample`` gave, is plain already and comes back as it is.
 
     >>> from flowbnn.noise import NormalAffine
     >>> network = nn.Linear(3, 2)
@@ -251,32 +256,76 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     (True, 2)
     """
     model = model if inplace else deepcopy(model)
-    layers = _noisy(model)
+    layers = noise_layers(model)
     if not absorb:
         _warn_of_means(layers)
-    for name, noise in layers.items():
-        module = model.get_submodule(name)
-        if absorb:
-            _absorb(model, name, module, noise)
-        _unhook(module, noise)
-        for child, part in list(module.named_children()):
-            if part is noise:
-                delattr(module, child)
+    means = {name: FixedNoise(noise, noise.mean()) for name, noise in layers.items()} if absorb else {}
+    _settle(model, means)
     for module in model.modules():
-        _unhook(module, NoiseGroup)  # which lie on the root that was converted
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "flowbnn_nested", False):
             module.use_nested_tensor = True
             del vars(module)["flowbnn_nested"]
     return model
 
 
-def _noisy(model: nn.Module) -> dict[str, Noise]:
+@torch.no_grad()
+def at_draw(model: nn.Module, seed: int | None, elsewhere: Collection[str] = ()) -> nn.Module:
+    """A plain copy of a stochastic network with its noise at the first of the shared draws of ``seed``, as :func:`to_deterministic`.
+
+    Args:
+        elsewhere: layers whose weights are known to be read by others.
+    """
+    model = deepcopy(model).eval()
+    settings, device, fixed = settings_of(model, "shared", 1, seed), device_of(model), {}
+    for name, noise in noise_layers(model).items():
+        own = settings[noise.key].seed
+        fixed[name] = FixedNoise(noise, noise.shared_vectors(1, own, device)[0], own)
+    _settle(model, fixed, elsewhere)
+    for module in model.modules():
+        vars(module).pop("flowbnn_nested", None)  # it stays off nested tensors, as in predictions
+    return model
+
+
+def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise], elsewhere: Collection[str] = ()) -> None:
+    """Take all noise off a network and leave these factors: in the weights where these can take them, else beside them."""
+    beside: list[Noise] = []
     layers = noise_layers(model)
-    if not layers:
-        raise FlowBNNError(
-            "this network has no noise; convert it first with to_stochastic(network, rules)", kind="model"
-        )
-    return layers
+    for part in model.modules():
+        _unhook(part, _of_noise)
+    for name, noise in layers.items():
+        module: Any = model.get_submodule(name)
+        for child, part in list(module.named_children()):
+            if part is noise:
+                delattr(module, child)
+        one = fixed.get(name)
+        if one is not None and one.site == "channel" and name not in elsewhere and _absorbs(model, name):
+            module.weight.data.mul_(weight_scale(module, one.mean().to(module.weight)))
+        elif one is not None:
+            _wrap(module, one)
+            beside.append(one)
+    if beside:
+        _gather(model, beside)
+
+
+def _gather(model: nn.Module, layers: list[Noise]) -> None:
+    """Let the noise know when a pass of the network begins and ends."""
+    group = NoiseGroup(layers)
+    model.register_forward_pre_hook(group.begin, prepend=True, with_kwargs=True)
+    model.register_forward_hook(group.end, always_call=True)
+
+
+def _absorbs(model: nn.Module, name: str) -> bool:
+    """Whether a layer's weight can take noise on its input: no other layer has it, and no module above reads it in its own code."""
+    module = model.get_submodule(name)
+    if not absorbs(module):
+        return False
+    weight = module._parameters["weight"]
+    users = sum(weight is own for part in model.modules() for own in part._parameters.values())
+    parts = name.split(".")
+    above = [type(model.get_submodule(".".join(parts[:end]))) for end in range(len(parts) if name else 0)]
+    foreign = [kind.forward for kind in above if not kind.__module__.startswith("torch.")]
+    readers = [code for code in foreign if "weight" in getattr(code, "__code__", _absorbs.__code__).co_names]
+    return users == 1 and not readers
 
 
 @torch.no_grad()
@@ -297,30 +346,20 @@ def _warn_of_means(layers: Mapping[str, Noise]) -> None:
         )
 
 
-def _unhook(module: nn.Module, owner: Any) -> None:
-    """Remove the hooks that are methods of ``owner``, or of its instances where it is a class."""
+def _unhook(module: nn.Module, owned: Callable[[Any], bool]) -> None:
+    """Remove the hooks that are methods of an object that is ``owned``."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            found = getattr(hook, "__self__", None)
-            if found is owner or (isinstance(owner, type) and isinstance(found, owner)):
+            if owned(getattr(hook, "__self__", None)):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def _absorb(model: nn.Module, name: str, module: nn.Module, noise: Noise) -> None:
-    mean = noise.mean().detach()
-    weight: Any = getattr(module, "weight", None)
-    users = sum(weight is own for part in model.modules() for own in part._parameters.values())
-    if users > 1 or not absorbs(module):
-        tied = "its weight is tied to another layer's, which would be scaled too"
-        why = tied if users > 1 else f"it is a {type(module).__name__}"
-        raise FlowBNNError(
-            f"the mean of the noise cannot be absorbed into {name!r}: {why}; use absorb=False",
-            kind="absorb",
-            layer=name,
-        )
-    weight.data.mul_(weight_scale(module, mean.to(weight.dtype)))
+def _of_noise(owner: Any) -> bool:
+    """Whether this is noise, or a group of it, and not a constant."""
+    first = owner.layers[0] if isinstance(owner, NoiseGroup) else owner
+    return isinstance(first, Noise) and not first.fixed
 
 
 def describe(model: nn.Module) -> Table:
@@ -334,5 +373,5 @@ def describe(model: nn.Module) -> Table:
             noise.layout.dim,
             sum(p.numel() for p in noise.parameters()),
         )
-        for name, noise in _noisy(model).items()
+        for name, noise in layers_with_noise(model).items()
     )

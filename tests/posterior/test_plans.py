@@ -223,8 +223,8 @@ def test_half_precision_is_for_the_layers_not_for_the_noise():
     x = torch.randn(50, 4)
     drawn = []
     layer = noise_layers(model)["0"]
-    original = layer.draw
-    layer.draw = lambda *args: drawn.append(original(*args)) or drawn[-1]
+    original = layer.draw_each
+    layer.draw_each = lambda *args: drawn.append(original(*args)) or drawn[-1]
     exact = posterior.predict(x, 6, seed=0).samples
     model[2].seen.clear()
     rough = posterior.predict(x, 6, seed=0, precision="bf16").samples

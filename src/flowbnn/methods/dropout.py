@@ -11,23 +11,34 @@ is :math:`2\lambda`, its penalty being half of the squared norm times it. The lo
 differ.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import field
-from typing import Any
+from functools import partial
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take
 from flowbnn.convert import to_stochastic
+from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.fitting import first_batch
 from flowbnn.methods.layers import own_dropout
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout, wrappable
+from flowbnn.noise.fixed import constant
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.posterior.weights import generator_of
+from flowbnn.posterior.prediction import new_seed
+from flowbnn.posterior.recording import outcome
+from flowbnn.posterior.weights import StandIns, generator_of
+from flowbnn.training import History
 
 __all__ = ["DropoutPosterior", "MCDropout"]
 
@@ -37,8 +48,8 @@ __all__ = ["DropoutPosterior", "MCDropout"]
 class MCDropout(Method):
     r"""Dropout kept on at prediction.
 
-    A network with dropout of its own keeps that on. One without gets dropout before its layers, whose draws are then shared by all
-    inputs, so that a sample is one network.
+    A network with dropout of its own keeps that on. One without gets dropout before its layers. Either way the masks of a sample are
+    shared by all inputs, so that it is one network.
 
     Args:
         rate: the share that is dropped; where it is given, dropout is added whatever the network has. 0.1 for networks without dropout.
@@ -64,7 +75,9 @@ class MCDropout(Method):
         decay = (1.0 - rate) / (self.prior_scale**2 * run.count(loader))
         if own:
             point = self.start(model, loader, run, decay)
-            return DropoutPosterior(point.model, point.likelihood, point.history)
+            inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))
+            axes = example_axes(point.model, inputs)
+            return DropoutPosterior(point.model, point.likelihood, point.history, axes)
         if not self.epochs:
             likelihood = self.start(deepcopy(model), loader, run).likelihood
             return NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
@@ -80,28 +93,176 @@ class MCDropout(Method):
 
 
 class DropoutPosterior(Posterior):
-    """A network whose own dropout is on: every pass drops anew for every input, so there is no single network to hand out."""
+    """A network whose own dropout is on. A sample is one network: its masks are the same for all inputs.
+
+    Args:
+        model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
+        axes: the axis of the examples at each call of each dropout, by its name; found at the first prediction unless given.
+    """
 
     kind = "dropout"
 
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        history: History | None = None,
+        axes: Mapping[str, list[int | None]] | None = None,
+    ) -> None:
+        super().__init__(model, likelihood, history)
+        self.axes = axes
+
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Passes with dropout on, each sample from a seed of its own; torch's own generators are left as they were.
+        """Outputs of the network with the masks of one sample after the other."""
+        if self.axes is None:
+            self.axes = example_axes(self.model, move(inputs, prediction.device, prediction.dtype))
+        masks = prediction.keep("masks", lambda: Masks(self.model, self.axes or {}))
 
-        torch's dropout draws for every example, whatever ``shared`` says.
-        """
-        devices = [prediction.device] if prediction.device.type == "cuda" else []
-        parts = own_dropout(self.model)
-        for part in parts:
-            part.train()
-        try:
-            with torch.random.fork_rng(devices):
-                return prediction.run(inputs, self._networks(samples, prediction), len(samples))
-        finally:
-            for part in parts:
-                part.eval()
+        def networks() -> Iterator[Callable[[Any], Tensor]]:
+            for index in samples:
+                masks.hold(prediction.seed, index, None if prediction.shared else prediction.batch)
+                yield prediction.network
 
-    def _networks(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
-        seed = prediction.seed if prediction.shared else prediction.seed + prediction.batch
-        for index in samples:
-            torch.manual_seed(generator_of(seed, index).initial_seed())
-            yield prediction.network
+        with masks, self.model.register_forward_pre_hook(masks.begin):
+            return prediction.run(inputs, networks(), len(samples))
+
+    def sample(self, seed: int | None = None) -> nn.Module:
+        """The first network of a prediction with this seed: a copy whose masks stay as they are."""
+        network = deepcopy(self.model).eval()
+        masks = Masks(network, self.axes or {})
+        masks.hold(new_seed() if seed is None else seed, 0)
+        masks.__enter__()
+        network.register_forward_pre_hook(masks.begin)
+        return network
+
+    def settings(self) -> dict[str, Any]:
+        return {"axes": self.axes}
+
+    @classmethod
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        return cls(point.model, point.likelihood, point.history, settings["axes"])
+
+
+# -------------------- masks
+
+NEGATIVE = -1.7580993408473766  # what alpha dropout puts in the place of what it drops: the limit of SELU
+
+
+def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
+    """The axis of the examples at each call of each dropout: the one that grows with the batch.
+
+    It is None where none does; nothing is known of a network that fails on one input, or takes no single ones.
+    """
+    names = {id(part): name for name, part in model.named_modules()}
+    seen: list[dict[str, list[torch.Size]]] = [{}, {}]
+    for count, shapes in enumerate(seen, start=2):
+
+        def note(part: nn.Module, args: Any, shapes: Any = shapes) -> None:
+            shapes.setdefault(names[id(part)], []).append(args[0].shape)
+
+        with ExitStack() as stack:
+            for part in own_dropout(model):
+                stack.enter_context(part.register_forward_pre_hook(note))
+            stack.enter_context(evaluating(model))
+            if not divisible(inputs) or isinstance(
+                outcome(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
+            ):
+                return {}
+    axes: dict[str, list[int | None]] = {}
+    for name, first in seen[0].items():
+        axes[name] = []
+        for two, three in zip(first, seen[1].get(name, []), strict=False):
+            growing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a * 3 == b * 2]
+            axes[name].append(growing[0] if growing else None)
+    return axes
+
+
+class MaskedDropout(nn.Module):
+    """Dropout with the masks of one sample, each drawn at the first input of its size.
+
+    Args:
+        part: the dropout whose place it takes.
+        axes: of the examples, at each of its calls in a pass; the first axis where that is not known.
+    """
+
+    def __init__(self, part: Any, axes: Sequence[int | None]) -> None:
+        super().__init__()
+        self.rate, self.axes = float(part.p), axes
+        self.alpha = isinstance(part, nn.AlphaDropout | nn.FeatureAlphaDropout)
+        maps = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+        self.spatial = next((axes for axes, kind in enumerate(maps, start=1) if isinstance(part, kind)), 0)
+        self.features = isinstance(part, nn.FeatureAlphaDropout)
+        self.seed = 0
+        self.source: torch.Generator | None = None  # where every example has a mask of its own
+        self.masks: dict[Any, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = _calls.of.get(self, 0)
+        _calls.of[self] = number + 1
+        axis = self.axes[number] if number < len(self.axes) else 0
+        shape = list(x.shape)
+        if axis is not None and self.source is None:
+            shape[axis] = 1
+        flat = range(2, x.ndim) if self.features else range(x.ndim - self.spatial, x.ndim)
+        for place in flat:
+            shape[place] = 1
+        kept = self._mask(number, tuple(shape), x)
+        if not self.alpha:
+            return x * (kept / max(1.0 - self.rate, 1e-9))
+        scale = (max(1.0 - self.rate, 1e-9) * (1.0 + self.rate * NEGATIVE**2)) ** -0.5
+        return scale * (x * kept + NEGATIVE * (1.0 - kept)) - scale * NEGATIVE * self.rate
+
+    def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
+        if self.source is not None:
+            return (torch.rand(shape, generator=self.source) >= self.rate).to(x)
+        key = (number, shape, x.dtype, x.device)
+        if key in self.masks:
+            return self.masks[key]
+        source = torch.Generator().manual_seed((self.seed * 10_007 + number) % 2**63)
+        mask = constant(lambda: (torch.rand(shape, generator=source) >= self.rate).to(x))
+        if not torch.compiler.is_exporting():
+            self.masks[key] = mask
+        return mask
+
+
+class Masks(StandIns):
+    """Dropout with masks, which stands in for a network's own dropout.
+
+    Args:
+        model: the network; :meth:`begin` is to be a forward pre-hook of it.
+        axes: as :func:`example_axes` gives them.
+    """
+
+    def __init__(self, model: nn.Module, axes: Mapping[str, list[int | None]]) -> None:
+        own = {id(part) for part in own_dropout(model)}
+        found = [(name, part) for name, part in model.named_modules() if id(part) in own]
+        stands = {id(part): MaskedDropout(part, axes.get(name, [])) for name, part in found}
+        self.parts = list(stands.values())
+        held = [
+            (module._modules, key, part)
+            for module in model.modules()
+            for key, part in module._modules.items()
+        ]
+        super().__init__((each, key, stands[id(part)]) for each, key, part in held if id(part) in stands)
+
+    def hold(self, seed: int, index: int, batch: int | None = None) -> None:
+        """Take the masks of a sample; those of a batch are drawn for each of its examples."""
+        first = generator_of(seed, index).initial_seed()
+        for number, part in enumerate(self.parts):
+            part.seed, part.masks = first * 10_007 + number, {}
+            if batch is not None:
+                part.source = torch.Generator().manual_seed((part.seed * 10_007 + batch) % 2**63)
+
+    def begin(self, model: nn.Module, args: Any) -> None:
+        """A pass begins: the next call of each dropout is its first."""
+        for part in self.parts:
+            _calls.of[part] = 0
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        # how often a dropout has been called in the pass of this thread
+        self.of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+_calls = _Calls()

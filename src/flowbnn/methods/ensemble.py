@@ -174,7 +174,8 @@ class EnsemblePosterior(MemberPosterior):
         means = super().outputs(inputs, samples, prediction)
         if self.log_scales is None:
             return means
-        taken = torch.tensor([self.chosen(index, prediction.samples) for index in samples])
+        number, seed = prediction.samples, prediction.options.seed
+        taken = torch.tensor([self.chosen(index, number, seed) for index in samples])
         noise = log_variance(self.log_scales[taken.to(self.log_scales.device)])
         return torch.cat([means, noise.to(means).unsqueeze(1).expand_as(means)], -1)
 

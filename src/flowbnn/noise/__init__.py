@@ -2,6 +2,7 @@
 
 from flowbnn.noise.base import Noise, Site, noise_layers, settings_of
 from flowbnn.noise.batched import Divergences, NoiseGroup, ahead, divergences, shared_draws
+from flowbnn.noise.fixed import FixedNoise
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout, absorbs, layout_of, register_layer, weight_scale, wrappable
 from flowbnn.noise.modes import (
@@ -32,6 +33,7 @@ from flowbnn.noise.recipes import (
 __all__ = [
     "Divergences",
     "Dropout",
+    "FixedNoise",
     "FlowNoise",
     "InputNoise",
     "Layout",

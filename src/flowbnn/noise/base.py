@@ -7,7 +7,7 @@ A forward pass leaves nothing behind: what it needs is in its :class:`~flowbnn.n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -20,9 +20,24 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Sizes, Source, Unfolded, new_key, pass_of
 
-__all__ = ["DropoutNoise", "Noise", "Site", "layers_with_noise", "noise_layers", "settings_of"]
+__all__ = [
+    "BLOCK",
+    "DropoutNoise",
+    "Noise",
+    "Site",
+    "blocks",
+    "layers_with_noise",
+    "noise_layers",
+    "settings_of",
+]
 
 Site = Literal["channel", "position"]
+BLOCK = 32  # shared draws that come from one seed
+
+
+def blocks(samples: int, seed: int, source: torch.Generator) -> Iterator[torch.Generator]:
+    """The generator of each block of shared draws, so that draw ``s`` is the same however many there are."""
+    return (source.manual_seed(seed + 7919 * block) for block in range(-(-samples // BLOCK)))
 
 
 class Noise(nn.Module, ABC):
@@ -38,6 +53,7 @@ class Noise(nn.Module, ABC):
 
     start: Any = None  # where the noise begins as a learnable Gaussian: base, affine map and prior
     mixed: Any = None  # the same where it begins as a mixture
+    fixed: bool = False  # whether it is a constant, and so no noise any more
 
     def __init__(self, layout: Layout, site: Site) -> None:
         super().__init__()
@@ -89,7 +105,8 @@ class Noise(nn.Module, ABC):
         if self.site == "position":
             return self.shared_maps((), 0, samples, seed, device)
         with torch.no_grad():
-            return self.draw((samples,), torch.Generator(device).manual_seed(seed))
+            drawn = self.draw_each((BLOCK,), blocks(samples, seed, torch.Generator(device)))
+            return drawn.flatten(0, 1)[:samples]
 
     def shared_maps(
         self, at: Sizes, start: int, stop: int, seed: int, device: torch.device, call: int = 0
@@ -347,7 +364,8 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
             continue
         seen.add(id(module))
         if isinstance(module, Noise):
-            found[name.rpartition(".")[0]] = module
+            if not module.fixed:
+                found[name.rpartition(".")[0]] = module
             continue
         prefix = f"{name}." if name else ""
         for part, child in reversed(module._modules.items()):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
-from flowbnn.noise.base import Noise
+from flowbnn.noise.base import BLOCK, Noise, blocks
 from flowbnn.noise.batched_gaussian import Gaussians, draw
 from flowbnn.noise.batched_mixture import Mixtures
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
@@ -244,7 +244,9 @@ def shared_draws(layers: list[Noise], state: NoisePass, device: torch.device) ->
             gaussians, source, normals = Gaussians(block), torch.Generator(device), []
             for layer in gaussians.layers:
                 _, samples, seed, _ = state.settings[layer.key]
-                normals.append(gaussians.normal(samples, layer.layout.dim, source.manual_seed(seed)))
+                dim = layer.layout.dim
+                parts = [gaussians.normal(BLOCK, dim, one) for one in blocks(samples, seed, source)]
+                normals.append(torch.cat(parts)[:samples])
             with in_full_precision(block):
                 drawn = gaussians.draws_from(torch.cat(normals, -1))
         for layer in layers:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, divisible, move, repeat, rows, take
-from flowbnn.convert import to_deterministic, to_stochastic
+from flowbnn.convert import at_draw, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import (
     InputNoise,
@@ -31,7 +31,6 @@ from flowbnn.noise import (
     NoisePass,
     Setting,
     absorbs,
-    hold_noise,
     noise_layers,
     recipe_from_dict,
     settings_of,
@@ -82,8 +81,8 @@ class NoisePosterior(Posterior):
             if layer.key in plan.times and layer.key not in sampler.held:
                 _, number, seed, _ = sampler.state.settings[layer.key]
                 tensor = next(chain(layer.parameters(), layer.buffers()), None)
-                source = torch.Generator(prediction.device if tensor is None else tensor.device)
-                sampler.held[layer.key] = layer.draw((number,), source.manual_seed(seed))
+                device = prediction.device if tensor is None else tensor.device
+                sampler.held[layer.key] = layer.shared_vectors(number, seed, device)
         try:
             return sampler.folded(inputs, samples, plan)
         except Unfolded:
@@ -91,10 +90,12 @@ class NoisePosterior(Posterior):
             return sampler.one_by_one(inputs, samples, plan)
 
     def sample(self, seed: int | None = None) -> nn.Module:
-        """One network of the posterior: a copy whose noise is held at one draw, the same for every input."""
-        network = deepcopy(self.model).eval()
-        hold_noise(network, "shared", samples=1, seed=seed)
-        return network
+        """The first network of a prediction with this seed, plain: one draw of the noise is in its weights.
+
+        Layers whose weights cannot take it (attention, recurrent, tied, site ``position``) have it as a buffer that multiplies.
+        """
+        shown = [value for value in self.kept.values.values() if isinstance(value, Recording)]
+        return at_draw(self.model, seed, {name for one in shown for name in one.read_elsewhere})
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:

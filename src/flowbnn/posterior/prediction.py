@@ -32,7 +32,17 @@ from flowbnn.posterior.recording import Recording, record
 from flowbnn.posterior.views import View
 from flowbnn.training.device import keep_memory
 
-__all__ = ["HALF", "Kept", "PredictOptions", "Prediction", "casting", "check_rows", "compiled", "even"]
+__all__ = [
+    "HALF",
+    "Kept",
+    "PredictOptions",
+    "Prediction",
+    "casting",
+    "check_rows",
+    "compiled",
+    "even",
+    "new_seed",
+]
 
 Result = TypeVar("Result")
 
@@ -86,6 +96,11 @@ class PredictOptions:
     progress: bool = True
 
 
+def new_seed() -> int:
+    """The seed of a prediction that is given none: one number of torch's generator, which predictions do not touch otherwise."""
+    return int(torch.randint(2**31 - 1, ()))
+
+
 class Kept:
     """What a posterior keeps from one prediction to the next: its lock, measurements, plans, compiled passes and their buffers.
 
@@ -135,7 +150,7 @@ class Prediction:
             HALF.get(options.precision or ""),
         )
         self.samples, self.shared = options.samples or samples, options.shared
-        self.seed = int(torch.randint(2**31 - 1, ())) if options.seed is None else int(options.seed)
+        self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total = self.batch = self.limit = self.fixed = 0
         self.drawn: dict[Any, Any] = {}
         self.stack = ExitStack()

@@ -15,6 +15,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.options import Count, Interval, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
 
 __all__ = [
@@ -43,13 +44,13 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
 
 
 class StandIns:
-    """Other tensors in the place of a network's own, which come back at the end of the ``with`` block, whatever happens in it.
+    """Other tensors (or modules) in the place of a network's own, which come back at the end of the ``with`` block.
 
     Args:
         places: the dictionary of a module that holds a tensor, its name there, and what stands in for it.
     """
 
-    def __init__(self, places: Iterable[tuple[dict[str, Any], str, Tensor]]) -> None:
+    def __init__(self, places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         self.places = [(held, key, held[key], stand) for held, key, stand in places]
 
     def __enter__(self) -> Self:
@@ -124,7 +125,7 @@ class WeightPosterior(Posterior):
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
-        seed = int(torch.randint(2**31 - 1, ())) if seed is None else seed
+        seed = new_seed() if seed is None else seed
         with torch.no_grad():
             found = [self.weights(index, seed) for index in range(samples)]
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
@@ -176,7 +177,7 @@ class MemberPosterior(WeightPosterior):
     """Networks of one architecture that count alike.
 
     A prediction with as many samples as there are members takes each once, which is the default; with fewer it takes members spread
-    evenly over the list, with more it begins anew.
+    evenly over the list, with more it begins anew. Where it is given a seed, this chooses the member that comes first.
 
     Args:
         model: the network.
@@ -228,25 +229,29 @@ class MemberPosterior(WeightPosterior):
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         return {name: value[index % self.size] for name, value in self.members.items()}
 
-    def chosen(self, index: int, samples: int) -> int:
-        """Which member is sample ``index`` of so many: fewer than there are members are spread over the list."""
+    def chosen(self, index: int, samples: int, seed: int | None = None) -> int:
+        """Which member is sample ``index`` of so many: fewer than there are members are spread over the list.
+
+        A seed chooses the first of them; the others follow in the list's order, round its end.
+        """
+        if seed is not None:
+            first = int(torch.randint(self.size, (), generator=torch.Generator().manual_seed(seed)))
+            return (first + self.chosen(index, samples)) % self.size
         return index * self.size // samples if samples < self.size else index % self.size
 
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
-        """Members ``{name: [samples, ...]}``, those that a prediction with so many samples takes."""
-        members = [self.weights(self.chosen(index, samples), 0) for index in range(samples)]
+        """Members ``{name: [samples, ...]}``, those that a prediction with so many samples and this seed takes."""
+        members = [self.weights(self.chosen(index, samples, seed), 0) for index in range(samples)]
         return {name: torch.stack([member[name] for member in members]) for name in self.names}
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         for index in samples:
-            yield self.weights(self.chosen(index, prediction.samples), prediction.seed)
+            yield self.weights(self.chosen(index, prediction.samples, prediction.options.seed), 0)
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One of the networks, at random."""
-        generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed)
-        return self.member(int(torch.randint(self.size, (), generator=generator)))
+        return self.member(self.chosen(0, 1, new_seed() if seed is None else seed))
 
     def member(self, index: int) -> nn.Module:
         """The network of this number."""

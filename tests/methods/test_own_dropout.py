@@ -1,0 +1,163 @@
+"""A network's own dropout: the masks belong to a sampled network, not to the rows of a batch."""
+
+import threading
+
+import pytest
+import torch
+from problems import QUIET
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
+
+
+class Twice(nn.Module):
+    """One dropout in two places, over rows that are time steps of examples, and with the examples on the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.first, self.last = nn.Dropout(0.4), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3)
+
+    def forward(self, x):  # [B, T, 6]
+        rows = self.drop(self.first(x.flatten(0, 1))).view(x.shape)
+        return self.last(self.drop(self.encoder(rows.transpose(0, 1)).mean(0)))
+
+
+def posterior_of(network: nn.Module, inputs: torch.Tensor) -> DropoutPosterior:
+    batches = [(inputs, torch.arange(len(inputs)) % 3)]
+    return fb.MCDropout(epochs=0).fit(network, batches, **QUIET)
+
+
+CASES = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)), (9, 4)),
+    "maps": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.Dropout2d(0.3),
+            nn.SELU(),
+            nn.AlphaDropout(0.2),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ),
+        (9, 1, 6, 6),
+    ),
+    "twice": (Twice, (9, 5, 6)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    torch.manual_seed(0)
+    make, shape = CASES[request.param]
+    inputs = torch.randn(shape)
+    return posterior_of(make(), inputs), inputs
+
+
+def test_a_row_does_not_depend_on_other_rows_or_on_chunks(case):
+    posterior, x = case
+    full = posterior.predict(x, 12, seed=1).log_samples
+    assert full.std(0).max() > 0.01
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    for some in (x[4:5], x[2:7], x.flip(0)[3:4]):
+        index = [int((x == row).flatten(1).all(1).nonzero()) for row in some]
+        torch.testing.assert_close(posterior.predict(some, 12, seed=1).log_samples, full[:, index], **close)
+    for size in (1, 2, 4):
+        torch.testing.assert_close(
+            posterior.predict(x, 12, seed=1, max_batch=size).log_samples, full, **close
+        )
+        batches = list(x.split(size))
+        torch.testing.assert_close(posterior.predict(batches, 12, seed=1).log_samples, full, **close)
+    torch.testing.assert_close(posterior.predict(x, 5, seed=1).log_samples, full[:5], **close)
+
+
+def test_adaptive_answers_are_the_first_samples(case):
+    posterior, x = case
+    full = posterior.predict(x, 64, seed=2)
+    found = posterior.predict(x, 64, seed=2, adaptive=fb.posterior.Adaptive(0.05, growth=2))
+    spent = found.samples_spent.tolist()
+    assert min(spent) < 64
+    for row, count in enumerate(spent):
+        wanted = full.samples[:count, row].mean(0)
+        torch.testing.assert_close(found.probabilities[row], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_network_is_handed_out(case):
+    posterior, x = case
+    first = posterior.predict(x, 4, seed=5).log_samples[0]
+    one = posterior.sample(5)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(one(x).log_softmax(-1), first, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one(x[:1]).log_softmax(-1), first[:1], rtol=1e-5, atol=1e-6)
+        exported = torch.export.export(posterior.sample(5), (x,)).module()
+        for _ in range(2):
+            torch.testing.assert_close(exported(x).log_softmax(-1), first, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_generator_is_left_alone(case):
+    posterior, x = case
+    before = torch.get_rng_state()
+    seen = []
+    posterior.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state()))
+    posterior.predict(x, 4, seed=5)
+    posterior.sample(5)(x)
+    assert seen
+    assert all(torch.equal(state, before) for state in [*seen, torch.get_rng_state()])
+
+
+def test_it_is_saved_with_its_axes(case, tmp_path):
+    posterior, x = case
+    path = posterior.save(tmp_path / "dropout.safetensors")
+    again = fb.load_posterior(path, posterior.model)
+    assert again.axes == posterior.axes
+    with torch.no_grad():
+        assert torch.equal(again.sample(1)(x), posterior.sample(1)(x))
+
+
+def test_masks_have_the_moments_of_dropout():
+    x = torch.ones(3, 2000)
+    for part in (nn.Dropout(0.3), nn.AlphaDropout(0.3)):
+        masked = MaskedDropout(part, [0])
+        masked.seed = 1
+        drawn, truth = masked(x), part(torch.ones(200, 2000))
+        assert torch.equal(drawn[0], drawn[1])
+        assert set(drawn.unique().mul(1e4).round().tolist()) == set(truth.unique().mul(1e4).round().tolist())
+        assert abs(float(drawn[0].mean() - truth.mean())) < 4 * float(truth.std()) / 2000**0.5
+    maps = MaskedDropout(nn.Dropout2d(0.5), [0])(torch.ones(2, 50, 4, 4))
+    assert torch.equal(maps, maps[:1, :, :1, :1].expand_as(maps))
+
+
+def test_the_axis_of_the_examples():
+    axes = example_axes(Twice().eval(), torch.randn(4, 5, 6))
+    assert axes["drop"] == [0, 0]
+    assert set(map(tuple, (axes["encoder.dropout1"], axes["encoder.dropout2"]))) == {(1,)}
+
+
+def test_every_example_may_have_masks_of_its_own(case):
+    posterior, x = case
+    same = x[:1].expand(6, *x.shape[1:])
+    found = posterior.predict(same, 4, seed=0, shared=False).log_samples
+    assert found.std(1).max() > 0.01
+    assert torch.equal(found, posterior.predict(same, 4, seed=0, shared=False).log_samples)
+    assert posterior.predict(same, 4, seed=0).log_samples.std(1).max() < 1e-5
+
+
+def test_a_sampled_network_serves_threads():
+    torch.manual_seed(0)
+    x = torch.randn(9, 5, 6)
+    one = posterior_of(Twice(), x).sample(0)
+    with torch.no_grad():
+        wanted = one(x)
+    found = []
+
+    def work():
+        with torch.no_grad():
+            found.extend(one(x) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(each, wanted) for each in found)
