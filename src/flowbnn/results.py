@@ -96,8 +96,8 @@ class Parts:
         return [self.content[key, seed] for seed in self.seeds if (key, seed) in self.content]
 
     def values(self, key: str, metric: str) -> list[Any]:
-        """One metric of one key, a value (or None) for each seed."""
-        return [part["values"].get(metric) for part in self.of(key)]
+        """One metric of one key, a value (or None) for each seed that was measured by it."""
+        return [part["values"][metric] for part in self.of(key) if metric in part["values"]]
 
     def mean(self, key: str, metric: str) -> float:
         """The mean over seeds; NaN where a seed has no value."""

