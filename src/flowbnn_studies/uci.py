@@ -198,7 +198,7 @@ class Uci(MethodStudy):
         metrics = tuple(one for one in METRICS if one.label in settings.sets)
         rows = []
         for candidate in self.measured(settings, parts):
-            known = {}
+            known: dict[str, float] = {}
             for name, (likelihood, _, error, _) in PUBLISHED.get(candidate.key, {}).items():
                 known |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
             rows.append(parts.row(candidate.key, candidate.label, metrics, known, candidate.method_name))
