@@ -479,7 +479,7 @@ class Comparison:
     def _certainty(self) -> str:
         """How far the first place can be trusted."""
         if len(self.parts.seeds) < 2:
-            return "One seed cannot show that a lead is more than chance; several can."
+            return "One seed has no spread, so the order is not settled; several show it."
         worst = max(self.parts.values(self.best, "nll"))
         near = [one.label for one in self.ranked[1:] if min(self.parts.values(one.key, "nll")) <= worst]
         if not near:

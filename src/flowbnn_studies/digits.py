@@ -25,7 +25,7 @@ from flowbnn_studies.runner.figures import (
 )
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
 __all__ = ["DigitsStudy", "Settings"]
@@ -204,7 +204,9 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         best = order[0]
         means = ", ".join(f"{labels[key].lower()} {parts.mean(key, metric):.3f}" for key in order)
         near = [k for k in order[1:] if not paired(parts.values(best, metric), parts.values(k, metric)).clear]
-        if not near:
+        if len(parts.seeds) == 1:
+            lead = "which one split does not settle"
+        elif not near:
             lead = "ahead of all others by more than chance"
         elif len(near) == len(order) - 1:
             lead = "but ahead of none of the others by more than chance"
@@ -218,7 +220,7 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
-        f"Probabilities (NLL, {len(parts.seeds)} splits): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
+        f"Probabilities (NLL, {counted(len(parts.seeds), 'split')}): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
         f"{ranking('auroc', True)} Accuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}. For novelty {verdict}: "
         f"{flow.words(3)}."
     ).replace("gaussian", "Gaussian")

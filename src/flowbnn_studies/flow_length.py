@@ -13,7 +13,7 @@ from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.runner.figures import curve, panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.two_clusters import ClusterSettings, points_of
 
@@ -153,13 +153,13 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
     order = sorted(lengths, key=means.__getitem__)
     best, worst = order[0], order[-1]
     text = (
-        f"Over {len(parts.seeds)} seeds length {best} has the best bound (negative ELBO {means[best]:.4f}) and length {worst} the "
+        f"Over {counted(len(parts.seeds))} length {best} has the best bound (negative ELBO {means[best]:.4f}) and length {worst} the "
         f"worst ({means[worst]:.4f})."
     )
     if len(lengths) > 1:
         second = paired(bound[order[1]], bound[best])
         text += f" The runner-up, length {order[1]}, differs from the best by {second.words()}, which is " + (
-            "more than chance." if second.clear else "within chance: the best length is not settled."
+            "more than chance." if second.clear else f"{second.even}: the best length is not settled."
         )
     if 0 in lengths and len(lengths) > 1:
         rival = best if best != 0 else order[1]
@@ -167,7 +167,7 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
         if worst == 0 and gap.clear:
             text += f" As in the report, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
         elif worst == 0:
-            text += f" No flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is within chance."
+            text += f" No flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is {gap.even}."
         else:
             text += (
                 f" Unlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "

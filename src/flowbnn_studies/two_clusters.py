@@ -19,7 +19,7 @@ from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
 from flowbnn_studies.runner.figures import density_figure, density_panels, short, training_figure
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
 __all__ = ["ClusterSettings", "Settings", "TwoClusters", "points_of"]
@@ -189,22 +189,22 @@ def answer(parts: Parts, exact: Parts) -> str:
     beside = "at most" if parts.mean("flow", "ece") <= PUBLISHED["flow"]["ece"] else "above"
     text = (
         f"{head}: with flow noise the ECE on unseen points is {ece('flow')} against {ece('plain')} for the plain MLP (mean of "
-        f"{len(parts.seeds)} seeds), {beside} the published 0.009, and the accuracy {parts.mean('flow', 'accuracy'):.4f} against "
+        f"{counted(len(parts.seeds))}), {beside} the published 0.009, and the accuracy {parts.mean('flow', 'accuracy'):.4f} against "
         f"{parts.mean('plain', 'accuracy'):.4f}; the Bayes-optimal classifier scores {exact.mean('exact', 'ece'):.4f} and "
         f"{exact.mean('exact', 'accuracy'):.4f} on the same points."
     )
     if longer.clear and longer.mean > 0:
         text += f" The noise does more than the longer training that comes with it: without noise that gives {ece('longer')}."
     else:
-        verdict = "is in its favour" if longer.clear else "is within chance"
+        verdict = "is in its favour" if longer.clear else f"is {longer.even}"
         text += (
             " But the credit belongs to the longer training as much as to the noise: the plain MLP trained for as many epochs "
             f"reaches {ece('longer')}, and the difference, {longer.words()}, {verdict}."
         )
-    verdict = (
-        "within chance of" if not gaussian.clear else "worse than" if gaussian.mean > 0 else "better than"
-    )
-    return f"{text} Gaussian noise gives {ece('gaussian')}, {verdict} the flow."
+    verdict = "worse than the flow" if gaussian.mean > 0 else "better than the flow"
+    if not gaussian.clear:
+        verdict = "within chance of the flow" if gaussian.number > 1 else gaussian.even
+    return f"{text} Gaussian noise gives {ece('gaussian')}, {verdict}."
 
 
 def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:

@@ -101,3 +101,16 @@ def test_flow_length_says_when_training_had_not_ended():
     (done,) = still_falling(made(0.0), (0, 3))
     assert "does not favour" in done
     assert still_falling(made(0.0), (0, 3), window=6) == []
+
+
+def test_one_seed_speaks_of_no_chance(monkeypatch):
+    monkeypatch.setitem(globals(), "SEEDS", [0])
+    values = {"nll": 0.1, "auroc": 0.9, "accuracy": 0.98}
+    answers = [
+        clusters(plain=0.09, flow=0.004, gaussian=0.004, longer=0.004),
+        lengths(n0=0.1001, n3=0.1, n12=0.1),
+        digits_answer(parts(**dict.fromkeys(LABELS, values)), LABELS),
+    ]
+    for answer in answers:
+        assert "chance" not in answer
+        assert "seeds" not in answer

@@ -1,6 +1,9 @@
 """The runner: what it writes, what it does again and what it does not."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tiny_study import Settings, Tiny, registered
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
+from flowbnn_studies.runner.workers import _held_back
 
 
 @pytest.fixture
@@ -179,3 +183,11 @@ def test_settings_keep_their_kind(study):
         with pytest.raises(FlowBNNError) as caught:
             study.make_settings(**wrong)
         assert caught.value.argument in wrong
+
+
+def test_processes_that_are_started_never_see_ctrl_c():
+    look = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    with _held_back():
+        inside = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert inside.stdout.strip() == "True"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

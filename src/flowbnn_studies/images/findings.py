@@ -9,7 +9,7 @@ from flowbnn.metrics import calibration_floor
 from flowbnn.results import Metric, Parts, summary
 from flowbnn_studies.images.published import Published
 from flowbnn_studies.images.settings import METHODS, SITES, ImageSettings, split_key
-from flowbnn_studies.runner.statistics import Paired, paired
+from flowbnn_studies.runner.statistics import Paired, counted, paired
 from flowbnn_studies.runner.study import Variant
 
 __all__ = ["RECIPES", "answer", "comparisons", "notes", "present", "rows"]
@@ -114,7 +114,8 @@ def statement(parts: Parts, first: str, second: str, metrics: Sequence[Metric]) 
             name = metric.label if metric.label.isupper() else metric.label.lower()
             kind = verdict(result, metric)
             lines[kind].append(name if kind == "even" else f"{name} by {result.mean:+.4f} ({one})")
-    words = {"better": "better in ", "worse": "worse in ", "even": "within chance in "}
+    even = "within chance" if len(parts.common(first, second, "nll")[0]) > 1 else "undecided with one seed"
+    words = {"better": "better in ", "worse": "worse in ", "even": f"{even} in "}
     text = "; ".join(words[kind] + _listed(some) for kind, some in lines.items() if some)
     return text, [kind for kind, some in lines.items() for _ in some]
 
@@ -149,7 +150,7 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             number = len(parts.common(flow, gaussian, "nll")[0])
             rest = _elsewhere(parts, flow, gaussian, metrics)
             name = RECIPES[recipe][0].upper() + RECIPES[recipe][1:]
-            lines.append(f"{name}, {site}, {number} seeds: {text}{rest}.")
+            lines.append(f"{name}, {site}, {counted(number)}: {text}{rest}.")
             kinds += some
     if kinds:
         better, worse = kinds.count("better"), kinds.count("worse")
@@ -159,14 +160,16 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
             lead = "Yes" if better == len(kinds) else lead
         lines.insert(
             0,
-            f"Does the flow beat Gaussian noise? {lead}: of {len(kinds)} comparisons over seeds (accuracy, NLL and ECE) it is "
+            f"Does the flow beat Gaussian noise? One seed decides none of {len(kinds)} comparisons (accuracy, NLL and ECE)."
+            if len(parts.seeds) == 1
+            else f"Does the flow beat Gaussian noise? {lead}: of {len(kinds)} comparisons over seeds (accuracy, NLL and ECE) it is "
             f"better by more than chance in {better}, worse in {worse}, and within chance in {kinds.count('even')}.",
         )
     for recipe, trained in (("xiong", "trained as long"), ("best", "trained as well")):
         keys = [split_key(v.key) for v in finished(parts, variants)]
         noisy = [f"{recipe}-{method}-{site}" for one, method, site in keys if one == recipe and site]
         kinds = [kind for key in noisy for kind in statement(parts, key, PLAIN[recipe], metrics)[1]]
-        if kinds:
+        if kinds and len(parts.seeds) > 1:
             lines.append(
                 f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
                 f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
@@ -219,10 +222,12 @@ def notes(
         for recipe in RECIPES
     ]
     used = "all here is evaluated on those" if settings.choose else "the final training set is whole"
+    chance = (
+        " A p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5, so more than chance means here "
+        "that the 95 % interval by Student's t excludes zero; of many such intervals one in twenty does so by chance."
+    )
     lines = [
-        f"Xiong's recipe has {seeds[0]} seeds, the best one {seeds[1]}. A p-value of the exact sign-flip test cannot be below 0.25 "
-        "with 3 seeds or 0.0625 with 5, so more than chance means here that the 95 % interval by Student's t excludes zero; "
-        "of many such intervals one in twenty does so by chance.",
+        f"Seeds: Xiong's recipe {seeds[0]}, the best one {seeds[1]}.{chance if max(seeds) > 1 else ''}",
         f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other seeds; "
         f"{used}. The curves of test accuracy and ECE are for display.",
         *(remarks if settings.source == "files" else ()),

@@ -10,7 +10,16 @@ from scipy.special import stdtrit
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Paired", "paired", "sign_flip"]
+__all__ = ["Paired", "counted", "paired", "sign_flip"]
+
+
+def counted(number: int, noun: str = "seed") -> str:
+    """A number with its noun.
+
+    >>> counted(1), counted(3, "split")
+    ('1 seed', '3 splits')
+    """
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,11 @@ class Paired:
     def clear(self) -> bool:
         """Whether the interval excludes zero; never with a single seed."""
         return self.low > 0 or self.high < 0
+
+    @property
+    def even(self) -> str:
+        """How two rows stand that are not clearly apart; one seed has no spread to measure chance by."""
+        return "within chance" if self.number > 1 else "undecided with one seed"
 
     def words(self, digits: int = 4) -> str:
         """The difference with its interval, for a sentence."""

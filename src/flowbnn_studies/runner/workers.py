@@ -78,7 +78,8 @@ class Workers:
         if self.pool is None:
             yield from map(work, jobs)
             return
-        waiting: set[Future[Job]] = {self.pool.submit(work, job) for job in jobs}
+        with _held_back():
+            waiting: set[Future[Job]] = {self.pool.submit(work, job) for job in jobs}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -89,6 +90,19 @@ class Workers:
                 "a worker process died (out of memory?); what is finished is kept: go on with --resume, and --jobs 1 needs the least",
                 kind="worker",
             ) from None
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold Ctrl-C back: processes that are started inside never see it, not even while they import."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _prepare() -> None:
