@@ -112,3 +112,11 @@ def test_without_a_length_the_rates_are_constant():
     model = fb.to_stochastic(MLP(2, (8,), 2), {"*": NormalAffine()})
     posterior = fb.fit(model, Stream(), epochs=2, num_data=64, **QUIET)
     assert posterior.history["learning_rate"] == [2e-4, 2e-4]
+
+
+def test_an_elbo_that_has_not_settled_is_warned_of():
+    torch.manual_seed(0)
+    model = fb.to_stochastic(MLP(2, (32,), 2), {"*": NormalAffine()})
+    with pytest.warns(FlowBNNWarning, match="has not settled") as caught:
+        fb.fit(model, [rings(300, 1)], schedule=None, weight_lr=1e-3, noise_lr=1e-3, **QUIET)
+    assert next(w.message for w in caught if w.message.fields.get("kind") == "settled").fields["rise"] > 0.01

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from statistics import mean, variance
 from typing import Any, Literal
 
 import torch
@@ -177,7 +178,9 @@ def fit(
         each layer as ``kl/name`` and ``entropy/name``. A layer whose posterior has collapsed to a point or fallen back onto
         its prior is warned of by name, all of one kind in one warning. With ``validation``, its ``gain`` compares the held-out
         log-likelihood with that of the network that was given; a loss, and weights that have memorised the loader, are warned of.
+        So is an ELBO that has not settled within the default number of epochs.
     """
+    own_epochs = epochs is not None
     epochs, noise_lr = pace(loader, epochs, noise_lr)
     if schedule == "cosine":
         schedule = cosine if length_of(loader) else None
@@ -241,6 +244,16 @@ def fit(
         called = (health for health in posterior_health(model) if health.layer not in idle)
         for ailment in health_warnings(called):
             warnings.warn(ailment)
+    rise = 0.0 if own_epochs else late_rise(posterior.history["elbo"])
+    if rise > 0.01 and is_main_process():
+        warnings.warn(
+            FlowBNNWarning(
+                f"the ELBO has not settled: it rose by {rise:.3f} per example in the last fifth of {posterior.history.epochs} epochs; "
+                f"fit longer (epochs={2 * posterior.history.epochs})",
+                kind="settled",
+                rise=rise,
+            )
+        )
     if before is not None:
         posterior.gain = gain(before, posterior, run.validation)  # type: ignore[arg-type]
         if run.progress and is_main_process() and (console := terminal()) is not None:
@@ -261,6 +274,20 @@ def pace(loader: Any, epochs: int | None, noise_lr: float | None) -> tuple[int, 
     if epochs is None:
         epochs = min(100, max(5, math.ceil(500 / steps)))
     return epochs, min(0.05, max(0.002, 10 / (steps * epochs))) if noise_lr is None else noise_lr
+
+
+def late_rise(values: Sequence[float]) -> float:
+    """By how much the mean over the last fifth of a run exceeds that over the fifth before, less three of its standard errors.
+
+    >>> late_rise([-1 / epoch for epoch in range(1, 21)]) < 0.01 < late_rise([float(epoch) for epoch in range(20)])
+    True
+    """
+    size = len(values) // 5
+    if size < 2:
+        return 0.0
+    late, earlier = values[-size:], values[-2 * size : -size]
+    error = ((variance(late) + variance(earlier)) / size) ** 0.5
+    return mean(late) - mean(earlier) - 3 * error
 
 
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
