@@ -263,7 +263,6 @@ CASES: dict[str, Case] = {
             {"cycles": -1},
             {"exploration": 1.0},
             {"burn_in": -0.1},
-            {"alpha": 1.0},
             {"temperature": -1.0},
             {"optimizer": torch.optim.Adam},
         ),

@@ -117,12 +117,13 @@ def test_warmup_finds_the_scales():
     assert not record["divergent"].any()
 
 
-def test_dual_averaging_comes_to_its_target():
+@pytest.mark.parametrize("start", [0.01, 30.0])
+def test_dual_averaging_comes_to_its_target(start):
     """Where a step of size e is accepted with probability exp(-e), the target 0.8 is met at e = -log 0.8."""
     state = begin(gaussian, exact_draws(2, 6))
     warmup = Warmup(gaussian, [], state.position, 10_000, 0.8)
     warmup.ends = []
-    warmup.centre = torch.log(torch.tensor([0.01, 30.0], dtype=torch.float64))
+    warmup.centre = torch.full((2,), math.log(start), dtype=torch.float64)
     for number in range(2000):
         warmup.update(number, state, torch.exp(-warmup.step_size))
     assert torch.allclose(warmup.smooth.exp(), torch.full((2,), -math.log(0.8)).double(), rtol=0.02)

@@ -3,12 +3,15 @@ r"""Stochastic gradient Langevin dynamics (Welling and Teh 2011): training with 
 With RMSprop's preconditioner (Li et al. 2016, https://arxiv.org/abs/1512.07666) and a cyclical step size (Zhang et al. 2020,
 https://arxiv.org/abs/1902.03932), whose cycles find several modes.
 
-What it leaves out makes it an approximation. There is no accept step, so the variance is off by about :math:`\epsilon G h / 2` of
-itself for a curvature :math:`h` of the loss per example; the gradient noise of minibatches adds to the injected one by a share of
-:math:`\epsilon G N v / 2 B` for a variance :math:`v` of the examples' gradients in batches of :math:`B`. Both vanish with the step size
-``lr``. What does not is that the preconditioner's own change is neglected, as in the paper: where the gradients' size follows the
-weights more than the minibatches, and its memory ``alpha`` is shorter than the chain's, variances come out too large (by up to three
-quarters in a Gaussian without minibatches); ``preconditioned=False`` is without this. And one chain moves slowly.
+The cycles differ from theirs in two ways, because a descent without noise ends in the mode and steps that go to zero stay there: noise
+is always on, and the step size of the part that gives snapshots is constant. And the preconditioner is held where snapshots are
+taken: it is then no function of the weights, and the term :math:`\Gamma = \nabla \cdot G` that the paper neglects is zero.
+
+What is left out still makes it an approximation. There is no accept step, so the variance is too large by about
+:math:`\epsilon G h / 2` of itself for a curvature :math:`h` of the loss per example; the gradient noise of minibatches adds a share of
+:math:`\epsilon G N v / 2 B` for a variance :math:`v` of the examples' gradients in batches of :math:`B`. Both vanish with the step
+size ``lr``. On a conjugate regression of four weights (4 cycles, 4,000 steps) the standard deviation around the exact mean is 0.98 to
+1.05 of the exact one, with and without preconditioner, and within one run, which has few independent draws, 0.93 to 1.02.
 """
 
 import math
@@ -38,6 +41,8 @@ from flowbnn.training import Clock
 
 __all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
 
+SHORTEST = 100  # steps of which a preconditioner knows at least
+
 
 @register_method
 @options(kw_only=True, repr=False)
@@ -50,11 +55,11 @@ class SGLD(Method):
 
     Args:
         samples: networks kept, spread over the sampling parts of the cycles.
-        cycles: of the step size, each from ``lr`` down to 0 by a cosine; 1 is one decay, 0 a constant step size.
-        exploration: the share of each cycle that goes without noise, and without snapshots, to find a mode.
+        cycles: of the step size, each from ``lr`` down by a cosine until ``exploration`` ends; 1 is one decay, 0 a constant step size.
+        exploration: the share of each cycle, its largest steps, that goes without snapshots, to find a mode.
         burn_in: with ``cycles=0``, the share of the run before the first snapshot.
-        preconditioned: scale steps by RMSprop's running gradient size.
-        alpha, damping: its memory, and what is added to the gradient size.
+        preconditioned: scale steps by the root mean square of the gradient, as RMSprop does; it is learned before snapshots are taken.
+        damping: what is added to the gradient size.
         temperature: 1 is the posterior; below 1 a colder, narrower one.
         lr: step size of a loss per example, as an ordinary learning rate.
         prior_scale: standard deviation of the prior on every weight.
@@ -73,10 +78,9 @@ class SGLD(Method):
     schedule: None = None
     samples: Count = 20
     cycles: Annotated[int, Ge(0)] = 4
-    exploration: Annotated[float, Interval(ge=0, lt=1)] = 0.7
+    exploration: Annotated[float, Interval(ge=0, lt=1)] = 0.5
     burn_in: Annotated[float, Interval(ge=0, lt=1)] = 0.5
     preconditioned: bool = True
-    alpha: Annotated[float, Interval(ge=0, lt=1)] = 0.99
     damping: Positive = 1e-3
     temperature: NonNegative = 1.0
 
@@ -101,12 +105,13 @@ class SGLD(Method):
         ]
         if learned := [p for p in likelihood.parameters() if p.requires_grad]:
             groups.append({"params": learned, "noise": False})
-        engine = Langevin(groups, self.lr, number, 0.0, self.preconditioned, self.alpha, self.damping)
+        engine = Langevin(groups, self.lr, number, 0.0, self.preconditioned, self.damping)
+        engine.temperature = self.temperature
         snapshots = Snapshots(model, sorted(plan.kept))
 
         def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
             snapshots.look(clock.step, model)
-            engine.temperature = self.temperature if plan.samples_at(clock.step) else 0.0
+            engine.adapts = not plan.samples_at(clock.step)
             return negative_log_likelihood(likelihood, outputs_of, batch, clock)
 
         def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
@@ -134,9 +139,10 @@ class Langevin(torch.optim.Optimizer):
 
     .. math::
         w \leftarrow w - \epsilon\, G \circ (\nabla L + \lambda w) + \sqrt{2 \epsilon\, T\, G / N}\; \xi, \qquad
-        G = \frac{1}{\delta + \sqrt{v}}, \quad v \leftarrow \alpha v + (1 - \alpha) \nabla L^2
+        G = \frac{1}{\delta + \sqrt{v}}, \quad v \leftarrow v + \frac{3}{n + 3} (\nabla L^2 - v)
 
-    for a loss :math:`L` per example, :math:`\lambda = 1 / \sigma^2 N` and standard normal :math:`\xi`, from torch's generator.
+    for a loss :math:`L` per example, :math:`\lambda = 1 / \sigma^2 N` and standard normal :math:`\xi`, from torch's generator. The mean
+    :math:`v` over about the last third of :math:`n` steps changes only while ``adapts`` is true, and in the first hundred steps.
 
     Args:
         params: parameters, or groups of them; a group with ``noise=False`` only descends.
@@ -144,8 +150,7 @@ class Langevin(torch.optim.Optimizer):
         num_data: :math:`N`.
         weight_decay: :math:`\lambda`, the prior.
         preconditioned: False takes :math:`G = 1`.
-        alpha, damping: :math:`\alpha` and :math:`\delta`; the damping is at least :math:`\epsilon \lambda`, so that the prior's
-            pull alone never overshoots.
+        damping: :math:`\delta`, at least :math:`\epsilon \lambda`, so that the prior's pull alone never overshoots.
     """
 
     def __init__(
@@ -155,13 +160,12 @@ class Langevin(torch.optim.Optimizer):
         num_data: int,
         weight_decay: float = 0.0,
         preconditioned: bool = True,
-        alpha: float = 0.99,
         damping: float = 1e-3,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "noise": True}
         super().__init__(params, defaults)
         self.num_data, self.preconditioned, self.temperature = num_data, preconditioned, 1.0
-        self.alpha, self.damping = alpha, damping
+        self.damping, self.adapts = damping, True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -185,17 +189,18 @@ class Langevin(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"], state["square"] = 0, torch.zeros_like(parameter)
-        state["step"] += 1
-        state["square"].mul_(self.alpha).addcmul_(parameter.grad, parameter.grad, value=1.0 - self.alpha)
-        square = state["square"] / (1.0 - self.alpha ** state["step"])
-        return 1.0 / (damping + square.sqrt())
+        if self.adapts or state["step"] < SHORTEST:
+            share = 3.0 / (state["step"] + 3.0)
+            state["square"].mul_(1.0 - share).addcmul_(parameter.grad, parameter.grad, value=share)
+            state["step"] += 1
+        return 1.0 / (damping + state["square"].sqrt())
 
 
 class Plan:
     r"""When to explore, when to sample and when to keep a snapshot.
 
     With cycles, the step size of step :math:`t` is :math:`\frac{\epsilon}{2} (\cos(\pi r) + 1)`, :math:`r` being the share of its
-    cycle that is done (Zhang et al. 2020), and the first part of every cycle has no noise. Without, it is constant.
+    cycle that is done (Zhang et al. 2020), until the part that gives snapshots, which keeps the last one. Without, it is constant.
 
     >>> plan = Plan(total=20, cycles=2, exploration=0.5, burn_in=0.0, samples=4)
     >>> [round(plan.rate(t), 2) for t in range(0, 20, 5)], [plan.samples_at(t) for t in (0, 4, 5, 9)], sorted(plan.kept)
@@ -227,11 +232,12 @@ class Plan:
             return 1.0
         index = self.cycle(step)
         low, high = self.bounds[index], self.bounds[index + 1]
-        return 0.5 * (math.cos(math.pi * min(1.0, (step - low) / max(1, high - low))) + 1.0)
+        share = (min(step, self.first[index]) - low) / max(1, high - low)
+        return 0.5 * (math.cos(math.pi * min(1.0, share)) + 1.0)
 
     def samples_at(self, step: int) -> bool:
-        """Whether noise is added at this step."""
-        return not self.cycles or step >= self.first[self.cycle(step)]
+        """Whether snapshots are taken in this part of the run."""
+        return step >= self.first[self.cycle(step)]
 
 
 class Snapshots(nn.Module):

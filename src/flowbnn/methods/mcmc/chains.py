@@ -1,8 +1,9 @@
 r"""Markov chains in progress: warm-up, draws, and a file from which an interrupted run resumes to the same draws.
 
-In the warm-up the step size of every chain follows dual averaging (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), which
-brings the mean acceptance to a target; its inverse mass is the variance of the positions (Welford's sums) in windows that double in
-length, as in Stan: a start without, the windows, and an end in which only the step size is tuned.
+In the warm-up the step size follows dual averaging (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), which brings the mean
+acceptance to a target; the inverse mass is the variance of the positions (Welford's sums) in windows that double in length, as in Stan:
+a start without, the windows, and an end in which only the step size is tuned. Both are one for all chains: a chain that tuned itself
+where it happened to be would take steps there that never reach the places where the density is narrower.
 """
 
 import math
@@ -69,7 +70,7 @@ def reasonable_step(
     sources: Sequence[torch.Generator],
     guess: Tensor,
 ) -> Tensor:
-    """For each chain a step size at which one leapfrog step is accepted with a probability near 0.8, by doubling or halving."""
+    """A step size at which one leapfrog step is accepted with a probability near 0.8, by doubling or halving: the chains' mean."""
     momentum = normals(sources, state.position) / inverse_mass.sqrt()
     before = state.energy + kinetic(momentum, inverse_mass)
     size = guess.clone()
@@ -87,7 +88,7 @@ def reasonable_step(
         searching = searching & (accepts() == up)
         if not bool(searching.any()):
             break
-    return size
+    return size.log().mean().exp().expand_as(size)
 
 
 class Warmup:
@@ -125,7 +126,7 @@ class Warmup:
         """Learn from the transition of this number."""
         self.updates += 1
         share = 1.0 / (self.updates + DELAY)
-        self.error = (1.0 - share) * self.error + share * (self.target - acceptance)
+        self.error = (1.0 - share) * self.error + share * (self.target - acceptance.mean())
         log_size = self.centre - math.sqrt(self.updates) / GAMMA * self.error
         weight = self.updates**-FORGET
         self.smooth = weight * log_size + (1.0 - weight) * self.smooth
@@ -136,7 +137,10 @@ class Warmup:
             self.mean = self.mean + away / self.count
             self.sums = self.sums + away * (state.position - self.mean)
         if number + 1 in self.ends and self.count > 1:
-            variance, count = self.sums / (self.count - 1), self.count
+            count = self.count * len(self.sums)
+            variance = (self.sums.mean(0) / (self.count - 1)).expand_as(
+                self.sums
+            )  # each chain's around its own mean
             # shrunk a little towards a small variance, as Stan does, because a window has few draws
             self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
             self.restart(state)
