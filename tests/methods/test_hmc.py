@@ -155,9 +155,22 @@ def test_noise_of_a_linear_layer_has_the_posterior_of_scaled_inputs():
     assert ((products.mean((0, 1)) - covariance).abs() < 4 * standard_error(products)).all()
     expected = inputs[:5] @ (posterior.members[""][7] * net.weight.detach()[0])
     assert torch.allclose(posterior.member(7)(inputs[:5])[:, 0], expected)
-    outputs = posterior.collect(inputs[:5], PredictOptions(len(posterior), seed=0))[0]
+    outputs = posterior.collect(inputs[:5], PredictOptions(len(posterior)))[0]
     assert torch.allclose(outputs[7, :, 0], expected)
-    assert torch.equal(posterior.draws(len(posterior))["weight"][7], posterior.member(7).weight)
+    drawn = posterior.draws(len(posterior))  # what was sampled
+    assert list(drawn) == [""]
+    assert torch.equal(drawn[""], posterior.members[""])
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+@pytest.mark.parametrize("kind", [fb.HMC, fb.NUTS])
+def test_noise_needs_no_weights_that_can_be_trained(kind, epochs):
+    net = network().requires_grad_(False)
+    posterior = kind(samples=2, warmup=2, chains=2, over="noise", epochs=epochs).fit(
+        net, [blobs(60).tensors], seed=0, **QUIET
+    )
+    assert set(posterior.draws(3)) == set(posterior.members)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), posterior.model.parameters(), strict=True))
 
 
 def test_noise_on_convolutions_and_chosen_layers():

@@ -96,6 +96,7 @@ class Method:
     """
 
     name: ClassVar[str] = "method"
+    needs_weights: ClassVar[bool] = True  # that can be trained
 
     epochs: Annotated[int, Ge(0)] = 20
     lr: Positive = 1e-3
@@ -143,7 +144,7 @@ class Method:
             reason = f"{kind} takes a network (nn.Module), not a {type(network).__name__}"
         elif noise_layers(network):
             reason = f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
-        elif not any(parameter.requires_grad for parameter in network.parameters()):
+        elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
             reason = "this network has no weights to learn: it has no parameters, or all are frozen"
         if reason is not None:
             problem = "unknown setting" if misplaced else "network"

@@ -196,7 +196,7 @@ class MemberPosterior(WeightPosterior):
         history: History | None = None,
     ) -> None:
         super().__init__(model, likelihood, history)
-        check_members(model, members)
+        self.check_members(members)
         self.members, self.size = dict(members), len(next(iter(members.values())))
         self.default_samples = self.size
 
@@ -213,6 +213,10 @@ class MemberPosterior(WeightPosterior):
         names = states[0] if states else {}
         members = {name: torch.stack([state[name] for state in states]) for name in names}
         return cls(model, likelihood, members, history, **more)
+
+    def check_members(self, members: Mapping[str, Tensor]) -> None:
+        """Refuse weights that are not those of networks like this one."""
+        check_members(self.model, members)
 
     def __len__(self) -> int:
         return self.size
@@ -242,8 +246,8 @@ class MemberPosterior(WeightPosterior):
     @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Members ``{name: [samples, ...]}``, those that a prediction with so many samples and this seed takes."""
-        members = [self.weights(self.chosen(index, samples, seed), 0) for index in range(samples)]
-        return {name: torch.stack([member[name] for member in members]) for name in self.names}
+        taken = [self.chosen(index, samples, seed) for index in range(samples)]
+        return {name: value[taken] for name, value in self.members.items()}
 
     def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
         for index in samples:
@@ -266,9 +270,10 @@ class MemberPosterior(WeightPosterior):
         return cls(point.model, point.likelihood, state, point.history)
 
 
-def check_members(model: nn.Module, members: Mapping[str, Tensor]) -> None:
-    """Refuse weights ``{name: [M, ...]}`` that are not those of M networks like this one."""
-    own, sizes = _own(model), {len(value) for value in members.values()}
+def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
+    """Refuse members ``{name: [M, ...]}`` that are not M like these tensors, or networks like this one."""
+    own = _own(like) if isinstance(like, nn.Module) else like
+    sizes = {len(value) for value in members.values()}
     wrong = [name for name, value in members.items() if name not in own or value.shape[1:] != own[name].shape]
     trouble = f"the members' weights '{wrong[0]}' do not fit the network" if wrong else ""
     if len(sizes) > 1 or 0 in sizes:

@@ -8,7 +8,7 @@ Gelman 2014, https://arxiv.org/abs/1111.4246.
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -74,6 +74,10 @@ class ChainMethod(Method):
                 argument="layers",
             )
 
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.over == "weights"
+
     @abstractmethod
     def kernel(self, potential: Potential) -> Kernel:
         """One transition of all chains, from ``(state, step size, inverse mass, generators)``."""
@@ -91,7 +95,8 @@ class ChainMethod(Method):
         trial, _, check = prepare(model, loader, run.likelihood)
         data, number = gather(loader, check, seed), run.count(loader)
         self._try_out(self.potential(model, trial, take(data, 0, 256), 256), run)
-        point = self.start(model, loader, run)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        point = (self if trained else replace(self, epochs=0)).start(model, loader, run)
         potential = self.potential(point.model, point.likelihood, data, number)
         sources = [generator_of(seed, chain) for chain in range(self.chains)]
         starts = potential.start.expand(self.chains, -1)

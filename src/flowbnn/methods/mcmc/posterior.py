@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import Sites, noisy_weights
+from flowbnn.noise import layout_of
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.weights import MemberPosterior
+from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
 __all__ = ["ChainDiagnostics", "ChainPosterior", "NoiseChainPosterior"]
@@ -156,7 +158,7 @@ class ChainPosterior(MemberPosterior):
 class NoiseChainPosterior(ChainPosterior):
     """The draws of Markov chains over one vector of noise for every layer; a sample is the network with that noise in its weights.
 
-    ``members`` holds the noise, ``{layer: [C * S, dim]}``.
+    ``members`` holds the noise, ``{layer: [C * S, dim]}``, and ``draws`` gives it; ``sample`` and ``member`` give networks.
     """
 
     kind: ClassVar[str] = "noise-chains"
@@ -166,6 +168,11 @@ class NoiseChainPosterior(ChainPosterior):
         parts = {name: self.model.get_submodule(name) for name in self.members}
         # the present weights, in whose place a prediction puts others
         self.sites: Sites = {name: (part, part.weight.detach()) for name, part in parts.items()}  # type: ignore[operator]
+
+    def check_members(self, members: Mapping[str, Tensor]) -> None:
+        parts = dict(self.model.named_modules())
+        own = {name: torch.empty(layout_of(parts[name]).dim) for name in members if name in parts}
+        check_members(own, members)
 
     @property
     def names(self) -> list[str]:
