@@ -7,6 +7,8 @@ Trains a small network (LeNet on the image sets) and its flow noise, then predic
 of four rules. ``spent`` is the mean number of samples of an input, ``time`` is relative to all samples, ``same`` is the share of
 inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs), ``early``
 the share of inputs that had fewer than all samples, and of these those that differ by more than the tolerance, and twice it.
+``confidence`` is by how much theirs is higher than with all samples, on average, beside its mean Monte Carlo error, and ``epistemic``
+the ratio of their epistemic parts: what optional stopping does.
 """
 
 import argparse
@@ -120,7 +122,13 @@ def main() -> None:
             "differ_median": float(gap.median()),
             "differ_most": float(gap.max()),
         }
-        early = gap[found.samples_spent < count]
+        stopped = found.samples_spent < count
+        early = gap[stopped]
+        row |= {
+            "confidence": float((found.confidence - full.confidence)[stopped].mean()),
+            "confidence_error": float(found.confidence_error[stopped].mean()),
+            "epistemic": float(found.epistemic[stopped].mean() / full.epistemic[stopped].mean()),
+        }
         row["early"] = len(early) / len(gap)
         row |= {
             name: float((early > times * rule.tolerance).double().mean()) if len(early) else 0.0
@@ -130,7 +138,8 @@ def main() -> None:
         print(
             f"  until {name:20} spent {row['spent']:6.1f} of {count}   time {row['time']:.2f}   same {row['same']:.4f}   "
             f"accuracy {row['accuracy']:.4f}   differ {row['differ_median']:.4f}, {row['differ_most']:.3f} at most   "
-            f"early {row['early']:.3f}, of them further than the tolerance {row['further']:.3f}, than twice {row['twice']:.3f}"
+            f"early {row['early']:.3f}, of them further than the tolerance {row['further']:.3f}, than twice {row['twice']:.3f}   "
+            f"confidence {row['confidence']:+.4f} (error {row['confidence_error']:.4f}), epistemic {row['epistemic']:.3f}"
         )
     write(arguments, f"adaptive-{arguments.data}", rows)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import parsed, positive
+from common import positive
 from torch import nn
 
 import flowbnn as fb
@@ -89,7 +89,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=positive, default=default)
     names = [*METHODS, "own-dropout"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
-    args = parsed(parser)
+    args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)

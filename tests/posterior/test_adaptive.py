@@ -250,23 +250,49 @@ def test_a_strangers_posterior_takes_part():
     assert len(coins.predict(loader, 8)) == 2
 
 
-def test_samples_that_agree_by_chance_do_not_end_the_sampling_of_probabilities():
-    """Two classes, 128 samples, 4,000 inputs with a spread at which about half of them stop early."""
+def population(kind: str, inputs: int, samples: int = 128) -> torch.Tensor:
+    """Logits of inputs with spreads of all sizes: of two classes that are tied, or of some of which the first leads."""
     generator = torch.Generator().manual_seed(0)
-    spread = 0.05 + 0.3 * torch.rand(4000, generator=generator)
-    logits = (
-        2.0
-        * spread[None, :, None]
-        * torch.randn(128, 4000, 1, generator=generator)
-        * torch.tensor([1.0, -1.0])
+    if kind == "tied":
+        spread = 0.05 + 0.3 * torch.rand(inputs, 1, generator=generator)
+        return 2 * spread * torch.randn(samples, inputs, 1, generator=generator) * torch.tensor([1.0, -1.0])
+    classes, lead = map(int, kind.split("-"))
+    spread = 2 * torch.rand(inputs, 1, generator=generator)
+    logits = spread * torch.randn(samples, inputs, classes, generator=generator)
+    logits[..., 0] += lead
+    return logits
+
+
+def adaptively(
+    logits: torch.Tensor, rule
+) -> tuple[CategoricalPredictive, CategoricalPredictive, torch.Tensor]:
+    """The adaptive answer, the full one, and which inputs stopped early."""
+    outputs, spent = adaptive_outputs(
+        drawing(logits), torch.arange(logits.shape[1]), len(logits), rule, CategoricalPredictive
     )
-    rule = fb.posterior.Adaptive(0.03, until="probabilities")
-    outputs, spent = adaptive_outputs(drawing(logits), torch.arange(4000), 128, rule, CategoricalPredictive)
-    full = CategoricalPredictive(logits).probabilities
-    found = CategoricalPredictive(outputs[: int(spent.max())], spent).probabilities
-    early = spent < 128
-    gap = (found - full).abs().amax(-1)[early]
-    assert 0.2 < early.float().mean() < 0.98
-    assert (gap > 0.03).float().mean() < 0.1
-    assert (gap > 0.06).float().mean() < 0.002
-    assert int(spent.min()) >= 16
+    found = CategoricalPredictive(outputs[: int(spent.max())], spent)
+    return found, CategoricalPredictive(logits), spent < len(logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("tied", 0.03), ("2-2", 0.03), ("2-4", 0.03), ("2-4", 0.01), ("10-2", 0.03)]
+)
+def test_of_those_that_stop_at_95_percent_at_most_5_are_further_off(kind, tolerance):
+    rule = fb.posterior.Adaptive(tolerance, until="probabilities")
+    found, full, early = adaptively(population(kind, 2000), rule)
+    gap = (found.probabilities - full.probabilities).abs().amax(-1)[early]
+    assert 0.02 < early.float().mean() < 0.98
+    assert (gap > tolerance).float().mean() < 0.05
+    assert (gap > 2 * tolerance).float().mean() < 0.01
+    assert int(found.samples_spent.min()) >= 16
+
+
+@pytest.mark.parametrize(("kind", "errors"), [("tied", 2.0), ("2-2", 0.3), ("2-4", 0.3), ("10-2", 0.3)])
+def test_what_optional_stopping_does_is_told_beside_the_confidence(kind, errors):
+    found, full, early = adaptively(population(kind, 2000), fb.posterior.Adaptive(until="decision"))
+    higher = (found.confidence - full.confidence)[early].mean()
+    assert 0 < higher < errors * found.confidence_error[early].mean()
+    assert f" ± {float(found.confidence_error.double().mean()):.3f}, entropy" in repr(found)
+    assert "±" not in repr(full)
+    lower = found.epistemic[early].mean() / full.epistemic[early].mean()
+    assert 0.75 < lower < 0.95

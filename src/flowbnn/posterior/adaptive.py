@@ -29,10 +29,13 @@ ENOUGH = 16  # samples from which on a standard error is believed
 class Adaptive:
     r"""When an input has had enough samples.
 
-    With ``n`` of at most ``S`` samples taken, its *probabilities* have settled when the largest standard error among them,
-    :math:`\max_c \hat\sigma(p_c) / \sqrt n`, is at most ``tolerance``. For regression it is the standard error of the predictive mean,
-    in predictive standard deviations. With ``until="probabilities"``, and for regression, that error is taken at the upper end of its
-    own interval, and an input that noise has a say in has at least 16 samples: few that agree by chance do not end the sampling.
+    With ``n`` of at most ``S`` samples taken and ``until="probabilities"``, its *probabilities* have settled when those of all ``S``
+    samples are within ``tolerance`` with a probability of at least ``certainty``, and it has had at least 16 samples:
+
+    .. math:: \max_c \hat\sigma(p_c) \sqrt{1/n - 1/S} \; t_{n-1}\Big(1 - \frac{1 - \text{certainty}}{2 L}\Big) \;\le\; \text{tolerance}
+
+    for ``L`` looks. For regression, whatever ``until`` says, it is the predictive mean, in predictive standard deviations. A mode that
+    none of the first ``n`` samples is in cannot be seen.
 
     Its *decision* is certain when the most probable class is so far ahead of every other that the samples to come would not turn
     it. The mean over all ``S`` differs from the mean over the first ``n`` by a standard deviation of
@@ -46,15 +49,18 @@ class Adaptive:
     ``1 - certainty`` (Bonferroni). Whatever the truth, a class that leads then and would be behind this rival after all ``S`` samples
     is a mistake of probability at most ``1 - certainty``, as far as the differences are normal.
 
-    Two classes can be so close that either leads while all probabilities have settled. With ``until="either"`` such an input goes on
-    until the leader is ahead by ``lead`` standard deviations of that difference: it will then lead at the end with a probability of
-    0.95 or more for ``lead=2``, and few inputs are that close. What a decided input was spared shows in its probabilities: with
-    ``until="either"`` they are those of a few samples, further from the full ones than ``tolerance``, and so are NLL, ECE and the
-    epistemic part; where these matter, use ``until="probabilities"``.
+    With ``until="either"`` the probabilities have settled when their largest standard error is at most ``tolerance``. Two classes
+    can be so close that either leads even then: such an input goes on until the leader is ahead by ``lead`` standard deviations of
+    that difference: it will then lead at the end with a probability of 0.95 or more for ``lead=2``, and few inputs are that close.
+    What a decided input was spared shows in its probabilities: with ``until="either"`` and ``"decision"`` they are those of a few
+    samples, further from the full ones than ``tolerance``. They also lean one way (optional stopping): an input stops sooner where
+    its first samples happen to agree, so on average its confidence is too high, by a quarter of its ``confidence_error`` or less
+    where one class leads and by up to twice of it where classes are tied, and its epistemic part is too low, 0.75 to 0.95 of the
+    full one. Where these matter, use ``until="probabilities"``.
 
     Args:
-        tolerance: the standard error that is small enough.
-        certainty: of the decision.
+        tolerance: how far off probabilities may be; with ``until="either"``, their standard error.
+        certainty: of the decision, or that probabilities are within the tolerance.
         until: ``"probabilities"``, ``"decision"``, or ``"either"``, whichever is settled first.
         lead: how far ahead the leader must be for settled probabilities to end the sampling; 0 lets them end it at a tie.
         start: samples before the first look.
@@ -81,35 +87,24 @@ class Adaptive:
 
     def settled(self, predictive: Predictive, samples: int) -> Tensor:
         """Which inputs need no more samples, ``[B]``; all of them have had the same number so far."""
-        count = predictive.num_samples
-        exact = predictive.sampling_error <= self.tolerance
-        if not isinstance(predictive, CategoricalPredictive):
-            if self.until == "decision":
-                raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
-            return self._surely_exact(predictive)
-        if self.until == "probabilities":
-            return self._surely_exact(predictive)
         from scipy.special import stdtrit  # here, because importing scipy adds a warning filter
 
-        level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
-        to_come, ahead = math.sqrt(1.0 - count / samples), predictive.decision_strength
-        certain = ahead >= float(stdtrit(count - 1, level)) * to_come
-        if self.until == "decision":
-            return certain
-        same = predictive.sampling_error == 0  # a tie that no sample breaks
-        return certain | (exact & ((ahead >= self.lead * to_come) | same))
-
-    def _surely_exact(self, predictive: Predictive) -> Tensor:
-        r"""Whether the standard error is within the tolerance even if few samples make it look smaller than it is.
-
-        Inputs whose first samples agree by chance would stop there. So the error is taken at the upper end of its interval,
-        :math:`s \sqrt{(n - 1) / \chi^2_{n-1, 1 - c}}` for certainty *c*, and no input stops with fewer than ``ENOUGH`` samples.
-        """
-        from scipy.special import chdtri
-
         count, error = predictive.num_samples, predictive.sampling_error
-        widened = math.sqrt((count - 1) / float(chdtri(count - 1, self.certainty)))
-        return (error == 0) | ((error * widened <= self.tolerance) & (count >= ENOUGH))
+        level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
+        to_come = math.sqrt(1.0 - count / samples)
+        reach = (
+            float(stdtrit(count - 1, level)) * to_come
+        )  # standard errors that the samples to come may still move a mean by
+        same = error == 0  # no sample differs
+        classes = isinstance(predictive, CategoricalPredictive)
+        if not classes and self.until == "decision":
+            raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
+        if not classes or self.until == "probabilities":
+            return same | ((error * reach <= self.tolerance) & (count >= ENOUGH))
+        ahead = predictive.decision_strength
+        if self.until == "decision":
+            return ahead >= reach
+        return (ahead >= reach) | ((error <= self.tolerance) & ((ahead >= self.lead * to_come) | same))
 
 
 def adaptive_outputs(

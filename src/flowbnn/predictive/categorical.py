@@ -99,6 +99,11 @@ class CategoricalPredictive(Predictive):
         return self.probabilities.amax(-1)
 
     @property
+    def confidence_error(self) -> Tensor:
+        """Monte Carlo error of the :attr:`confidence`, ``[B]``: to be read beside it where sampling was adaptive."""
+        return self.standard_error.gather(-1, self.labels.unsqueeze(-1)).squeeze(-1)
+
+    @property
     def risk(self) -> Tensor:
         """Predicted chance that the label is wrong, ``1 - confidence``."""
         return 1.0 - self.confidence
@@ -238,6 +243,8 @@ class CategoricalPredictive(Predictive):
         if inputs:
             means = [average(x) for x in (self.confidence, self.entropy, self.aleatoric, self.epistemic)]
             text = "; confidence {:.3f}, entropy {:.3f} = aleatoric {:.3f} + epistemic {:.3f}".format(*means)
+            if self._spent is not None:
+                text = text.replace(",", f" ± {average(self.confidence_error):.3f},", 1)
         return (
             f"CategoricalPredictive(samples={self._samples_text()}, inputs={inputs}, classes={classes}{text})"
         )
