@@ -96,10 +96,9 @@ class Adaptive:
             float(stdtrit(count - 1, level)) * to_come
         )  # standard errors that the samples to come may still move a mean by
         same = error == 0  # no sample differs
-        classes = isinstance(predictive, CategoricalPredictive)
-        if not classes and self.until == "decision":
-            raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
-        if not classes or self.until == "probabilities":
+        if not isinstance(predictive, CategoricalPredictive) or self.until == "probabilities":
+            if self.until == "decision":
+                raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
             return same | ((error * reach <= self.tolerance) & (count >= ENOUGH))
         ahead = predictive.decision_strength
         if self.until == "decision":
