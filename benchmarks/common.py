@@ -57,7 +57,7 @@ FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rules(model: str, kind: str, site: str) -> dict[str, Any] | None:
-    """Conversion rules: ``plain``, ``dropout``, ``gaussian``, ``mixture`` or ``flow`` (document 000's choice of layers)."""
+    """Conversion rules: ``plain``, ``dropout``, ``gaussian``, ``mixture`` or ``flow`` (Xiong's report's choice of layers)."""
     if kind == "plain":
         return None
     if kind == "dropout":

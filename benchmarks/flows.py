@@ -3,7 +3,7 @@
     python benchmarks/flows.py [--model lenet] [--batch 128] [--rounds 20] [--threads 2] [--out results]
     python benchmarks/flows.py --device cuda --precision bf16-mixed
 
-Site ``channel``; one batch, fused Adam. ``training_step.py`` has document 000's own mixture of layers.
+Site ``channel``; one batch, fused Adam. ``training_step.py`` has Xiong's report's own mixture of layers.
 """
 
 from common import Stepping, arguments, interleave, report, write

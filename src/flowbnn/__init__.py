@@ -87,3 +87,7 @@ __all__ = [
     "training",
     "transforms",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

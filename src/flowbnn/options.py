@@ -132,7 +132,7 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     elif isinstance(value, type):
         kinds = tuple(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
         close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""
-    elif _allows(annotation, getattr(value, "model", None)):
+    elif hasattr(value, "model") and _allows(annotation, value.model):
         close = "; its network is its .model"
     where = f"{owner}({name}=...)" if owner else name
     text = f"{where} must {verb} {_describe(annotation)}{hints}, got {shown(value)}{close}"

@@ -13,7 +13,7 @@ import flowbnn as fb
 
 
 def test_weight_decay_is_the_l2_term_of_the_gaussian_prior():
-    """Document 001: MAP is cross entropy with L2; here gradient by gradient, for one step of plain SGD."""
+    """Ahn and Lee's lecture: MAP is cross entropy with L2; here gradient by gradient, for one step of plain SGD."""
     inputs, labels = blobs(30).tensors
     network = small().double()
     inputs = inputs.double()

@@ -105,7 +105,37 @@ class Queries(nn.Module):
 
 
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 0, 3]])
+
+
+class Meeting(nn.Module):
+    """What becomes of a row depends on the others: a threshold, a rank, a place in the queue."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.first, self.last, self.meet = nn.Linear(4, 8), nn.Linear(8, 2), meet
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(self.meet(hidden) * hidden)
+
+
 CASES = {
+    "largest of the batch": (
+        lambda: Meeting(lambda h: (h >= h.amax(0)).float()),
+        lambda: (torch.randn(20, 4),),
+    ),
+    "above the median": (
+        lambda: Meeting(lambda h: (h > h.median(0).values).float()),
+        lambda: (torch.randn(20, 4),),
+    ),
+    "first of the batch": (
+        lambda: Meeting(lambda h: F.one_hot(h[:, 0].argmax(0), len(h)).unsqueeze(1).float()),
+        lambda: (torch.randn(20, 4),),
+    ),
+    "capacity": (
+        lambda: Meeting(lambda h: ((h > 0).float().cumsum(0) < 5).float()),
+        lambda: (torch.randn(20, 4),),
+    ),
     "experts": (Experts, lambda: (torch.randn(12, 4),)),
     "early exit": (EarlyExit, lambda: (torch.randn(12, 4),)),
     "frames": (Frames, lambda: (torch.randn(6, 5, 4),)),

@@ -216,7 +216,6 @@ def test_loaders_of_every_kind():
         ({"clip_gradient": 0.0}, "clip_gradient=...\\) must be a number above 0"),
         ({"clip_gradient": float("nan")}, "clip_gradient=...\\) must be a number above 0"),
         ({"schedule_every": "day"}, "schedule_every=...\\) must be"),
-        ({"strategy": "dpp"}, "did you mean 'ddp'"),
         ({"seed": -1}, "seed=...\\) must be"),
         ({"precision": "12-mixed"}, "precision=.*'32-true'"),
         ({"accelerator": "abacus"}, "accelerator=.*'cpu'"),

@@ -79,7 +79,9 @@ def make_method(name: str, **settings: Any) -> "Method":
     MAP(epochs=5)
     """
     if name not in METHODS:
-        raise FlowBNNError(f"there is no method '{name}'{nearest(name, METHODS)}", kind="name", argument=name)
+        raise FlowBNNError(
+            f"there is no method '{name}'{nearest(name, METHODS)}", kind="name", argument="name"
+        )
     return METHODS[name](**settings)
 
 

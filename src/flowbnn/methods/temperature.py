@@ -193,7 +193,7 @@ def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> 
             )
         else:
             reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
-        warnings.warn(f"the validation data {reason}", FlowBNNWarning, stacklevel=4)
+        warnings.warn(FlowBNNWarning(f"the validation data {reason}", kind="validation"), stacklevel=4)
         return end
     left, right, u = grid[best - 1], grid[best + 1], grid[best]
     for _ in range(60):

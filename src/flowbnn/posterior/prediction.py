@@ -178,7 +178,7 @@ class Prediction:
         """A warning of a kind that a prediction gives once."""
         if kind not in self.drawn:
             self.drawn[kind] = line
-            warnings.warn(line, FlowBNNWarning)
+            warnings.warn(FlowBNNWarning(line, kind=kind))
 
     def at_once(self, inputs: Any) -> int:
         """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""

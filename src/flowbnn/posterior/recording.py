@@ -95,18 +95,31 @@ MOVING = {
 }  # fmt: skip
 
 
-def _moves_rows(name: str, args: Any) -> bool:
-    """Whether an operation could move rows by what they hold."""
-    if name not in MOVING:
+# operations in which rows meet where their argument of this number names axis 0 or is left out
+MEETING = {
+    "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "max": 1, "min": 1, "amax": 1, "amin": 1, "aminmax": 1,
+    "argmax": 1, "argmin": 1, "median": 1, "nanmedian": 1, "mode": 1, "any": 1, "all": 1, "sum": 1, "mean": 1, "prod": 1,
+    "logsumexp": 1, "var": 1, "std": 1, "var_mean": 1, "std_mean": 1, "linalg_vector_norm": 2, "_softmax": 1, "_log_softmax": 1,
+}  # fmt: skip
+
+
+def _moves_rows(name: str, args: Any, rows: int) -> bool:
+    """Whether an operation could move rows by what they hold, or lets rows meet."""
+    if name not in MOVING and name not in MEETING:
         return False
-    place = MOVING[name]
+    place = MOVING.get(name, MEETING.get(name))
     if place is None:
         return True
-    axis = args[place] if len(args) > place else -1
+    meets = name in MEETING
+    size = args[0].shape[0] if isinstance(args[0], Tensor) and args[0].ndim else 1
+    if meets and (isinstance(args[0], nn.Parameter) or size < rows or size % rows):
+        return False  # a weight, or an axis that is not that of the rows
+    axis = args[place] if len(args) > place else None if meets else -1
     if name.startswith(("index", "_index")) and isinstance(axis, list | tuple):
         return bool(axis) and axis[0] is not None  # one index for each axis
     axes = axis if isinstance(axis, list | tuple) else [axis]
-    return not axes or any(isinstance(one, int) and one % max(1, args[0].ndim) == 0 for one in axes)
+    everything = not axes or axes[0] is None
+    return everything or any(isinstance(one, int) and one % max(1, args[0].ndim) == 0 for one in axes)
 
 
 class _Operations(TorchDispatchMode):
@@ -124,7 +137,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if _moves_rows(name, args):
+        if _moves_rows(name, args, self.recording.rows):
             self.recording.unusual = name
         for value in args:
             owner = self.owners.get(value.data_ptr()) if isinstance(value, Tensor) else None

@@ -93,7 +93,6 @@ class TrainingOptions:
         devices, num_nodes: processes on each machine, one for each device, and machines. Under torchrun they are what it started.
             The loader's batches are the *global* ones, of which each process takes its share: batch size, learning rate and
             result are those of one process.
-        strategy: of several devices; ``"auto"`` is ``"ddp"``, torch's ``DistributedDataParallel``.
         precision: of the weights; in ``"bf16-mixed"`` layers compute in bfloat16 while weights stay in float32, in ``"16-mixed"``
             (CUDA only) in float16, with loss scaling.
         acceleration: how steps on one CUDA device are taken. ``"graph"`` records a step once, forward, backward and update, as a
@@ -120,7 +119,6 @@ class TrainingOptions:
     accelerator: Literal["auto", "cpu", "cuda", "gpu", "mps"] = "auto"
     devices: Count | Literal["auto"] = 1
     num_nodes: Count = 1
-    strategy: Literal["auto", "ddp"] = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"] = "32-true"
     acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: Seed | None = None

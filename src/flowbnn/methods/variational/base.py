@@ -205,9 +205,13 @@ def fit(
     if idle:
         subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
         warnings.warn(
-            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} ({their} "
-            f"weights are read by another module), so {their} noise has no effect; leave {them} plain with None in the rules",
-            FlowBNNWarning,
+            FlowBNNWarning(
+                f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} "
+                f"({their} weights are read by another module), so {their} noise has no effect; leave {them} plain with None in "
+                "the rules",
+                kind="idle",
+                layers=idle,
+            )
         )
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
