@@ -235,7 +235,7 @@ class MNFPosterior(WeightPosterior):
         for one, part in self.distribution.pairs():
             source = torch.Generator(part.mean.device).manual_seed(0)
             shape = torch.Size((4096, part.dim))
-            z, _ = part.z(standard_normal(shape, part.mean.dtype, part.mean.device, source))
+            z = part.z(standard_normal(shape, part.mean.dtype, part.mean.device, source))
             own[one.weight].copy_(part.scaled(z.mean(0)))
             if one.bias and part.bias_mean is not None:
                 own[one.bias].copy_(part.bias_mean)
@@ -295,13 +295,12 @@ class MultiplicativeLayer(nn.Module):
         """The parameters that are weights; all others are noise."""
         return [self.mean] if self.bias_mean is None else [self.mean, self.bias_mean]
 
-    def z(self, normal: Tensor) -> tuple[Tensor, Tensor]:
-        """``z`` from standard normal vectors ``[..., dim]``, and its log-density."""
+    def z(self, normal: Tensor) -> Tensor:
+        """``z`` from standard normal vectors ``[..., dim]``."""
         with full_precision(normal.device.type, torch.bfloat16, torch.float16):
-            end, log_det = _through(self.flow, normal)
-            log_base = -0.5 * normal.square().sum(-1) - self.dim * 0.5 * math.log(2.0 * math.pi)
-            z = torch.addcmul(self.z_mean, self.z_log_std.exp(), end)
-            return z, log_base - log_det - self.z_log_std.sum()
+            for part in self.flow:
+                normal = part(normal)[0]
+            return torch.addcmul(self.z_mean, self.z_log_std.exp(), normal)
 
     def scaled(self, z: Tensor) -> Tensor:
         """The mean of the weights given one ``z``."""
@@ -313,7 +312,7 @@ class MultiplicativeLayer(nn.Module):
         first, second, third = normal.split(
             [self.dim, self.mean.numel(), self.size - self.dim - self.mean.numel()]
         )
-        weight = torch.addcmul(self.scaled(self.z(first)[0]), self.log_std.exp(), second.view_as(self.mean))
+        weight = torch.addcmul(self.scaled(self.z(first)), self.log_std.exp(), second.view_as(self.mean))
         if self.bias_mean is None or self.bias_log_std is None:
             return weight, None
         return weight, torch.addcmul(self.bias_mean, self.bias_log_std.exp(), third.view_as(self.bias_mean))
@@ -325,7 +324,7 @@ class MultiplicativeLayer(nn.Module):
 
     def kl_bound(self, normal: Tensor, prior_scale: float, noise: Tensor) -> Tensor:
         """The bound on the KL, averaged over K draws: ``normal`` for ``z``, ``noise`` for ``c^T W``."""
-        z, _ = self.z(normal)
+        z = self.z(normal)
         mean, variance = self._columns(self.mean), self._columns((2.0 * self.log_std).exp())
         squares = z.square() @ mean.square().sum(-1) + variance.sum()
         count = mean.numel() * (math.log(prior_scale) - 0.5)
@@ -365,7 +364,7 @@ class MultiplicativeWeights(DrawnNetwork):
     def _hooks(self, name: str, part: MultiplicativeLayer) -> tuple[Any, Any]:
         def draw_z(x: Tensor) -> Tensor:
             shape = torch.Size((x.shape[0], part.dim))
-            return part.z(rows_of(current_share(), shape, True, part.z_mean))[0]
+            return part.z(rows_of(current_share(), shape, True, part.z_mean))
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.shared is None:
