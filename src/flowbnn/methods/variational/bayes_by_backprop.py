@@ -124,7 +124,6 @@ class GaussianWeightPosterior(WeightPosterior):
     Args:
         model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
         std: standard deviations, by the names of the parameters that have one; the others are points.
-        mean: means, written to the network; its own weights unless given.
 
     >>> import flowbnn as fb
     >>> layer = nn.Linear(2, 1)
@@ -140,22 +139,18 @@ class GaussianWeightPosterior(WeightPosterior):
         model: nn.Module,
         likelihood: Likelihood,
         std: Mapping[str, Tensor],
-        mean: Mapping[str, Tensor] | None = None,
         history: History | None = None,
     ) -> None:
         super().__init__(model, likelihood, history)
         own = dict(model.named_parameters())
         reason = None if std else "a Gaussian over weights needs standard deviations of at least 0"
-        for name, value in [*(mean or {}).items(), *std.items()]:
+        for name, value in std.items():
             if name not in own or value.shape != own[name].shape:
                 reason = f"the network has no weight '{name}' of shape {tuple(value.shape)}"
-            elif name in std and not bool((std[name] >= 0).all()):
+            elif not bool((value >= 0).all()):
                 reason = f"the standard deviations of '{name}' must be at least 0"
         if reason is not None:
             raise FlowBNNError(reason, argument="std")
-        with torch.no_grad():
-            for name, value in (mean or {}).items():
-                own[name].copy_(value)
         # in the network's order: draws depend on it, and a file does not keep another
         self._names = [name for name in own if name in std]
         self.shapes = [own[name].shape for name in self._names]
@@ -232,7 +227,7 @@ class GaussianWeightPosterior(WeightPosterior):
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
         std = {name.removeprefix("std."): value for name, value in state.items() if name.startswith("std.")}
-        return cls(point.model, point.likelihood, std, history=point.history)
+        return cls(point.model, point.likelihood, std, point.history)
 
 
 _WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")
