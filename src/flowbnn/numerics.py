@@ -43,15 +43,15 @@ def inverse_softplus(value: Tensor) -> Tensor:
     return value + torch.log(-torch.expm1(-value))
 
 
-def safe_norm(value: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
-    """Euclidean norm whose gradient at zero is zero instead of NaN.
+def safe_norm(value: Tensor) -> Tensor:
+    """Euclidean norm of the last axis whose gradient at zero is zero instead of NaN.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> safe_norm(x).backward()
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    square = (value * value).sum(dim, keepdim=keepdim)
+    square = (value * value).sum(-1)
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), square)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, call, rows
+from flowbnn.batches import apply, call, evaluating, rows, take
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
 from flowbnn.noise.passes import Mode, NoisePass
@@ -162,12 +162,12 @@ def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
     """
     count = min(3, rows(inputs) // 2)
     layers = noise_layers(model)
-    more = _observed(model, inputs if count < 2 else apply(inputs, lambda tensor: tensor[:count]))
+    more = _observed(model, inputs if count < 2 else take(inputs, 0, count))
     idle = [name for name in layers if more and name not in more]
     if count < 2:
         return idle
     # others: what depends on the examples changes
-    fewer = _observed(model, apply(inputs, lambda tensor: tensor[count : 2 * count - 1]))
+    fewer = _observed(model, take(inputs, count, 2 * count - 1))
     for name, layer in layers.items():
         first, second, layout = more.get(name), fewer.get(name), layer.layout
         if first is None or second is None or first.ndim != second.ndim:
@@ -214,7 +214,6 @@ def _order_folded_rows(model: nn.Module, inputs: Any, count: int, seen: dict[str
 def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """What each noisy layer multiplies at its first call; nothing where the network fails on these inputs."""
     seen: dict[str, Tensor] = {}
-    training = [module for module in model.modules() if module.training]
 
     def record(name: str, side: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = output if side == "output" else next(iter((*args, *kwargs.values())), None)
@@ -225,14 +224,11 @@ def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
         hook = partial(record, name, layer.layout.side)
         handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
     try:
-        with torch.no_grad(), noise_mode(model, "off"):
-            model.eval()
+        with evaluating(model), noise_mode(model, "off"):
             call(model, inputs)
     except Exception:  # a network made for one size of batch: take its layers at their word
         return {}
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
     return seen

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -135,14 +136,11 @@ def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     """How often layers that are linear maps are called in a pass, as the number of axes of each call's input."""
     found: dict[str, list[int]] = {name: [] for name, part in model.named_modules() if is_linear_map(part)}
 
-    def recorder(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[name].append((args[0] if args else kwargs["input"]).ndim)
-
-        return hook
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[name].append((args[0] if args else kwargs["input"]).ndim)
 
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True)
+        model.get_submodule(name).register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name in found
     ]
     try:
