@@ -45,6 +45,7 @@ from torch import nn
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.fitting import (
+    NOISE_RATE,
     FitOptions,
     LikelihoodName,
     Schedule,
@@ -162,6 +163,9 @@ class Method:
 
         .. math:: \max_w \frac1N \sum_i \log p(y_i \mid x_i, w) - \frac{\lambda}{2} \|w\|^2
 
+        The learned noise of a Gaussian likelihood is at the end the maximum-likelihood value for these weights, the size of the
+        residuals over all the data.
+
         Args:
             weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior.
         """
@@ -177,7 +181,7 @@ class Method:
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = [
             {"params": weights, "lr": self.lr, "weight_decay": decay},
-            {"params": list(likelihood.parameters()), "lr": self.lr, "weight_decay": 0.0},
+            {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
         ]
         posterior.history = train_posterior(
             posterior,
@@ -188,4 +192,11 @@ class Method:
             self.schedule,
             check_batch=check,
         )
+        with undisturbed(loader, run.seed or 0):
+            learn_noise(model, likelihood, loader)
         return posterior
+
+    @property
+    def noise_rate(self) -> float:
+        """The learning rate of a Gaussian's noise: at the weights' own, Adam may not get there within the run."""
+        return max(self.lr, NOISE_RATE) if self.optimizer is None else self.lr

@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,14 @@ from flowbnn.batches import (
 )
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
-from flowbnn.noise import Recipe, noise_layers
+from flowbnn.noise import Recipe, noise_layers, noise_mode
 from flowbnn.options import Count, Hint, check, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 
 __all__ = [
+    "NOISE_RATE",
     "Called",
     "FitOptions",
     "LikelihoodName",
@@ -54,6 +55,7 @@ __all__ = [
     "validator",
 ]
 
+NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
 
 
@@ -163,12 +165,13 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
     """The loader may be gone through in the ``with`` block: torch's generator and the loader's own are put back afterwards.
 
     Args:
-        seed: of torch's generator meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
+        seed: of these generators meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
     """
     generators = [torch.default_generator, *loader_generators(loader)]
     states = [generator.get_state() for generator in generators]
     if seed is not None:
-        torch.default_generator.manual_seed(seed)
+        for generator in generators:
+            generator.manual_seed(seed)
     try:
         yield
     finally:
@@ -221,9 +224,7 @@ def prepare(
     inputs, targets = first_batch(loader, seed)
     device = device_of(model)
     inputs = move(inputs, device, dtype_of(model))
-    with evaluating(model), torch.random.fork_rng(_cuda(device), enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)  # a network with noise draws here
+    with evaluating(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
         outputs = _outputs(model, inputs, "first batch")
     chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
     chosen.check(outputs, targets)
@@ -400,12 +401,32 @@ def checks_targets(targets: Tensor, clock: Clock) -> bool:
     return not clock.recording and (clock.epoch == 0 or targets.device.type == "cpu")
 
 
+def at_the_mean(model: nn.Module) -> AbstractContextManager[Any]:
+    """While it lasts, a network with noise is the one network that its noise is around."""
+    layers = noise_layers(model).values()
+    if not layers:
+        return nullcontext()
+    return noise_mode(model, "mean" if any(layer.fitted for layer in layers) else "off")
+
+
+def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
+    """Whether it has a noise to be learned, which is not frozen."""
+    return (
+        isinstance(likelihood, Gaussian)
+        and likelihood.noise == "learned"
+        and likelihood.log_scale.requires_grad
+    )
+
+
 def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
-    """The learned noise of a network that is taken as it is: the size of its residuals on all the data. False if none is learned."""
-    if not isinstance(likelihood, Gaussian) or likelihood.noise != "learned":
+    """Set a learned noise to its maximum-likelihood value, the size of the residuals on all the data. False if none is learned.
+
+    Noise on the network's layers is held at its mean.
+    """
+    if not learns_noise(likelihood):
         return False
     device, dtype = device_of(model), dtype_of(model)
-    with evaluating(model):
+    with evaluating(model), at_the_mean(model):
         pairs = (split_batch(batch) for batch in loader)
         likelihood.settle((call(model, move(inputs, device, dtype)), targets) for inputs, targets in pairs)
     return True

@@ -13,6 +13,7 @@ from flowbnn.batches import repeat, split_batch
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
+from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
     Logged,
@@ -101,7 +102,7 @@ def fit_elbo(
     points = [p for name, p in posterior.model.named_parameters() if name not in varied and p.requires_grad]
     extra = [p for p in likelihood.parameters() if p.requires_grad]
     groups = [*groups, {"name": "points", "params": points, "lr": method.lr}]
-    groups.append({"name": "likelihood", "params": extra, "lr": method.noise_lr})
+    groups.append({"name": "likelihood", "params": extra, "lr": max(method.noise_lr, method.noise_rate)})
     engine = optimizer_for(groups, method.optimizer)
     number = run.count(loader)
     objective = ELBO(likelihood, number, method.beta)
@@ -213,8 +214,14 @@ def fit(
                 layers=idle,
             )
         )
+    if not isinstance(run.likelihood, Gaussian):  # one that is given brings its noise
+        with undisturbed(loader, run.seed or 0):
+            learn_noise(model, chosen, loader)
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
+    for group in groups:
+        if group["name"] == "likelihood" and optimizer is None:
+            group["lr"] = max(group["lr"], NOISE_RATE)
     engine = optimizer_for(groups, optimizer)
 
     def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:

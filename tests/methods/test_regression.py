@@ -1,0 +1,107 @@
+"""Regression with defaults: the noise level is that of the residuals, units are the user's, intervals hold what they say."""
+
+import math
+
+import pytest
+import torch
+from problems import QUIET
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.data import TensorLoader
+from flowbnn.training import EarlyStop
+
+
+def curve(number, seed, unit=1.0, center=0.0):
+    """A curve with noise of 0.05."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(number, 1, generator=generator) - 2
+    y = torch.sin(2 * x) + 0.3 * x + 0.05 * torch.randn(number, 1, generator=generator)
+    return x, center + unit * y
+
+
+def batches(unit=1.0, center=0.0, size=50, **more):
+    return TensorLoader(*curve(500, 0, unit, center), batch_size=size, shuffle=True, **more)
+
+
+def network(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, outputs))
+
+
+def best_nll(rmse):
+    """Of the best noise level for residuals of this size."""
+    return math.log(rmse) + 0.5 * math.log(2 * math.pi) + 0.5
+
+
+def residual(model, data):
+    return float((data[1] - model(data[0])).detach().square().mean().sqrt())
+
+
+def test_a_point_fit_with_defaults_has_the_best_likelihood_at_its_error():
+    plain = fb.MLE(epochs=100).fit(network(), batches(), seed=0, **QUIET)
+    report = fb.evaluate(plain, curve(2000, 1), progress=False)
+    assert report["nll"] < best_nll(report["rmse"]) + 0.05
+    assert 0.87 < report["coverage_90"] < 0.93
+
+
+@pytest.mark.parametrize("method", [fb.MLE, fb.MAP, fb.DeepEnsemble])
+def test_the_noise_of_a_point_is_the_size_of_its_residuals(method):
+    settings = {"members": 2} if method is fb.DeepEnsemble else {}
+    posterior = method(epochs=2, **settings).fit(network(), batches(), seed=0, **QUIET)
+    networks = [posterior.member(m) for m in range(2)] if settings else [posterior.model]
+    scales = posterior.log_scales if settings else [posterior.likelihood.log_scale]
+    for own, log_scale in zip(networks, scales, strict=True):
+        assert log_scale.exp().item() == pytest.approx(residual(own, curve(500, 0)), rel=1e-5)
+
+
+def test_the_noise_is_that_of_the_weights_an_early_stop_restores():
+    stop = EarlyStop("validation_rmse", patience=2)
+    options = {"validation": curve(50, 3), "early_stop": stop, "seed": 0, **QUIET}
+    posterior = fb.MLE(epochs=40, lr=0.3).fit(network(), batches(), **options)
+    assert posterior.history.best_epoch < posterior.history.epochs
+    expected = residual(posterior.model, curve(500, 0))
+    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_frozen_noise_stays():
+    held = fb.likelihoods.Gaussian()
+    nn.init.constant_(held.log_scale, -1.0)
+    held.log_scale.requires_grad_(False)
+    fitted = fb.MLE(epochs=1).fit(network(), batches(), likelihood=held, seed=0, **QUIET).likelihood
+    assert torch.equal(fitted.log_scale, held.log_scale)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_noise_and_weights_of_a_resumed_fit_are_the_same_to_the_bit(tmp_path, seed):
+    def run(epochs, **more):
+        torch.manual_seed(3)
+        loader = batches(size=60, drop_last=True, generator=torch.Generator().manual_seed(5))
+        return fb.MAP(epochs=epochs).fit(network(), loader, seed=seed, **more, **QUIET).tensors()
+
+    whole = run(3)
+    run(2, checkpoint=tmp_path)
+    for _ in range(2):  # goes on, and then has nothing left to do
+        again = run(3, checkpoint=tmp_path, resume=True)
+        assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
+    """The README's pattern: the fit begins at the noise level of the given network, not at that of the network with noise."""
+    plain = fb.MLE(epochs=60, lr=0.01).fit(network(), batches(), seed=0, **QUIET)
+    bayesian = fb.to_stochastic(plain.model, {"*": fb.noise.NormalAffine()})
+    started = fb.fit(
+        fb.to_stochastic(plain.model, {"*": fb.noise.NormalAffine()}),
+        batches(),
+        epochs=1,
+        weight_lr=0.0,
+        noise_lr=0.0,
+        optimizer=torch.optim.Adam,
+        seed=0,
+        **QUIET,
+    )
+    torch.testing.assert_close(started.likelihood.log_scale, plain.likelihood.log_scale)
+    posterior = fb.fit(bayesian, batches(), seed=0, **QUIET)
+    report = fb.evaluate(posterior, curve(2000, 1), progress=False)
+    assert report["nll"] < best_nll(report["rmse"]) + 0.05
+    assert 0.87 < report["coverage_90"] < 0.93
