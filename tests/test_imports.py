@@ -19,6 +19,7 @@ ROOMS = [  # from the roof down
     "training",
     "convert",
     "objectives",
+    "units",
     "likelihoods",
     "noise",
     "distributions",

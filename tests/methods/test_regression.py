@@ -99,3 +99,91 @@ def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
     report = fb.evaluate(posterior, curve(2000, 1), progress=False)
     assert report["nll"] < best_nll(report["rmse"]) + 0.05
     assert 0.87 < report["coverage_90"] < 0.95
+
+
+@pytest.mark.parametrize(("unit", "center"), [(1e3, 0.0), (1e3, 5e3), (1e-3, 0.0)])
+def test_targets_in_any_unit_are_learned_as_well_as_standardised_ones(unit, center):
+    method, test = fb.MLE(epochs=8, lr=0.02), curve(200, 1, unit, center)
+    (x, y), (_, seen) = test, curve(500, 0)
+    loc, scale = seen.mean(), seen.std(correction=0)
+    plain = TensorLoader(curve(500, 0)[0], (seen - loc) / scale, batch_size=50, shuffle=True)
+    known = method.fit(network(), plain, seed=0, **QUIET)
+    found = method.fit(network(), batches(unit, center), seed=0, **QUIET)
+    expected, report = known.predict(x), found.predict(x)
+    in_units = center + unit * (loc + scale * expected.mean)
+    torch.testing.assert_close(report.mean, in_units, rtol=1e-3, atol=0.02 * unit)
+    torch.testing.assert_close(report.std, unit * scale * expected.std, rtol=1e-2, atol=0)
+    torch.testing.assert_close(found.model(x), report.mean)  # the network itself speaks the targets' units
+    low, high = report.interval(0.9)
+    assert 0.8 < float(((low < y) & (y < high)).float().mean()) < 0.99
+
+
+def test_a_network_that_speaks_the_targets_units_or_ordinary_targets_get_no_others():
+    fitted = fb.MLE(epochs=1).fit(network(), batches(), seed=0, **QUIET)
+    assert list(fitted.model.state_dict()) == list(network().state_dict())
+    trained = network()
+    nn.init.constant_(trained[2].bias, 5e3)
+    again = fb.MLE(epochs=1).fit(trained, batches(1e3, 5e3), seed=0, **QUIET)
+    assert list(again.model.state_dict()) == list(network().state_dict())
+
+
+def test_units_are_handed_on_saved_and_resumed(tmp_path):
+    def run(epochs, **more):
+        return fb.MAP(epochs=epochs).fit(network(), batches(1e3, 5e3), seed=0, **more, **QUIET)
+
+    x, whole = curve(20, 1)[0], run(3)
+    run(2, checkpoint=tmp_path)
+    again = run(3, checkpoint=tmp_path, resume=True)
+    assert all(torch.equal(again.tensors()[name], value) for name, value in whole.tensors().items())
+    loaded = fb.load_posterior(whole.save(tmp_path / "point.safetensors"), network())
+    assert torch.equal(loaded.predict(x).mean, whole.predict(x).mean)
+    noisy = fb.fit(
+        fb.to_stochastic(whole.model, {"*": fb.noise.NormalAffine()}),
+        batches(1e3, 5e3),
+        epochs=1,
+        seed=0,
+        **QUIET,
+    )
+    assert torch.equal(noisy.model.flowbnn_loc, whole.model.flowbnn_loc)
+    loaded = fb.load_posterior(noisy.save(tmp_path / "noise.safetensors"), network())
+    assert torch.equal(loaded.predict(x, 4, seed=0).mean, noisy.predict(x, 4, seed=0).mean)
+    assert fb.evaluate(noisy, curve(200, 1, 1e3, 5e3), progress=False)["rmse"] < 900
+
+
+def test_predicted_noise_has_units_too():
+    predicted = fb.likelihoods.Gaussian("predicted")
+    fits = [
+        fb.MLE(epochs=3, lr=0.02).fit(network(2), loader, likelihood=predicted, seed=0, **QUIET)
+        for loader in (batches(), batches(1024.0))
+    ]
+    one, other = (fit.predict(curve(50, 1)[0]) for fit in fits)
+    assert other.mean.std() > 500
+    assert float((other.std / one.std).log2().median()) == pytest.approx(10.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fb.Laplace(structure="kron", layers="all", epochs=30, lr=0.1),
+        fb.Laplace(structure="full", layers="last", epochs=30, lr=0.1),
+        fb.BayesByBackprop(epochs=3),
+        fb.MNF(epochs=3),
+        fb.SWAG(epochs=6),
+    ],
+    ids=lambda method: f"{method.name}-{getattr(method, 'structure', '')}",
+)
+def test_a_layer_alone_in_other_units_has_the_same_posterior(method):
+    """Targets of another unit, a power of two, scale all predictions by it."""
+    x = curve(200, 0)[0]
+    y = 1.5 * x - 0.5 + 0.3 * torch.randn(200, 1, generator=torch.Generator().manual_seed(2))
+    found = []
+    for unit in (64.0, 4096.0):
+        torch.manual_seed(0)
+        layer = nn.Linear(1, 1)
+        loader = TensorLoader(x, unit * y, batch_size=50, shuffle=True)
+        posterior = method.fit(layer, loader, seed=0, **QUIET)
+        found.append(posterior.predict(x, 32, seed=0))
+    torch.testing.assert_close(found[1].mean, 64.0 * found[0].mean, rtol=1e-3, atol=4.0)
+    torch.testing.assert_close(
+        found[1].epistemic.sqrt(), 64.0 * found[0].epistemic.sqrt(), rtol=2e-2, atol=4.0
+    )

@@ -32,6 +32,7 @@ from flowbnn.options import Count, Hint, check, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
+from flowbnn.units import far_from_units, learn_units
 
 __all__ = [
     "NOISE_RATE",
@@ -219,15 +220,21 @@ def prepare(
 ) -> tuple[Likelihood, Any, Callable[[Any], None]]:
     """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches.
 
-    A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one.
+    A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one. Where real-valued
+    targets are far from what a fresh network gives, the network takes their units (:mod:`flowbnn.units`).
     """
     inputs, targets = first_batch(loader, seed)
     device = device_of(model)
     inputs = move(inputs, device, dtype_of(model))
     with evaluating(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
         outputs = _outputs(model, inputs, "first batch")
-    chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
-    chosen.check(outputs, targets)
+        chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
+        chosen.check(outputs, targets)
+        far = far_from_units(model, chosen, outputs, targets)
+        if bool(far.any()):
+            with undisturbed(loader, seed):
+                learn_units(model, chosen, far, loader)
+            outputs = _outputs(model, inputs, "first batch")
     _warn_of_probabilities(model, chosen, outputs)
     _warn_of_units(chosen, outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
@@ -288,7 +295,7 @@ def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> 
         worst = int((error / spread.clamp_min(1e-300) * far).argmax())
         warnings.warn(
             f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
-            f"{center[worst]:.3g}: train the network first, or standardise the targets (subtract mean, divide by standard deviation)",
+            f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
             FlowBNNWarning,
             stacklevel=3,
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import LowRankMultivariateNormal
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood, prepare, train_posterior
 from flowbnn.methods.layers import normalizers, refresh, statistics, trained_parameters
@@ -24,6 +24,7 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of
 from flowbnn.training import Clock, History
+from flowbnn.units import units_of
 
 __all__ = ["SWAG", "SWAGPosterior"]
 
@@ -108,7 +109,7 @@ class SWAG(Method):
         model, likelihood = point.model, point.likelihood
         weights: dict[str, Any] = {
             "params": list(trained_parameters(model).values()),
-            "lr": self.swag_lr * noise_variance(likelihood),
+            "lr": self.swag_lr * noise_variance(model, likelihood),
             "weight_decay": 1.0 / (self.prior_scale**2 * run.count(loader)),
         }
         learned = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
@@ -173,12 +174,13 @@ def flat_weights(model: nn.Module) -> Tensor:
     return torch.cat([value.detach().flatten() for value in trained_parameters(model).values()])
 
 
-def noise_variance(likelihood: Any) -> float:
+def noise_variance(model: nn.Module, likelihood: Likelihood) -> float:
     """By how much the gradient of a Gaussian's log-likelihood is smaller than that of half the squared error; 1 for classes."""
-    noise = getattr(likelihood, "noise", 1.0)
-    if noise == "learned":
-        return float((2.0 * likelihood.log_scale.detach()).exp().mean())
-    return float(noise) ** 2 if isinstance(noise, int | float) else 1.0
+    if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
+        return 1.0
+    variance = likelihood.moments(torch.zeros(1, likelihood.dim))[1].detach()[0]
+    scale = units_of(model, likelihood.dim)[1]  # of the targets in the unit of the weights' outputs
+    return float((variance.cpu() / scale.square()).mean())
 
 
 class SWAGPosterior(WeightPosterior):

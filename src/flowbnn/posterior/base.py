@@ -63,6 +63,7 @@ from flowbnn.training import (
 )
 from flowbnn.training.architecture import kinds_of, warn_of_other_kinds
 from flowbnn.training.storage import TensorFile
+from flowbnn.units import LOC, SCALE, set_units
 
 __all__ = ["Posterior", "PredictOptions", "Prediction", "load_posterior"]
 
@@ -311,6 +312,11 @@ class Posterior:
             likelihood = make_likelihood(file.document["likelihood"])
             history = History.from_dict(file.document["history"])
         filled = {"network": model, "likelihood": likelihood}
+        units = [view for name, view in _part(file.views, "network").items() if name in (LOC, SCALE)]
+        if len(units) == 2:
+            set_units(
+                model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
+            )
         for part, target in filled.items():
             check_weights(target, _part(file.views, part), file.path)
         bad = first_nonfinite_tensor(iter(file.tensors.items()))

@@ -147,7 +147,7 @@ class LayerSums(Sums):
         self.outputs: dict[str, Tensor] = {}
         for name in layers:
             hook = partial(self._keep, name)
-            self.hooks.enter_context(model.get_submodule(name).register_forward_hook(hook))
+            self.hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, prepend=True))
 
     def _keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output if output.requires_grad else output.detach().requires_grad_()

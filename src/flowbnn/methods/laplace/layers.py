@@ -77,7 +77,7 @@ def survey(model: nn.Module, inputs: Any) -> Survey:
     with ExitStack() as hooks, evaluating(model):
         for name, module in layers.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
-            hooks.enter_context(module.register_forward_hook(partial(after, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
         outputs = call(model, take(inputs, 0, seen.rows))
     last = seen.order[-1] if seen.order else ""
     if (

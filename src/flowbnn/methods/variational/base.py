@@ -219,16 +219,17 @@ def fit(
                 layers=idle,
             )
         )
-    ceiling: Tensor | None = None
+    level: Tensor | None = None
+    ceiling = torch.tensor(0.0)
     if not isinstance(run.likelihood, Gaussian):  # one that is given brings its noise
         with undisturbed(loader, run.seed or 0):
-            if learn_noise(model, chosen, loader):
-                ceiling = chosen.log_scale.detach().clone()
-    if ceiling is not None and automatic:
+            if isinstance(chosen, Gaussian) and learn_noise(model, chosen, loader):
+                level, ceiling = chosen.log_scale, chosen.log_scale.detach().clone()
+    if level is not None and automatic:
         noise_lr = FASTEST
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
-    for group in groups if ceiling is not None and optimizer is None else []:
+    for group in groups if level is not None and optimizer is None else []:
         group["betas"] = (
             0.9,
             0.99,
@@ -239,11 +240,11 @@ def fit(
 
     def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
         some, targets = split_batch(batch)
-        if ceiling is not None:
+        if level is not None:
             with (
                 torch.no_grad()
             ):  # what the noise's first, wide draws add to the residuals is not the targets' noise
-                chosen.log_scale.clamp_(max=ceiling)
+                level.clamp_(max=ceiling)
         scale = warm_up(clock.progress, warmup)
         terms = objective(model, some, targets, scale, samples, outputs_of, checks_targets(targets, clock))
         return terms.loss, terms.logs()
@@ -270,7 +271,7 @@ def fit(
     for layer in noise_layers(model).values():
         layer.fitted = True
     if (
-        ceiling is not None
+        level is not None
     ):  # the draws' own spread is the epistemic part of the prediction and not to be counted twice
         with undisturbed(loader, run.seed or 0):
             learn_noise(model, chosen, loader)

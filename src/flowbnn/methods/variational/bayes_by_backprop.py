@@ -307,7 +307,7 @@ class DrawnWeights(DrawnNetwork):
             own = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
             noise = flipout_noise if way == "flipout" else local_noise
             hook = self._hook(own["weight"], own.get("bias", ""), noise)
-            self.hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def _hook(self, weight: str, bias: str, noise: Any) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:

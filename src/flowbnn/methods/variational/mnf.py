@@ -359,7 +359,7 @@ class MultiplicativeWeights(DrawnNetwork):
                 module = network.get_submodule(one.layer)
                 before, after = self._hooks(one.layer, part)
                 self.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self.hooks.append(module.register_forward_hook(after))
+                self.hooks.append(module.register_forward_hook(after, prepend=True))
 
     def _hooks(self, name: str, part: MultiplicativeLayer) -> tuple[Any, Any]:
         def draw_z(x: Tensor) -> Tensor:
