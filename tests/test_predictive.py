@@ -308,3 +308,11 @@ def test_more_numbers_than_torch_quantile_takes() -> None:
 def test_a_variance_of_another_shape_is_torchs_own_error() -> None:
     with pytest.raises(RuntimeError, match="expanded size"):
         GaussianPredictive(torch.zeros(2, 3, 1), torch.ones(4, 1))
+
+
+def test_drawn_labels_are_those_of_the_mixture():
+    prediction = CategoricalPredictive.from_probabilities(torch.tensor([[[0.9, 0.1]], [[0.3, 0.7]]]))
+    drawn = prediction.sample(20000, seed=0)
+    assert drawn.shape == (20000, 1)
+    assert float(drawn.float().mean()) == pytest.approx(0.4, abs=0.015)
+    assert torch.equal(prediction.log_prob(torch.tensor([1])), -prediction.nll(torch.tensor([1])))

@@ -124,3 +124,52 @@ def test_decide() -> None:
     assert values.tolist() == [[1.0], [2.0]]
     assert abstained.tolist() == [[True], [False]]
     assert prediction.decide(2.0, by="epistemic").abstained.tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("spent", [None, torch.tensor([1, 3, 5, 2])])
+def test_crps_is_the_integral_of_the_squared_distance_of_the_cdfs(spent):
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(5, 4, 1, generator=generator).double()
+    variance = 0.05 + torch.rand(5, 4, 1, generator=generator).double()
+    prediction = GaussianPredictive(mean, variance, spent)
+    targets = torch.tensor([[-2.0], [0.1], [0.5], [3.0]]).double()
+    axis = torch.linspace(-12, 12, 48001).double()
+    below = torch.stack([prediction.cdf(at.expand(4, 1)) for at in axis[::40]])[:, :, 0]
+    gaps = (below - (targets[:, 0] <= axis[::40, None]).double()).square()
+    expected = torch.trapezoid(gaps, axis[::40], dim=0)
+    torch.testing.assert_close(prediction.crps(targets)[:, 0], expected, rtol=0.02, atol=0.01)
+    one = GaussianPredictive(mean[:1], variance[:1])
+    scaled = (targets - mean[0]) / variance[0].sqrt()
+    normal = torch.distributions.Normal(0.0, 1.0)
+    known = scaled * (2 * normal.cdf(scaled) - 1) + 2 * normal.log_prob(scaled).exp() - math.pi**-0.5
+    torch.testing.assert_close(one.crps(targets), variance[0].sqrt() * known)
+    assert prediction.evaluate(targets)["crps"] == pytest.approx(float(prediction.crps(targets).mean()))
+
+
+def test_draws_are_those_of_the_mixture():
+    prediction = GaussianPredictive(
+        torch.tensor([[[-2.0], [0.0]], [[2.0], [1.0]]]).double(), 0.25, torch.tensor([2, 1])
+    )
+    drawn = prediction.sample(20000, seed=0)
+    assert drawn.shape == (20000, 2, 1)
+    assert torch.equal(drawn, prediction.sample(20000, seed=0))
+    torch.testing.assert_close(drawn.mean(0), prediction.mean, rtol=0, atol=0.06)
+    torch.testing.assert_close(drawn.var(0), prediction.variance, rtol=0.03, atol=0)
+    torch.testing.assert_close(prediction.log_prob(drawn[0]), -prediction.nll(drawn[0]))
+
+
+def test_predictions_have_the_shape_of_the_targets():
+    samples = torch.randn(6, 4, 1, generator=torch.Generator().manual_seed(0))
+    flat, column = (GaussianPredictive(samples, 0.5, shape=shape) for shape in ((), (1,)))
+    targets = torch.zeros(4)
+    for name in ("mean", "variance", "std", "epistemic", "aleatoric", "standard_error"):
+        assert getattr(flat, name).shape == (4,)
+        assert torch.equal(getattr(flat, name), getattr(column, name)[:, 0])
+    assert flat.interval().low.shape == flat.cdf(targets).shape == flat.crps(targets).shape == (4,)
+    assert flat.sample(3).shape == flat.quantiles([0.1, 0.5, 0.9]).shape == (3, 4)
+    assert flat[:2].cpu().mean.shape == flat[:2].decide(1.0).abstained.shape == (2,)
+    assert flat.evaluate(targets) == column.evaluate(targets.unsqueeze(1))
+    assert torch.equal(flat.sampling_error, column.sampling_error)
+    cube = GaussianPredictive(torch.randn(6, 4, 6), 0.5, shape=(2, 3))
+    assert cube.mean.shape == (4, 2, 3)
+    assert cube.nll(torch.zeros(4, 2, 3)).shape == (4,)

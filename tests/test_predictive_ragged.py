@@ -76,7 +76,7 @@ def test_evaluation_is_of_the_whole():
     assert scores["nll"] == pytest.approx(
         float(torch.cat([p.nll(LABELS[i : i + 1]) for i, p in enumerate(ALONE[CLASSES])]).mean())
     )
-    assert NUMBERS.evaluate(TARGETS).keys() == {"rmse", "nll", "coverage_90"}
+    assert NUMBERS.evaluate(TARGETS).keys() == {"rmse", "nll", "crps", "coverage_90"}
 
 
 @pytest.mark.parametrize("predictive", [CLASSES, NUMBERS])

@@ -252,7 +252,9 @@ def measure(
     if novel is not None:
         pair = predictive, posterior.predict(novel, number, seed=0, progress=False).cpu()
         classes = isinstance(predictive, CategoricalPredictive)
-        values["auroc"] = novelty_auroc(*(one.entropy if classes else one.epistemic.sum(-1) for one in pair))
+        values["auroc"] = novelty_auroc(
+            *(one.entropy if classes else one.epistemic.reshape(len(one), -1).sum(-1) for one in pair)
+        )
     values |= {"train_seconds": seconds, "predict_seconds": min(times)}
     values |= {"parameters": float(kept_numbers(posterior)), "memory": peak}
     content: dict[str, Any] = {"values": values, "samples": number}

@@ -153,6 +153,8 @@ class Gaussian(Likelihood):
     -1.6121
     """
 
+    shape: tuple[int, ...] | None = None  # of one target, as the data have it: () for a number
+
     @checked
     def __init__(self, noise: Literal["learned", "predicted"] | Positive = "learned", dim: Count = 1) -> None:
         super().__init__()
@@ -178,6 +180,7 @@ class Gaussian(Likelihood):
     @torch.no_grad()
     def start(self, outputs: Tensor, targets: Tensor) -> None:
         """A learned noise that is still at one starts at the size of the residuals: targets come in all units."""
+        self.shape = tuple(targets.shape[1:])
         if self.noise == "learned" and not bool(self.log_scale.any()):
             self.settle([(outputs, targets)])
 
@@ -212,7 +215,7 @@ class Gaussian(Likelihood):
         return torch.cat([means.mean(0), variance.log()], -1)
 
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
-        return GaussianPredictive(*self.moments(outputs), spent)
+        return GaussianPredictive(*self.moments(outputs), spent, self.shape)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
@@ -235,7 +238,7 @@ class Gaussian(Likelihood):
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim}
+        return {"likelihood": "Gaussian", "noise": self.noise, "dim": self.dim, "shape": self.shape}
 
 
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
@@ -290,7 +293,11 @@ def make_likelihood(
         raise FlowBNNError(problem, kind="targets" if name in kinds else "value", argument="likelihood")
     if name == "gaussian" and outputs is not None and settings.get("noise", "learned") == "learned":
         settings.setdefault("dim", outputs.shape[-1])
-    return kinds[name](**settings)
+    shape = settings.pop("shape", None)  # of a file
+    made = kinds[name](**settings)
+    if isinstance(made, Gaussian) and shape is not None:
+        made.shape = tuple(map(int, shape))
+    return made
 
 
 SEVERAL_LABELS = "several labels of one example are no classes that exclude each other; fit a network with one output for each of them"

@@ -187,3 +187,17 @@ def test_a_layer_alone_in_other_units_has_the_same_posterior(method):
     torch.testing.assert_close(
         found[1].epistemic.sqrt(), 64.0 * found[0].epistemic.sqrt(), rtol=2e-2, atol=4.0
     )
+
+
+@pytest.mark.parametrize("method", [fb.MLE(epochs=1), fb.DeepEnsemble(2, epochs=1)], ids=["mle", "ensemble"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_mean_has_the_shape_of_the_targets(method, shape, tmp_path):
+    x, y = curve(40, 0)
+    y = y.reshape(40, *shape)
+    posterior = method.fit(network(), [(x, y)], seed=0, **QUIET)
+    assert posterior.predict(x).mean.shape == y.shape
+    loaded = fb.load_posterior(posterior.save(tmp_path / "posterior.safetensors"), network())
+    assert loaded.predict(x).mean.shape == loaded.predict(x).interval().low.shape == y.shape
+    assert fb.evaluate(posterior, (x, y), progress=False) == fb.evaluate(
+        posterior, (x, y.reshape(40, 1)), progress=False
+    )

@@ -187,7 +187,9 @@ def test_it_is_judged_by_the_same_code(name, kind):
     report = fb.evaluate(
         posterior, loader(make()), novel=loader(make(48, far=6.0)), samples=8, progress=False
     )
-    known = {"accuracy", "nll", "brier", "ece"} if kind == "classes" else {"rmse", "nll", "coverage_90"}
+    known = (
+        {"accuracy", "nll", "brier", "ece"} if kind == "classes" else {"rmse", "nll", "crps", "coverage_90"}
+    )
     assert set(report) == known | {"novelty_auroc", "novelty_aupr"}
     assert all(math.isfinite(value) for value in report.values())
     assert report["accuracy"] > 0.85 if kind == "classes" else report["rmse"] < 0.8

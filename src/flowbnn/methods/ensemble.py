@@ -183,6 +183,7 @@ class EnsemblePosterior(MemberPosterior):
         if self.log_scales is None:
             return super()._predictive(outputs, spent)
         known = Gaussian("predicted")  # the noise comes with the outputs
+        known.shape = getattr(self.likelihood, "shape", None)
         if spent is None:
             return known.predictive(outputs)
         return known.predictive(outputs[: int(spent.max())], spent.to(outputs.device))

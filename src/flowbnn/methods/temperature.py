@@ -302,5 +302,6 @@ def tempered(plain: Any, temperature: Any, spent: Tensor | None = None) -> Any:
     spent = None if spent is None else plain.samples_spent
     if isinstance(plain, CategoricalPredictive):  # log-probabilities are logits
         return CategoricalPredictive(plain.log_samples / temperature, spent)
-    means = plain.mean + temperature * (plain.samples - plain.mean)
-    return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent)
+    center = plain.mean.reshape(plain.samples.shape[1:])
+    means = center + temperature * (plain.samples - center)
+    return GaussianPredictive(means, temperature**2 * plain.sample_variances, spent, plain.shape)

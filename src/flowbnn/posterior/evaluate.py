@@ -23,7 +23,7 @@ def evaluate(
     seed: int = 0,
     **options: Any,
 ) -> dict[str, float]:
-    """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL and coverage.
+    """Metrics of a posterior on held-out data: accuracy, NLL, Brier and ECE, or RMSE, NLL, CRPS and coverage.
 
     Args:
         loader: batches of ``(inputs, targets)``, or one such pair.
@@ -43,7 +43,9 @@ def evaluate(
         strange = posterior.predict(_as_loader(novel), seed=seed, **options)
         known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
         if known_score is None or novel_score is None:
-            known_score, novel_score = predictive.epistemic.sum(-1), strange.epistemic.sum(-1)
+            known_score, novel_score = (
+                p.epistemic.reshape(len(p), -1).sum(-1) for p in (predictive, strange)
+            )
         report["novelty_auroc"] = float(novelty_auroc(known_score, novel_score))
         report["novelty_aupr"] = float(novelty_aupr(known_score, novel_score))
     return report

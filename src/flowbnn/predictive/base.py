@@ -19,8 +19,8 @@ class Predictive(ABC):
     """What every predictive can do: be cut along its inputs, be moved, and name its uncertainties.
 
     A subclass keeps its tensors ``[S, B, K]`` in ``_tensors``, has a property for each name in :attr:`uncertainties`, and
-    defines ``samples``, ``sampling_error``, ``nll``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go through
-    :meth:`_mean` and sums of probabilities through :meth:`_log_mean_exp`, which know that inputs may have had different numbers
+    defines ``samples``, ``sampling_error``, ``nll``, ``sample``, ``quantiles``, ``decide`` and ``evaluate``. Means over samples go
+    through :meth:`_mean` and sums of probabilities through :meth:`_log_mean_exp`, which know that inputs may have had different numbers
     of samples (adaptive sampling): the first :attr:`samples_spent` of the S are then an input's own, and the others are NaN.
     """
 
@@ -28,12 +28,17 @@ class Predictive(ABC):
     shares: tuple[str, ...] = ()  # those of them that lie in [0, 1]
     _tensors: tuple[Tensor, ...]
     _spent: Tensor | None = None  # [1, B], where inputs differ in it
+    shape: tuple[int, ...] | None = None  # of one target, where that is not [K]
 
     @classmethod
-    def _of(cls, *tensors: Tensor, spent: Tensor | None = None) -> Self:
+    def _of(cls, *tensors: Tensor, spent: Tensor | None = None, shape: tuple[int, ...] | None = None) -> Self:
         made = cls.__new__(cls)
-        made._tensors, made._spent = tensors, spent
+        made._tensors, made._spent, made.shape = tensors, spent, shape
         return made
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        """Values ``[..., K]`` in the shape of the targets."""
+        return values if self.shape is None else values.reshape(*values.shape[:-1], *self.shape)
 
     @property
     @abstractmethod
@@ -92,13 +97,13 @@ class Predictive(ABC):
         """The same predictive for some of the inputs; one integer gives a predictive of one input."""
         chosen = [index] if isinstance(index, int) else index
         spent = None if self._spent is None else self._spent[:, chosen]
-        return self._of(*(tensor[:, chosen] for tensor in self._tensors), spent=spent)
+        return self._of(*(tensor[:, chosen] for tensor in self._tensors), spent=spent, shape=self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert, with the arguments of :meth:`torch.Tensor.to`."""
         tensors = [tensor.to(*args, **kwargs) for tensor in self._tensors]
         spent = None if self._spent is None else self._spent.to(tensors[0].device)
-        return self._of(*tensors, spent=spent)
+        return self._of(*tensors, spent=spent, shape=self.shape)
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -111,7 +116,28 @@ class Predictive(ABC):
         """
         variance = self._spread(self.samples)
         error = (variance / (self._counts(self.samples) - 1.0).clamp(min=1.0)).sqrt()
-        return error.masked_fill(self._counts(self.samples) == 1.0, math.inf)
+        return self._shaped(error.masked_fill(self._counts(self.samples) == 1.0, math.inf))
+
+    @abstractmethod
+    def nll(self, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of each input's target, ``[B]``."""
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Log-likelihood of each input's target in the mixture, ``[B]``."""
+        return -self.nll(targets)
+
+    @abstractmethod
+    def sample(self, number: int = 1, seed: int | None = None) -> Tensor:
+        """Targets drawn from the mixture, ``[number, B, ...]``; each draw takes one of the S samples for all inputs."""
+
+    def _chosen(self, number: int, seed: int | None) -> tuple[Tensor, torch.Generator]:
+        """The sample that each draw takes, ``[number, B]``, and the generator of the draws."""
+        device = self._tensors[0].device
+        generator = torch.Generator(device)
+        generator.manual_seed(int(torch.randint(2**31 - 1, ())) if seed is None else seed)
+        share = torch.rand(number, 1, generator=generator, device=device, dtype=torch.float64)
+        chosen = (share * self.samples_spent).long()
+        return torch.minimum(chosen, self.samples_spent - 1), generator
 
     @property
     @abstractmethod

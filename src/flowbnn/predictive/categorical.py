@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from flowbnn.metrics import accuracy, brier_score, calibration_error
 from flowbnn.metrics.checks import average, check_classes, check_probabilities
-from flowbnn.options import Probability, checked
+from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
 __all__ = ["ABSTAIN", "CategoricalPredictive"]
@@ -188,6 +188,14 @@ class CategoricalPredictive(Predictive):
             return -self.log_probabilities.amax(-1)
         targets = self._targets(targets)
         return -self.log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+    @checked
+    def sample(self, number: Count = 1, seed: int | None = None) -> Tensor:
+        """Labels drawn from the mixture, ``[number, B]``; each draw takes one of the S samples for all inputs."""
+        chosen, generator = self._chosen(number, seed)
+        classes = self.log_samples.shape[-1]
+        taken = self.samples.gather(0, chosen.unsqueeze(-1).expand(-1, -1, classes))
+        return torch.multinomial(taken.reshape(-1, classes), 1, generator=generator).reshape(chosen.shape)
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles over samples of each class's probability, ``[Q, B, C]``, linear between order statistics.

@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import root_mean_squared_error
 from flowbnn.metrics.checks import average, check_values
 from flowbnn.numerics import monotone_root
-from flowbnn.options import Probability, checked
+from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
 __all__ = ["Decision", "GaussianPredictive", "Interval"]
@@ -39,6 +39,7 @@ class GaussianPredictive(Predictive):
         mean: ``[S, B, D]``.
         variance: of the noise, above zero; a number, or a tensor that broadcasts to the mean's shape.
         spent: how many samples each input had, ``[B]``, where they differ: the first ones of the S.
+        shape: of one target, ``()`` for a number; mean, variances, quantiles and intervals have it in place of ``[D]``.
 
     >>> prediction = GaussianPredictive(torch.tensor([[[1.0]], [[3.0]]]), 0.25)  # 2 samples, 1 input, 1 output
     >>> prediction
@@ -49,7 +50,14 @@ class GaussianPredictive(Predictive):
 
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
 
-    def __init__(self, mean: Tensor, variance: Tensor | float, spent: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        mean: Tensor,
+        variance: Tensor | float,
+        spent: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        self.shape = shape
         mean, self._spent = check_samples(mean, "mean", "[S, B, D]", spent)
         variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device).expand(mean.shape)
         self._tensors = (mean, variance)
@@ -76,17 +84,17 @@ class GaussianPredictive(Predictive):
     @cached_property
     def mean(self) -> Tensor:
         """Predictive mean, ``[B, D]``."""
-        return self._mean(self.samples)
+        return self._shaped(self._mean(self.samples))
 
     @cached_property
     def aleatoric(self) -> Tensor:
         r"""Mean noise variance :math:`\frac1S \sum_s \sigma_s^2`, ``[B, D]``: more data would not lower it."""
-        return self._mean(self.sample_variances)
+        return self._shaped(self._mean(self.sample_variances))
 
     @cached_property
     def epistemic(self) -> Tensor:
         r"""Variance of the means :math:`\frac1S \sum_s (\mu_s - \bar\mu)^2`, ``[B, D]``: how far the samples disagree."""
-        return self._spread(self.samples)
+        return self._shaped(self._spread(self.samples))
 
     @property
     def variance(self) -> Tensor:
@@ -101,12 +109,12 @@ class GaussianPredictive(Predictive):
     @property
     def sampling_error(self) -> Tensor:
         """The largest :attr:`standard_error` of the mean, in predictive standard deviations, ``[B]``."""
-        return (self.standard_error / self.std).amax(-1)
+        return (self.standard_error / self.std).reshape(self.samples.shape[1:]).amax(-1)
 
     def cdf(self, values: Tensor) -> Tensor:
         r"""Predictive chance to fall below each value, :math:`\frac1S \sum_s \Phi((y - \mu_s) / \sigma_s)`, ``[B, D]``."""
         scaled = (self._targets(values) - self.samples) / self.sample_variances.sqrt()
-        return self._mean(torch.special.ndtr(scaled))
+        return self._shaped(self._mean(torch.special.ndtr(scaled)))
 
     def nll(self, targets: Tensor) -> Tensor:
         r"""Negative log-density of each input's targets in the mixture, ``[B]``; outputs are independent within a sample:
@@ -117,13 +125,47 @@ class GaussianPredictive(Predictive):
         log_density = -0.5 * (square + self.sample_variances.log() + math.log(2 * math.pi)).sum(-1)
         return -self._log_mean_exp(log_density)
 
+    @checked
+    def sample(self, number: Count = 1, seed: int | None = None) -> Tensor:
+        """Targets drawn from the mixture, ``[number, B, D]``; each draw takes one of the S samples for all inputs."""
+        chosen, generator = self._chosen(number, seed)
+        index = chosen.unsqueeze(-1).expand(-1, -1, self.samples.shape[-1])
+        means, variances = self.samples.gather(0, index), self.sample_variances.gather(0, index)
+        normal = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
+        return self._shaped(means + variances.sqrt() * normal)
+
+    def crps(self, targets: Tensor) -> Tensor:
+        r"""Continuous ranked probability score :math:`\int (F(x) - 1[y \le x])^2 dx` of each target, in its unit; smaller is better.
+
+        In closed form for a mixture ([Grimit 2006](https://doi.org/10.1256/qj.05.235)), with :math:`d \sim \mathcal N(\mu, \sigma^2)`:
+
+        .. math:: \frac1S \sum_s A(y - \mu_s, \sigma_s^2) - \frac1{2 S^2} \sum_{s, t} A(\mu_s - \mu_t, \sigma_s^2 + \sigma_t^2), \qquad
+                  A(\mu, \sigma^2) = E|d| = 2 \sigma \phi(\mu / \sigma) + \mu (2 \Phi(\mu / \sigma) - 1) .
+
+        Work grows with the square of the number of samples.
+
+        >>> GaussianPredictive(torch.zeros(1, 1, 1), 1.0).crps(torch.zeros(1, 1))  # (sqrt(2) - 1) / sqrt(pi)
+        tensor([[0.2337]])
+        """
+        means, variances = self._present(self.samples, 0.0), self._present(self.sample_variances, 1.0)
+        counts = self._counts(means)
+        near = self._present(_distance(self._targets(targets) - means, variances), 0.0).sum(0) / counts
+        pairs = self._present(_distance(torch.zeros_like(means), 2.0 * variances), 0.0).sum(0)
+        for s in range(self.num_samples - 1):  # every pair once
+            apart = _distance(means[s + 1 :] - means[s], variances[s + 1 :] + variances[s])
+            there = 1.0 if self._absent is None else (~self._absent[s + 1 :]).unsqueeze(-1).to(apart)
+            pairs = pairs + 2.0 * (apart * there).sum(0)
+        return self._shaped(near - 0.5 * pairs / counts.square())
+
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles of the predictive mixture, ``[Q, B, D]``, by root finding on its :meth:`cdf`; no gradient flows back.
 
         >>> GaussianPredictive(torch.tensor([[[-1.0]], [[1.0]]]), 1e-4).quantiles([0.25, 0.75]).flatten()
         tensor([-1.,  1.])
         """
-        return torch.stack([self._quantile(level) for level in quantile_levels(q, closed=False)])
+        return self._shaped(
+            torch.stack([self._quantile(level) for level in quantile_levels(q, closed=False)])
+        )
 
     @torch.no_grad()
     def _quantile(self, level: float) -> Tensor:
@@ -160,17 +202,20 @@ class GaussianPredictive(Predictive):
         return Decision(self.mean, self._above(abstain_above, by))
 
     def evaluate(self, targets: Tensor) -> dict[str, float]:
-        """Root mean squared error, mean NLL, and the share of targets inside the 90 % :meth:`interval`."""
+        """Root mean squared error, mean NLL and CRPS, and the share of targets inside the 90 % :meth:`interval`."""
         targets = self._targets(targets)
         # y lies in the central interval exactly when its cdf lies in [0.05, 0.95]: no root to find
         inside = (self.cdf(targets) - 0.5).abs() <= 0.45
         return {
-            "rmse": root_mean_squared_error(self.mean, targets),
+            "rmse": root_mean_squared_error(self._mean(self.samples), targets),
             "nll": average(self.nll(targets)),
+            "crps": average(self.crps(targets)),
             "coverage_90": average(inside),
         }
 
     def _targets(self, targets: Tensor) -> Tensor:
+        if self.shape is not None and len(self.shape) > 1 and targets.shape[1:] == self.shape:
+            targets = targets.flatten(1)
         return check_values(targets, "targets", self.samples.shape[1:]).to(self.samples)
 
     def __repr__(self) -> str:
@@ -180,3 +225,11 @@ class GaussianPredictive(Predictive):
             means = [average(x) for x in (self.variance, self.aleatoric, self.epistemic)]
             text = "; variance {:.3g} = aleatoric {:.3g} + epistemic {:.3g}".format(*means)
         return f"GaussianPredictive(samples={self._samples_text()}, inputs={inputs}, outputs={outputs}{text})"
+
+
+def _distance(mean: Tensor, variance: Tensor) -> Tensor:
+    """Mean size of a Gaussian variable."""
+    std = variance.sqrt()
+    scaled = mean / std
+    density = torch.exp(-0.5 * scaled.square()) / math.sqrt(2.0 * math.pi)
+    return 2.0 * std * density + mean * torch.special.erf(scaled / math.sqrt(2.0))
