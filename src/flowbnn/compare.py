@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowbnn.batches import device_of
+from flowbnn.batches import device_of, fingerprint
 from flowbnn.diagnostics.cost import PeakMemory, clock
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
 from flowbnn.methods import (
@@ -49,6 +49,7 @@ from flowbnn.options import Count, File, Positive, Seed, checked
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import (
     CLASSIFICATION,
+    KeptParts,
     Metric,
     Parts,
     best_first,
@@ -278,6 +279,7 @@ def compare(
     seed: Seed = 0,
     seeds: Count | Sequence[Seed] = 1,
     likelihood: LikelihoodName = "auto",
+    folder: File | None = None,
     progress: bool = True,
     **options: Any,
 ) -> "Comparison":
@@ -295,6 +297,8 @@ def compare(
         seed, seeds: ``seed``, ``seed + 1``, ... for a number of seeds, or the seeds themselves; the network starts from the given
             weights with each of them.
         likelihood: as in :meth:`~flowbnn.methods.Method.fit`.
+        folder: keeps every method and seed that is finished; a second call with the same folder goes on from there. What other
+            settings, weights or test data made is measured again, with a warning.
         progress: show a bar over the methods, on a terminal.
         options: of every fit, such as ``accelerator``.
 
@@ -324,6 +328,11 @@ def compare(
     settings |= {"network": type(network).__name__, "weights": weights, "device": device_of(network).type}
     settings |= {"methods": {one.key: repr(method) for one, method in chosen}}
     parts = Parts(numbers, {})
+    own: dict[str, Any] = {
+        name: repr(value) for name, value in (*options.items(), ("likelihood", likelihood))
+    }
+    own |= {"samples": samples, "checksums": _checksums(network, () if folder is None else test_loader)}
+    kept = KeptParts(folder, own)
     warm_up(network, train_loader, likelihood)
     fits = [(candidate, method, number) for candidate, method in chosen for number in numbers]
     for candidate, method, number in track(fits, "comparing", progress):
@@ -331,6 +340,10 @@ def compare(
             reasons[candidate.key] = (
                 f"with {weights:,} weights it would take hours; name it in methods to run it"
             )
+            continue
+        before = kept.get(candidate.key, number, repr(method))
+        if before is not None:
+            parts.content[candidate.key, number] = before
             continue
         started = time.monotonic()
         try:
@@ -352,7 +365,15 @@ def compare(
             part, caught = {"values": {}}, []  # a seed without numbers leaves the method out of the table
         seconds = time.monotonic() - started
         parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
+        if part["values"]:
+            kept.put(candidate.key, number, repr(method), parts.content[candidate.key, number])
     return Comparison([one for one, _ in chosen], parts, reasons, settings, call)
+
+
+def _checksums(network: nn.Module, test_loader: Iterable[Any]) -> list[list[int]]:
+    """Of the weights and, where the loader gives the same one twice, of the first test batch."""
+    first, again = ([fingerprint(list(islice(test_loader, 1)))] for _ in range(2))
+    return [fingerprint(network.state_dict()), *(first if first == again else [])]
 
 
 def _leave_out(candidate: Candidate, error: FlowBNNError, reasons: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from flowbnn.training.storage import replacing
 
 __all__ = [
     "CLASSIFICATION",
+    "KeptParts",
     "Metric",
     "Parts",
     "best_first",
@@ -248,3 +250,36 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+class KeptParts:
+    """Finished parts in a folder, each with the settings that it was made with; without a folder nothing is kept.
+
+    A part of other settings is not used, of which the first one warns.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = None if folder is None else Path(folder) / "parts", settings
+        self.warned = False
+
+    def get(self, key: str, seed: int, method: str) -> dict[str, Any] | None:
+        """A part that was finished before."""
+        found = self.folder and read_json(self.folder / f"{key}-seed{seed}.json")
+        if not found:
+            return None
+        now = plain({**self.settings, "method": method})
+        before = found.get("settings") or {}
+        changed = sorted(name for name in now | before if now.get(name) != before.get(name))
+        if changed and not self.warned:
+            text = (
+                f"'{self.folder}' has rows of other settings ({', '.join(changed)}), which are measured again"
+            )
+            warnings.warn(FlowBNNWarning(text, kind="changed settings", changed=changed), stacklevel=4)
+            self.warned = True
+        return None if changed else found["part"]
+
+    def put(self, key: str, seed: int, method: str, part: dict[str, Any]) -> None:
+        """Keep a part."""
+        if self.folder is not None:
+            settings = {**self.settings, "method": method}
+            write_json(self.folder / f"{key}-seed{seed}.json", {"settings": settings, "part": part})

@@ -250,3 +250,35 @@ def test_bad_words_are_told_in_a_line(words, message, tmp_path):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    train, test, _ = loaders()
+    fitted = []
+    measured = fb.compare.__wrapped__.__globals__["measure"]
+
+    def counting(method, *given, seed, **more):
+        fitted.append((method.name, seed))
+        if len(fitted) == 4:
+            raise KeyboardInterrupt
+        return measured(method, *given, seed=seed, **more)
+
+    monkeypatch.setitem(fb.compare.__wrapped__.__globals__, "measure", counting)
+
+    def run(**more):
+        asked = {"methods": "map", "epochs": 1, "samples": 4, "seeds": 2, "folder": tmp_path, **more}
+        return fb.compare(network(), train, test, progress=False, **asked)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    table = run()
+    assert fitted == [("mle", 0), ("mle", 1), ("map", 0), ("map", 1), ("map", 1)]
+    assert [len(one["values"]["nll"]["per_seed"]) for one in table.table_rows()] == [2, 2]
+    assert str(run()) == str(table)  # nothing is fitted, and nothing is lost in the file
+    assert len(run(seeds=3).parts.seeds) == 3
+    assert fitted[5:] == [("mle", 2), ("map", 2)]
+    with pytest.warns(FlowBNNWarning, match="other settings .*samples") as caught:
+        run(samples=5)
+    assert len(caught) == 1
+    assert len(fitted) == 11
+    assert not list(tmp_path.rglob(".*"))
