@@ -244,9 +244,9 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no file or it cannot be read."""
+    """The object in a file; None where there is no file, a pipe or a device instead, or it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -32,6 +32,8 @@ def damaged(path: Path, what: str) -> FlowBNNError:
 
 def _read(path: Path, most: int) -> bytes:
     """The content, unpacked, but never more than ``most + 1`` bytes of it."""
+    if path.exists() and not path.is_file():
+        raise FlowBNNError(f"{path} is a folder, a pipe or a device, not a file", kind="file")
     try:
         if path.suffix == ".gz":
             with gzip.open(path) as packed:

@@ -71,6 +71,8 @@ def load_results(source: Source) -> dict[str, Any]:
     path = Path(source)
     if path.is_dir():
         path = path / FILE
+    if path.exists() and not path.is_file():
+        _refuse(str(path), "is a pipe or a device, which is never read")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -105,8 +107,26 @@ def find_results(folder: Path | str) -> list[Path]:
     return found
 
 
+def _drawable(value: Any) -> Any:
+    """The value with a mark in place of characters that no font, XML or file takes: controls and halves of surrogate pairs.
+
+    >>> _drawable({"title": "a\\0b", "values": [1.0, 2.0]})
+    {'title': 'a\ufffdb', 'values': [1.0, 2.0]}
+    """
+    if isinstance(value, str):
+        return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", value)
+    if isinstance(value, dict):
+        return {_drawable(name): _drawable(part) for name, part in value.items()}
+    numbers = isinstance(value, list) and value and isinstance(value[0], int | float)
+    return [_drawable(part) for part in value] if isinstance(value, list) and not numbers else value
+
+
 def _checked(results: Any, origin: str) -> dict[str, Any]:
-    """The results, unchanged, if they have the shape that the report draws."""
+    """The results, with text that can be drawn, if they have the shape that the report draws."""
+    try:
+        results = _drawable(results)
+    except RecursionError:
+        _refuse(origin, "is nested too deeply")
     if not isinstance(results, dict):
         _refuse(origin, "should hold one JSON object")
     if results.get("schema") != SCHEMA:

@@ -1,7 +1,9 @@
 """The results as text: one Markdown file for a repository, and a table for the terminal."""
 
 import os
+import re
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -43,7 +45,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _escape(text: object) -> str:
-    return str(text).replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
+    """Text as Markdown that shows it as it is: no table cell, emphasis, link or HTML begins in it."""
+    return re.sub(r"([\\|*\[\]<`])", r"\\\1", " ".join(str(text).splitlines()))
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -52,7 +55,11 @@ def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _folded(title: str, lines: list[str]) -> list[str]:
-    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
+    return (
+        [f"<details><summary>{escape(' '.join(title.split()))}</summary>", "", *lines, "", "</details>", ""]
+        if lines
+        else []
+    )
 
 
 def _cell(cell: Cell, best: str = "**", brackets: str = "()") -> str:
@@ -78,7 +85,14 @@ def _differences(results: Data) -> list[str]:
 
 def _study(results: Data) -> list[str]:
     first, *others = sentences(results["answer"])
-    lines = [f"## {results['title']}", "", f"*{results['question']}*", "", f"**{_escape(first)}**", ""]
+    lines = [
+        f"## {_escape(results['title'])}",
+        "",
+        f"*{_escape(results['question'])}*",
+        "",
+        f"**{_escape(first)}**",
+        "",
+    ]
     lines += [*(f"- {_escape(line)}" for line in others), ""] if others else []
     tables = make_tables(results)
     for table in tables:
@@ -86,20 +100,24 @@ def _study(results: Data) -> list[str]:
         rows = [[_escape(row.label), *map(_cell, row.cells)] for row in table.rows]
         body = _table(["", *heads], rows)
         lines += _folded(table.group, body) if table.group else body
-    words = [f"Seeds {', '.join(map(str, results['seeds']))}"]
+    words = [f"Seeds {_escape(', '.join(map(str, results['seeds'])))}"]
     words[0] += ", or as many as a row has" if uneven(results) else ""
     words += ["mean ± standard deviation over seeds"] if any(table.spread for table in tables) else []
     published = any(table.published for table in tables)
-    words += [f"in brackets the value of {results.get('source') or 'the source'}"] if published else []
+    words += (
+        [f"in brackets the value of {_escape(results.get('source') or 'the source')}"] if published else []
+    )
     lines += ["; ".join(words) + ".", ""]
     title = "Differences, seed by seed (mean, 95 % interval, p of the exact sign-flip test; bold: the interval excludes zero)"
     lines += _folded(title, _differences(results))
-    lines += _folded("Notes and shortfalls", [f"- {note}" for note in results.get("notes") or []])
-    versions = ", ".join(f"{name} {value}" for name, value in (results.get("versions") or {}).items())
+    lines += _folded("Notes and shortfalls", [f"- {_escape(note)}" for note in results.get("notes") or []])
+    versions = ", ".join(
+        _escape(f"{name} {value}") for name, value in (results.get("versions") or {}).items()
+    )
     time = duration(results["seconds"]) if results.get("seconds") is not None else ""
     facts = [
-        f"`{results['command']}`" if results.get("command") else "",
-        results.get("device") or "",
+        f"`{' '.join(results['command'].replace('`', chr(39)).split())}`" if results.get("command") else "",
+        _escape(results.get("device") or ""),
         versions,
         time,
     ]
@@ -118,8 +136,10 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
     ]
     rows = []
     for one in checked:
-        best = "; ".join(f"{label} {mean} ({_escape(row)})" for label, mean, row in best_numbers(one))
-        rows.append([one["study"], _escape(sentences(one["answer"])[0]), best or "–"])
+        best = "; ".join(
+            f"{_escape(label)} {mean} ({_escape(row)})" for label, mean, row in best_numbers(one)
+        )
+        rows.append([_escape(one["study"]), _escape(sentences(one["answer"])[0]), best or "–"])
     lines += _table(["study", "answer", "best means"], rows)
     for one in checked:
         lines += _study(one)
@@ -127,7 +147,7 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
     if meanings := definitions(columns):
         lines += ["## What the columns mean", ""]
         lines += [
-            f"- **{'; '.join(_escape(column.label) for column in named)}**: {text}"
+            f"- **{'; '.join(_escape(column.label) for column in named)}**: {_escape(text)}"
             for named, text in meanings
         ]
         lines += [""]

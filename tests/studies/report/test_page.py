@@ -12,7 +12,7 @@ import pytest
 
 import flowbnn_studies.report
 from flowbnn.errors import FlowBNNError
-from flowbnn_studies.report import save_figures, write_report
+from flowbnn_studies.report import save_figures, write_markdown, write_report
 from flowbnn_studies.report.tables import make_tables
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -162,6 +162,21 @@ def test_text_is_escaped(two_clusters: dict[str, Any], tmp_path: Path) -> None:
     assert "<img" not in page
     assert bad in reader.words
     assert bad in unescape(page)
+
+
+def test_characters_that_cannot_be_drawn_are_marked(two_clusters: dict[str, Any], tmp_path: Path) -> None:
+    bad = "bell \x07 nul \x00 half \ud800 tab \t"
+    two_clusters["figures"] = two_clusters["figures"][1:2]
+    two_clusters |= {"title": bad, "answer": bad, "notes": [bad], "versions": {bad: bad}}
+    for figure in two_clusters["figures"]:
+        figure["title"] = figure["caption"] = bad
+        for part in (*figure["data"].get("models", []), *figure["data"].get("panels", [])):
+            part["title"] = part["label"] = bad
+    page = page_of([two_clusters], tmp_path)
+    assert "bell \ufffd nul \ufffd half \ufffd tab" in page
+    assert not set(page) & set("\x07\x00")
+    write_markdown([two_clusters], tmp_path / "a.md")
+    save_figures([two_clusters], tmp_path)
 
 
 def test_one_seed_has_no_spread(two_clusters: dict[str, Any], tmp_path: Path) -> None:

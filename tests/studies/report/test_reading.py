@@ -2,12 +2,15 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.results import read_json
+from flowbnn_studies.data.formats import read_cifar_binary, read_idx
 from flowbnn_studies.report import find_results, load_results, write_report
 
 
@@ -158,3 +161,15 @@ def test_curves_of_unequal_length(flow_length: dict[str, Any]) -> None:
     wrong = change(flow_length, "figures.0.data.panels.0.lines.1.std", [0.1])
     with pytest.raises(FlowBNNError, match=r"lines\[1\]\.std has 1 values, but 8 go with its x"):
         load_results(wrong)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "results.json")
+    for read in (
+        load_results,
+        lambda path: read_idx(path, (1,)),
+        lambda path: read_cifar_binary(path, 1, (1,)),
+    ):
+        with pytest.raises(FlowBNNError, match="a pipe or a device"):
+            read(tmp_path / "results.json")
+    assert read_json(tmp_path / "results.json") is None

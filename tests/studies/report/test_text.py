@@ -1,5 +1,6 @@
 """Tables, Markdown and the terminal: the same numbers, terms and sources named where they are used and only there."""
 
+import re
 from typing import Any
 
 import pytest
@@ -166,3 +167,21 @@ def test_the_console_says_how_many_notes_there_are_and_the_last(two_clusters: di
         in shown
     )
     assert "first" not in shown
+
+
+def test_markdown_passes_no_html_and_no_links(lenet: dict[str, Any], tmp_path: Any) -> None:
+    bad = "<img src=x onerror=y> [a](javascript:b) `</details>` \\<b> |\n[c]: javascript:d"
+    for field in ("study", "title", "question", "answer", "source", "command", "device"):
+        lenet[field] = bad
+    lenet |= {"notes": [bad], "versions": {bad: bad}, "seeds": [bad]}
+    for item in (*lenet["rows"], *lenet["metrics"]):
+        item |= {"label": bad, "definition": bad}
+        item |= {"group": bad} if "group" in item else {}
+    text = write_markdown([lenet], tmp_path / "a.md").read_text()
+    text = re.sub(r"(?m)^Reproduce: `[^`\n]*`", "", text)  # code shows what it holds
+    text = re.sub(r"<summary>[^<\n]*</summary>", "", text)  # as HTML does, where no link begins
+    bare = re.sub(r"\\[\\|*\[\]<`]", "", text)
+    assert set(re.findall(r"<[^>\s]*", bare)) <= {"<details", "</details"}
+    assert "[a](" not in bare
+    assert not re.search(r"(?m)^\[", bare)
+    assert len(lenet["title"].splitlines()) == 2  # what was given is not changed
