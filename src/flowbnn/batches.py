@@ -51,9 +51,15 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     """
     if not isinstance(batch, list | tuple):
         return batch, None
-    if len(batch) <= 2:
-        return batch[0], batch[1] if len(batch) == 2 else None
-    return tuple(batch[:-1]), batch[-1]
+    if len(batch) <= 1:
+        return batch[0], None
+    inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    if not isinstance(targets, Tensor):
+        found = type(targets).__name__
+        raise FlowBNNError(
+            f"targets are a tensor, not a {found}; give torch.as_tensor(targets)", kind="targets"
+        )
+    return inputs, targets
 
 
 def apply(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -214,6 +220,10 @@ def is_batch(inputs: Any) -> bool:
 def check_finite(inputs: Any, what: str = "inputs") -> None:
     """Refuse inputs that hold NaN or infinity."""
     for tensor in tensors_of(inputs):
+        if tensor.layout is not torch.strided:
+            raise FlowBNNError(
+                f"the {what} are a tensor of {tensor.layout}; give a dense one, x.to_dense()", kind="value"
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
             raise FlowBNNError(

@@ -237,6 +237,7 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None
         module.register_forward_pre_hook(noise.input_hook, with_kwargs=True)
 
 
+@checked
 def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = False) -> nn.Module:
     """The plain network back: a copy without noise, with the weights as they are now.
 
@@ -362,6 +363,7 @@ def _of_noise(owner: Any) -> bool:
     return isinstance(first, Noise) and not first.fixed
 
 
+@checked
 def describe(model: nn.Module) -> Table:
     """The table of what carries noise: layer, kind, posterior, site, dimensions, parameters."""
     return Table(

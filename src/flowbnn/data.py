@@ -151,6 +151,7 @@ class TensorLoader:
         """
         return slice(self.rank * number // self.world, (self.rank + 1) * number // self.world)
 
+    @checked
     def sharded(self, rank: int, world: int) -> "TensorLoader":
         """The loader of one of ``world`` workers: its contiguous share of every global batch.
 
@@ -223,6 +224,11 @@ def true_probability(points: Tensor, spread: Positive) -> Tensor:
     >>> true_probability(torch.tensor([-4.0, 0.0]), spread=1.0)  # halfway between two blobs
     tensor(0.5000)
     """
+    if points.shape[-1:] != (2,) or not points.is_floating_point():
+        found = f"{points.dtype} {list(points.shape)}"
+        raise FlowBNNError(
+            f"points must be real numbers [..., 2], not {found}", kind="value", argument="points"
+        )
     logs = _log_densities(points, spread)
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
@@ -291,12 +297,16 @@ NOISE = 0.02
 SPAN = (0.0, 0.5)
 
 
+@checked
 def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     r"""The curve at ``inputs``, each with its own :math:`\varepsilon`, zero unless given.
 
     >>> true_curve(torch.tensor([0.0, 0.25, 0.5]))  # 0, 0.25 + 0.3, 0.5
     tensor([0.0000, 0.5500, 0.5000])
     """
+    if isinstance(noise, Tensor) and noise.shape not in ((), inputs.shape):
+        shapes = f"noise must have the shape of inputs, {list(inputs.shape)}, not {list(noise.shape)}"
+        raise FlowBNNError(shapes, kind="value", argument="noise")
     moved = inputs + noise
     return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
 

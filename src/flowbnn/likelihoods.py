@@ -28,6 +28,7 @@ class Likelihood(nn.Module, ABC):
         """``[B]``."""
 
     @abstractmethod
+    @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         """From outputs ``[S, B, ...]`` to a :class:`~flowbnn.predictive.Predictive`; each input had ``spent`` of the S samples."""
 
@@ -81,6 +82,7 @@ class Categorical(Likelihood):
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
+    @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive(_single(outputs), spent)
 
@@ -125,6 +127,7 @@ class Bernoulli(Likelihood):
         logits = _stacked(outputs)
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
+    @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
         return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1), spent)
 
@@ -214,6 +217,7 @@ class Gaussian(Likelihood):
         variance = variances.mean(0) + means.var(0, correction=0)
         return torch.cat([means.mean(0), variance.log()], -1)
 
+    @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
         return GaussianPredictive(*self.moments(outputs), spent, self.shape)
 
@@ -258,6 +262,7 @@ def _stacked(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([_single(part) for part in outputs])
 
 
+@checked
 def make_likelihood(
     likelihood: Likelihood | str | dict[str, Any],
     outputs: Tensor | None = None,
@@ -273,7 +278,7 @@ def make_likelihood(
     settings: dict[str, Any] = (
         dict(likelihood) if isinstance(likelihood, dict) else {"likelihood": likelihood}
     )
-    name = str(settings.pop("likelihood")).lower()
+    name = str(settings.pop("likelihood", None)).lower()
     kinds: dict[str, type[Likelihood]] = {
         "categorical": Categorical,
         "bernoulli": Bernoulli,

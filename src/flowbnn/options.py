@@ -42,6 +42,9 @@ from typing import (
     is_typeddict,
 )
 
+import torch
+from torch import Tensor
+
 from flowbnn.errors import FlowBNNError, nearest, shown
 
 __all__ = [
@@ -107,6 +110,7 @@ File = str | PathLike[str]
 _NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary"}
 _NOUNS |= {PathLike: "path", Callable: "function"}
 _ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
+_ARTICLES[Tensor] = "a dense tensor of real numbers"
 
 
 def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
@@ -134,6 +138,8 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
         close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""
     elif hasattr(value, "model") and _allows(annotation, value.model):
         close = "; its network is its .model"
+    elif annotation is Tensor and hasattr(value, "__len__") and not isinstance(value, Tensor | str):
+        close = "; torch.as_tensor makes one of numbers"
     where = f"{owner}({name}=...)" if owner else name
     text = f"{where} must {verb} {_describe(annotation)}{hints}, got {shown(value)}{close}"
     raise FlowBNNError(text, kind="value", argument=name)
@@ -156,14 +162,21 @@ def _allows(annotation: Any, value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if annotation is float:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if annotation is Tensor:
+        return isinstance(value, Tensor) and _dense(value)
     kind = dict if is_typeddict(annotation) else origin or annotation
     if kind is Callable:
         return callable(value)
-    if kind in (Sequence, Iterable) and isinstance(value, str):
+    if kind in (Sequence, Iterable) and isinstance(value, str | bytes):
         return False
     if not isinstance(kind, type):
         return True
     return isinstance(value, kind) and all(_allows(one, part) for one, part in _parts(annotation, value))
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor has real numbers in memory: it is not sparse, complex or on the device ``meta``."""
+    return tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_meta
 
 
 def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:

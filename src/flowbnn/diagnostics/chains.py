@@ -24,6 +24,7 @@ __all__ = ["effective_sample_size", "split_rhat", "standard_error"]
 FEWEST = 4  # draws of a chain below which halves have no variance
 
 
+@checked
 def split_rhat(draws: Tensor) -> Tensor:
     r"""Rank-normalised split :math:`\hat R`, the larger of that of the values and that of their distances from the median.
 
@@ -66,10 +67,11 @@ def effective_sample_size(draws: Tensor, kind: Literal["bulk", "tail", "mean"] =
     return torch.minimum(*sizes).reshape(shape)
 
 
+@checked
 def standard_error(draws: Tensor) -> Tensor:
     """Monte Carlo standard error of the mean of draws ``[chains, draws, ...]``."""
-    flat = draws.flatten(0, 1)
-    return flat.double().std(0) / effective_sample_size(draws, "mean").sqrt()
+    size = effective_sample_size(draws, "mean")
+    return draws.flatten(0, 1).double().std(0) / size.sqrt()
 
 
 def _halves(draws: Tensor) -> tuple[Tensor, torch.Size]:

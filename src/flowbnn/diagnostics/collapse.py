@@ -1,6 +1,6 @@
 """Has a layer's posterior collapsed to a point, or fallen back onto its prior?"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
 from flowbnn.noise import InputNoise, noise_layers
+from flowbnn.options import Count, Seed, checked
 
 __all__ = ["LayerHealth", "health_warnings", "posterior_health"]
 
@@ -34,7 +35,8 @@ class LayerHealth:
     state: str
 
 
-def health_warnings(healths: Iterable[LayerHealth]) -> list[FlowBNNWarning]:
+@checked
+def health_warnings(healths: Sequence[LayerHealth]) -> list[FlowBNNWarning]:
     """One warning for each ailment, about all the layers that have it."""
     ill: dict[str, list[LayerHealth]] = {"point": [], "prior": []}
     for health in healths:
@@ -61,8 +63,9 @@ def _line(ill: Sequence[LayerHealth]) -> str:
     )
 
 
+@checked
 @torch.no_grad()
-def posterior_health(model: nn.Module, samples: int = 512, seed: int = 0) -> list[LayerHealth]:
+def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> list[LayerHealth]:
     """The state of every layer's noise posterior.
 
     >>> from flowbnn.noise import NormalAffine

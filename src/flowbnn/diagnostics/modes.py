@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise import InputNoise, noise_layers
+from flowbnn.options import Count, Seed, Share, checked
 
 __all__ = ["Marginal", "count_modes", "marginal"]
 
@@ -39,7 +40,8 @@ def _kernel_density(samples: Tensor, grid: Tensor) -> Tensor:
     return torch.exp(-0.5 * away.square()).mean(1) / (width * (2 * torch.pi) ** 0.5)
 
 
-def count_modes(density: Tensor, prominence: float = 0.1) -> int:
+@checked
+def count_modes(density: Tensor, prominence: Share = 0.1) -> int:
     """Peaks of a density on a grid that rise above the valleys beside them by ``prominence`` of the highest peak.
 
     >>> x = torch.linspace(-6, 6, 200)
@@ -47,6 +49,12 @@ def count_modes(density: Tensor, prominence: float = 0.1) -> int:
     >>> count_modes(bump(0.0)), count_modes(bump(-3.0) + bump(3.0)), count_modes(bump(-0.5) + bump(0.5))
     (1, 2, 1)
     """
+    if density.ndim != 1 or not len(density):
+        raise FlowBNNError(
+            f"density must be a vector on a grid, not {tuple(density.shape)}",
+            kind="value",
+            argument="density",
+        )
     values = density.tolist()
     need = prominence * max(values)
     modes, rising, low, high = 0, True, 0.0, 0.0
@@ -64,8 +72,9 @@ def count_modes(density: Tensor, prominence: float = 0.1) -> int:
     return modes
 
 
+@checked
 @torch.no_grad()
-def marginal(model: nn.Module, layer: str, dimension: int, samples: int = 4000, seed: int = 0) -> Marginal:
+def marginal(model: nn.Module, layer: str, dimension: int, samples: Count = 4000, seed: Seed = 0) -> Marginal:
     """The marginal density of one dimension of a layer's noise, from draws.
 
     >>> from flowbnn.noise import NormalAffine

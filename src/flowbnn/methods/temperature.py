@@ -276,6 +276,7 @@ class TemperedPosterior(Posterior):
         return self.posterior.tensors()
 
     @classmethod
+    @checked
     def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
         """Read a saved posterior into ``network``, which stays untouched if it does not fit."""
         file = opened(path, network, [cls.kind])

@@ -104,7 +104,7 @@ class Posterior:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name in TAKES_TURNS & vars(cls).keys():
-            setattr(cls, name, _take_turns(vars(cls)[name]))
+            setattr(cls, name, _take_turns(checked(vars(cls)[name])))
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -290,12 +290,14 @@ class Posterior:
         }
         return {f"{part}.{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the posterior to one safetensors file, atomically; plain tensors and JSON, nothing that can run code."""
         with self.kept.lock:
             return save_tensors(path, self.tensors(), self.document())
 
     @classmethod
+    @checked
     def load(cls, path: "str | Path | TensorFile", network: nn.Module) -> "Posterior":
         """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
         file = opened(path, network, [cls.kind])

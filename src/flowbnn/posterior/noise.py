@@ -17,6 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -43,6 +44,7 @@ from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
 from flowbnn.posterior.weights import StandIns, stand_in
+from flowbnn.training.storage import TensorFile
 
 __all__ = ["NoisePosterior", "Plan", "Sampler", "plan_for"]
 
@@ -134,7 +136,8 @@ class NoisePosterior(Posterior):
         return {**super().document(), "recipes": recipes}
 
     @classmethod
-    def load(cls, path: Any, network: nn.Module) -> "Posterior":
+    @checked
+    def load(cls, path: str | Path | TensorFile, network: nn.Module) -> "Posterior":
         """Read a saved posterior.
 
         Args:

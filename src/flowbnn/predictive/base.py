@@ -157,9 +157,11 @@ class Predictive(ABC):
 
     def _above(self, threshold: float | Tensor, by: str) -> Tensor:
         uncertainty = self.uncertainty(by)
-        if isinstance(threshold, Tensor):  # such as a quantile of other inputs' uncertainties
+        if (
+            isinstance(threshold, Tensor) and threshold.numel() == 1
+        ):  # a quantile of other inputs' uncertainties, say
             threshold = threshold.item()
-        if threshold != math.inf:
+        if not (isinstance(threshold, float) and threshold == math.inf):
             bounds = Interval(ge=0, le=1) if by in self.shares else Interval(ge=0)
             check("abstain_above", threshold, Annotated[float, bounds, Hint("or infinity to answer always")])
         return uncertainty > threshold
@@ -178,7 +180,12 @@ def check_finite(bad: Tensor) -> None:
 
 
 def check_samples(
-    values: Any, name: str, wanted: str, spent: Tensor | None = None, least: int = 0, most: float = math.inf
+    values: Tensor,
+    name: str,
+    wanted: str,
+    spent: Tensor | None = None,
+    least: int = 0,
+    most: float = math.inf,
 ) -> tuple[Tensor, Tensor | None]:
     """Samples ``[S, B, K]`` in at least single precision, and those spent on each input, ``[1, B]``.
 
@@ -189,9 +196,8 @@ def check_samples(
         most: the largest K.
     """
     trouble = ""
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        given = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        trouble = f"{name} must be a floating point tensor, not {given}"
+    if not values.is_floating_point():
+        trouble = f"{name} must be a floating point tensor, not {values.dtype}"
     elif values.ndim != 3 or not len(values) or not least <= values.shape[-1] <= most:
         single = values.ndim == 3 and values.shape[-1] < least
         advice = "for one logit per input use from_bernoulli" if single else "flatten other axes into B"
@@ -208,7 +214,7 @@ def check_samples(
     return values.to(torch.promote_types(values.dtype, torch.float32)), spent
 
 
-def quantile_levels(q: float | Sequence[float], closed: bool) -> list[float]:
+def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[float]:
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         ends = "from 0 to 1" if closed else "between 0 and 1, ends excluded"

@@ -40,6 +40,7 @@ class CategoricalPredictive(Predictive):
     uncertainties = ("entropy", "risk", "epistemic", "total_variance", "aleatoric")
     shares = ("entropy", "risk")
 
+    @checked
     def __init__(self, logits: Tensor, spent: Tensor | None = None) -> None:
         logits, self._spent = check_samples(logits, "logits", "[S, B, C]", spent, least=2)
         self._tensors = (logits,)
@@ -47,6 +48,7 @@ class CategoricalPredictive(Predictive):
         check_finite(self._present(self._tensors[0], 0.0).isnan())
 
     @classmethod
+    @checked
     def from_probabilities(cls, probabilities: Tensor) -> Self:
         """From probabilities ``[S, B, C]`` that sum to one over classes.
 
@@ -58,6 +60,7 @@ class CategoricalPredictive(Predictive):
         return cls(torch.log(check_probabilities(probabilities, ndim=3)))
 
     @classmethod
+    @checked
     def from_bernoulli(cls, logits: Tensor, spent: Tensor | None = None) -> Self:
         r"""From one logit per input, ``[S, B]`` or ``[S, B, 1]``: class 1 has probability :math:`\sigma(l)`, class 0 the rest.
 
@@ -182,6 +185,7 @@ class CategoricalPredictive(Predictive):
         value = super().uncertainty(by)
         return (value / math.log(self.log_samples.shape[-1])).clamp(max=1.0) if by == "entropy" else value
 
+    @checked
     def nll(self, targets: Tensor | None = None) -> Tensor:
         r"""Negative log-likelihood :math:`-\log \bar p_y` of each target ``[B]``; without targets, of the predicted labels."""
         if targets is None:
@@ -197,7 +201,8 @@ class CategoricalPredictive(Predictive):
         taken = self.samples.gather(0, chosen.unsqueeze(-1).expand(-1, -1, classes))
         return torch.multinomial(taken.reshape(-1, classes), 1, generator=generator).reshape(chosen.shape)
 
-    def quantiles(self, q: float | Sequence[float]) -> Tensor:
+    @checked
+    def quantiles(self, q: float | Sequence[float] | Tensor) -> Tensor:
         """Quantiles over samples of each class's probability, ``[Q, B, C]``, linear between order statistics.
 
         >>> samples = torch.tensor([[[0.2, 0.8]], [[0.4, 0.6]], [[0.9, 0.1]]])
@@ -228,10 +233,11 @@ class CategoricalPredictive(Predictive):
         needed = before < mass - 8 * torch.finfo(ordered.dtype).eps
         return torch.zeros_like(needed).scatter(-1, order, needed)
 
-    def decide(self, abstain_above: float, by: str = "entropy") -> Tensor:
+    def decide(self, abstain_above: float | Tensor, by: str = "entropy") -> Tensor:
         """Labels ``[B]``, with :data:`ABSTAIN` where the :meth:`uncertainty` ``by`` is above the threshold."""
         return self.labels.masked_fill(self._above(abstain_above, by), ABSTAIN)
 
+    @checked
     def evaluate(self, targets: Tensor) -> dict[str, float]:
         """Accuracy, mean NLL, Brier score and 15-bin expected calibration error, as :mod:`flowbnn.metrics` defines them."""
         targets = self._targets(targets)

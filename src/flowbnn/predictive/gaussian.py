@@ -50,6 +50,7 @@ class GaussianPredictive(Predictive):
 
     uncertainties = ("std", "epistemic", "variance", "aleatoric")
 
+    @checked
     def __init__(
         self,
         mean: Tensor,
@@ -111,11 +112,13 @@ class GaussianPredictive(Predictive):
         """The largest :attr:`standard_error` of the mean, in predictive standard deviations, ``[B]``."""
         return (self.standard_error / self.std).reshape(self.samples.shape[1:]).amax(-1)
 
+    @checked
     def cdf(self, values: Tensor) -> Tensor:
         r"""Predictive chance to fall below each value, :math:`\frac1S \sum_s \Phi((y - \mu_s) / \sigma_s)`, ``[B, D]``."""
         scaled = (self._targets(values) - self.samples) / self.sample_variances.sqrt()
         return self._shaped(self._mean(torch.special.ndtr(scaled)))
 
+    @checked
     def nll(self, targets: Tensor) -> Tensor:
         r"""Negative log-density of each input's targets in the mixture, ``[B]``; outputs are independent within a sample:
 
@@ -134,6 +137,7 @@ class GaussianPredictive(Predictive):
         normal = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
         return self._shaped(means + variances.sqrt() * normal)
 
+    @checked
     def crps(self, targets: Tensor) -> Tensor:
         r"""Continuous ranked probability score :math:`\int (F(x) - 1[y \le x])^2 dx` of each target, in its unit; smaller is better.
 
@@ -157,7 +161,8 @@ class GaussianPredictive(Predictive):
             pairs = pairs + 2.0 * (apart * there).sum(0)
         return self._shaped(near - 0.5 * pairs / counts.square())
 
-    def quantiles(self, q: float | Sequence[float]) -> Tensor:
+    @checked
+    def quantiles(self, q: float | Sequence[float] | Tensor) -> Tensor:
         """Quantiles of the predictive mixture, ``[Q, B, D]``, by root finding on its :meth:`cdf`; no gradient flows back.
 
         >>> GaussianPredictive(torch.tensor([[[-1.0]], [[1.0]]]), 1e-4).quantiles([0.25, 0.75]).flatten()
@@ -188,7 +193,7 @@ class GaussianPredictive(Predictive):
         tail = (1.0 - mass) / 2
         return Interval(*self.quantiles([tail, 1.0 - tail]))
 
-    def decide(self, abstain_above: float, by: str = "std") -> Decision:
+    def decide(self, abstain_above: float | Tensor, by: str = "std") -> Decision:
         """Mean ``[B, D]`` and, for each number, whether its :meth:`uncertainty` ``by`` is above the threshold.
 
         ``"std"`` is in the target's unit; ``"epistemic"``, ``"aleatoric"`` and ``"variance"`` are in its square.
@@ -201,6 +206,7 @@ class GaussianPredictive(Predictive):
         """
         return Decision(self.mean, self._above(abstain_above, by))
 
+    @checked
     def evaluate(self, targets: Tensor) -> dict[str, float]:
         """Root mean squared error, mean NLL and CRPS, and the share of targets inside the 90 % :meth:`interval`."""
         targets = self._targets(targets)

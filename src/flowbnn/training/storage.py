@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.options import checked
 
 __all__ = [
     "TensorFile",
@@ -52,7 +53,8 @@ MOST_NETWORKS = 100_000  # as many weights as so many networks have are no poste
 SEQUENCES = {"tuple": tuple, "deque": deque}
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Path:
+@checked
+def save_tensors(path: str | Path, tensors: Mapping[str, Any], document: Mapping[str, Any]) -> Path:
     """Write named tensors and a JSON document to one safetensors file, atomically.
 
     Tensors that are the same memory (tied weights) are stored once and come back as one tensor. If anything fails,
@@ -80,6 +82,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], document: Mapp
     return path
 
 
+@checked
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what :func:`save_tensors` wrote: the tensors, on the CPU, and the document.
 
@@ -240,16 +243,18 @@ def keep_as(path: Path, other: Path) -> None:
         shutil.copyfile(path, temporary)
 
 
+@checked
 def check_writable(path: str | Path) -> None:
     """Find out now, by writing a file of one byte, whether ``path`` can be written later; removes what killed runs left."""
-    target = Path(os.path.realpath(path))
-    trouble = f"'{path}' {_no_file(target)}" if _no_file(target) else ""
+    trouble, target = "", Path(path)
     try:
+        target = Path(os.path.realpath(path))
+        trouble = f"'{path}' {_no_file(target)}" if _no_file(target) else ""
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear(target)
         with _workplace(target) as temporary:
             temporary.write_bytes(b"0")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         trouble = f"cannot write in folder '{target.parent}' ({_reason(error)}); name another folder or make it writable"
     if trouble:
         raise FlowBNNError(trouble, kind="file")
@@ -277,8 +282,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Where ``path`` is a link, its target is replaced and the link stays.
     """
-    target = Path(os.path.realpath(path))
     try:
+        target = Path(os.path.realpath(path))
         if _no_file(target):
             raise OSError(f"it {_no_file(target)}")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -30,13 +30,14 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ===================  ==========================================================================================
 """
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Transform", "check_vectors"]
+__all__ = ["Transform", "check_tensor", "check_vectors"]
 
 
 class Transform(nn.Module):
@@ -53,8 +54,22 @@ class Transform(nn.Module):
         )
 
 
+def check_tensor(value: Any, owner: object) -> None:
+    """Refuse what is no tensor of real numbers; cheap, since a flow asks at every step."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
+        found = (
+            f"a tensor of {value.dtype}, {value.layout}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise FlowBNNError(
+            f"{type(owner).__name__} takes a dense floating point tensor, not {found}", kind="dtype"
+        )
+
+
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
     """Refuse vectors of another length, which would broadcast to a wrong log-det, and of another dtype than the parameters."""
+    check_tensor(value, owner)
     short = value.ndim == 0 or value.shape[-1] != dim
     if short or (parameter is not None and value.dtype != parameter.dtype):
         needs = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Hint, checked
-from flowbnn.transforms.base import Transform
+from flowbnn.transforms.base import Transform, check_tensor
 
 __all__ = ["Compose", "Inverse"]
 
@@ -38,6 +38,7 @@ class Compose(Transform):
         self.inverse_kind = min(inverses, key=("none", "numerical", "exact").index, default="exact")
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         total = z.new_zeros(z.shape[: z.ndim - self.event_dim])
         for part in self:
             z, log_det = part.forward(z, context)
@@ -45,6 +46,7 @@ class Compose(Transform):
         return z, total
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         total = x.new_zeros(x.shape[: x.ndim - self.event_dim])
         for part in reversed(list(self)):
             x, log_det = part.inverse(x, context)
@@ -70,6 +72,7 @@ class Inverse(Transform):
     tensor([0.])
     """
 
+    @checked
     def __init__(self, part: Transform) -> None:
         super().__init__()
         if part.inverse_kind == "none":

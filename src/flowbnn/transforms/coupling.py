@@ -109,7 +109,7 @@ class Coupling(Transform, ABC):
         self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
     def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self)
+        check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if self._layout == "first":
             return value[..., : self._kept_count], value[..., self._kept_count :]
         if self._layout == "last":

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Positive, checked
-from flowbnn.transforms.base import Transform
+from flowbnn.transforms.base import Transform, check_tensor
 from flowbnn.transforms.compose import Inverse
 
 __all__ = ["Exp", "LeakyReLU", "Logit", "Sigmoid", "Softplus", "Tanh"]
@@ -39,9 +39,11 @@ class Tanh(Transform):
     event_dim = 0
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         return torch.tanh(z), self._log_slope(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         limit = _below_one(x)
         z = torch.atanh(x.clamp(-limit, limit))
         return z, -self._log_slope(z)
@@ -61,9 +63,11 @@ class Sigmoid(Transform):
     event_dim = 0
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         return torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         x = x.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
         log_x, log_rest = torch.log(x), torch.log1p(-x)
         return log_x - log_rest, -(log_x + log_rest)
@@ -91,10 +95,12 @@ class Softplus(Transform):
     event_dim = 0
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         # torch's softplus turns into the identity at 20, an error of 2e-9 that float64 would show
         return -F.logsigmoid(-z), F.logsigmoid(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         x = _positive(x)
         return inverse_softplus(x), -torch.log(-torch.expm1(-x))
 
@@ -111,12 +117,14 @@ class Exp(Transform):
     event_dim = 0
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         limits = torch.finfo(z.dtype)
         # a few roundings inside the logarithm of the largest number, so that exp cannot round up to infinity
         z = z.clamp(math.log(limits.tiny), math.log(limits.max) * (1.0 - 4.0 * limits.eps))
         return z.exp(), z
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         z = _positive(x).log()
         return z, -z
 
@@ -139,7 +147,9 @@ class LeakyReLU(Transform):
         self.slope = slope
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         return torch.where(z < 0, self.slope * z, z), (z < 0).to(z.dtype) * math.log(self.slope)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
         return torch.where(x < 0, x / self.slope, x), (x < 0).to(x.dtype) * -math.log(self.slope)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluating, move, take
+from flowbnn.batches import call, device_of, dtype_of, evaluating, explaining, move, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
@@ -105,11 +105,12 @@ class LaplacePosterior(WeightPosterior):
 
     # the linearized network
 
+    @checked
     @torch.no_grad()
     def functional_variance(self, inputs: Any, diagonal: bool = False) -> Tensor:
         r"""Covariance :math:`J \Sigma J^T` of the outputs of the linearized network, ``[B, C, C]``, or its diagonal ``[B, C]``."""
         inputs, block = move(inputs, device_of(self.model), dtype_of(self.model)), self.blocks[0]
-        with evaluating(self.model):
+        with evaluating(self.model), explaining(inputs):
             if self.direct is not None and isinstance(block, Diagonal | Kronecker):
                 features = self._with_features(inputs)[1]
                 ones = features.new_ones(len(features), 1)

@@ -276,7 +276,7 @@ def fit(
         with undisturbed(loader, run.seed or 0):
             learn_noise(model, chosen, loader)
     if is_main_process():
-        called = (health for health in posterior_health(model) if health.layer not in idle)
+        called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):
             warnings.warn(ailment)
     rise = 0.0 if own_epochs else late_rise(posterior.history["elbo"])
