@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= results
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench attack clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'flowbnn needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
@@ -18,8 +18,8 @@ demo: $(STAMP)  ## run the demo studies and write the report
 	$(BIN)/flowbnn demo --out $(OUT)
 
 lint: $(STAMP)  ## linter and type checker
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks attack
+	$(BIN)/ruff format --check src tests benchmarks attack attack
 	$(BIN)/mypy
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
@@ -34,6 +34,9 @@ bench: $(STAMP)  ## speed, as ratios to the plain network
 	$(BIN)/python benchmarks/scaling.py --out $(OUT)
 	$(BIN)/python benchmarks/methods.py --rounds 20 --out $(OUT)
 	$(BIN)/python benchmarks/laplace.py --batch 250 --rounds 7 --out $(OUT)
+
+attack: $(STAMP)  ## kills, hostile files, wrong arguments, threads: 15 minutes, fails on any wrong answer, trace, hang or loss
+	$(BIN)/python -m attack --minutes 15 --seed 0
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist *.egg-info src/*.egg-info

@@ -1,0 +1,56 @@
+"""A short piece of every part of the attack; ``make attack`` runs the whole."""
+
+import os
+
+import pytest
+from attack import Budget, files, fuzz, kills, processes, soak, threads
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "label"),
+    [
+        ("flowbnn.data.TensorLoader", "*", "numpy objects"),
+        ("flowbnn.noise.NormalAffine", "components", "2.5"),
+        ("mle.posterior.predict", "inputs", "[1, 2]"),
+        ("mle.posterior.predict_with_targets", "inputs", "numpy targets"),
+        ("mle.posterior.save", "path", "None"),
+        ("mle.posterior.save", "path", "a nul in a path"),
+        ("mle.posterior.load", "network", "'x'"),
+        ("laplace.posterior.log_prob", "values", "0"),
+        ("GaussianPredictive.interval", "mass", "'0.9'"),
+        ("GaussianPredictive.nll", "targets", "numpy array"),
+        ("CategoricalPredictive.evaluate", "targets", "a list of lists"),
+        ("mle.fit", "loader", "list targets"),
+        ("Exp.forward", "z", "'x'"),
+        ("flowbnn.diagnostics.split_rhat", "draws", "[]"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(name, argument, label, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    door = next(door for door in fuzz.doors() if door.name == name)
+    assert fuzz.tried(door, {argument: label}) == ("refused", "")
+
+
+def test_fuzz_finds_no_trace():
+    tally = fuzz.attack(seed=0, budget=Budget(60.0, tries=100), opened=False)
+    assert tally.failures == []
+    assert tally.tries == 100
+
+
+def test_hostile_files_are_refused():
+    tally = files.attack(seed=0, budget=Budget(60.0, tries=2))
+    assert tally.failures == []
+    assert tally.tries == 2 * files.TOGETHER
+
+
+@forks
+def test_kills_and_second_processes_lose_nothing():
+    assert kills.attack(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
+    assert processes.attack(seed=0, budget=Budget(60.0, tries=1), names=("map",)).failures == []
+
+
+def test_threads_and_soak():
+    assert threads.attack(seed=0, budget=Budget(60.0, tries=2), names=("mle", "swag"), calls=4).failures == []
+    assert soak.attack(seed=0, budget=Budget(60.0, tries=2), names=("mle", "node-noise")).failures == []
