@@ -284,7 +284,10 @@ def test_counting():
     with pytest.raises(FlowBNNError, match="num_data="):
         count_data(DataLoader(list(torch.zeros(10, 10, 4)), batch_size=None))
     assert count_data([(torch.zeros(7, 2), torch.zeros(7)), (torch.zeros(3, 2), torch.zeros(3))]) == 10
-    assert split_batch((1, 2, 3)) == ((1, 2), 3)
+    labels = torch.zeros(3)
+    assert split_batch((1, 2, labels)) == ((1, 2), labels)
+    with pytest.raises(FlowBNNError, match="targets are a tensor, not a list"):
+        split_batch((1, [2, 3]))
     with pytest.raises(FlowBNNError, match="num_data="):
         count_data(iter([]))
 
