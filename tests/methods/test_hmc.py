@@ -133,6 +133,38 @@ def test_saved_and_loaded(tmp_path):
         assert repr(loaded) == repr(posterior)
 
 
+def test_learned_noise_is_sampled_with_the_weights(tmp_path):
+    """A constant with unknown noise: the posterior of the log noise by quadrature, its weight integrated out in closed form."""
+    generator = torch.Generator().manual_seed(0)
+    targets = 0.4 + 0.05 * torch.randn(12, 1, generator=generator, dtype=torch.float64)
+    inputs = torch.ones_like(targets)
+    net = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.fill_(0.4)
+    posterior = fb.HMC(samples=100, warmup=60, chains=8, steps=5, epochs=0).fit(
+        net, [(inputs, targets[:, 0])], seed=0, **QUIET
+    )
+    centre = 0.5 * (targets - 0.4).square().mean().log()
+    grid = centre + torch.linspace(-3, 3, 2001, dtype=torch.float64)
+    one = torch.eye(12, dtype=torch.float64)
+    spread = grid.exp().square()[:, None, None] * one + 1.0
+    normal = torch.distributions.MultivariateNormal(torch.zeros(12, dtype=torch.float64), spread)
+    weight = (normal.log_prob(targets[:, 0]) - 0.5 * (grid - centre).square()).softmax(0)
+    mean = (weight * grid).sum()
+    variance = (weight * (grid - mean).square()).sum()
+    levels = posterior.record["log_noise"].double()
+    assert ((levels.mean((0, 1)) - mean).abs() < 4 * standard_error(levels)).all()
+    squares = (levels - mean).square()
+    assert ((squares.mean((0, 1)) - variance).abs() < 4 * standard_error(squares)).all()
+    predictive = posterior.predict(inputs[:3])
+    assert predictive.mean.shape == (3,)
+    assert torch.allclose(
+        predictive.sample_variances[:, 0, 0].double(), (2 * posterior.log_noise[:, 0]).exp(), rtol=1e-5
+    )
+    loaded = fb.load_posterior(posterior.save(tmp_path / "chains.safetensors"), net)
+    assert torch.equal(loaded.predict(inputs[:3]).sample_variances, predictive.sample_variances)
+
+
 # the noise of large networks
 
 

@@ -23,7 +23,7 @@ from flowbnn.methods.fitting import prepare
 from flowbnn.methods.mcmc.chains import Chains, Kernel
 from flowbnn.methods.mcmc.hamiltonian import Potential, State, hmc_kernel, normals, nuts_kernel, uniforms
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
-from flowbnn.methods.mcmc.potential import Data, NetworkPotential, gather, noise_sites
+from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
 from flowbnn.posterior.weights import generator_of
 
@@ -37,8 +37,14 @@ class ChainMethod(Method):
     r"""Hamiltonian sampling of the exact posterior of the weights, or of the noise on the layers, under all training data.
 
     The network is copied, trained for ``epochs`` by maximum a posteriori, and kept in evaluation mode from then on: the running
-    statistics of BatchNorm, and the learned noise of a Gaussian likelihood, stay as that training left them. The chains use the data
-    of one pass over the loader, augmented as they are there.
+    statistics of BatchNorm stay as that training left them. The learned noise of a Gaussian likelihood is sampled along: its
+    logarithm has a normal prior of standard deviation 1 around that of the residuals there, and predictions use each draw's own
+    (``posterior.record["log_noise"]``). The chains use the data of one pass over the loader, augmented as they are there. Step size
+    and mass are one for all chains.
+
+    A density that is much narrower in its tails than in its middle is told by divergences: draws there are missing until the chains
+    are long or ``target_accept`` is high. Of a banana (a parabola of standard deviation 1, 0.3 wide) NUTS with 16 chains of 300
+    draws after 300 has 0.98 and 0.73 of the two variances, and 1.4 % divergences, at the default of 0.8.
 
     Args:
         samples: draws of each chain that are kept.
@@ -123,6 +129,8 @@ class ChainMethod(Method):
         position = record.pop("position")
         record["outputs"] = potential.function_values(position)
         members = potential.unpack(position.flatten(0, 1).to(potential.start.device))
+        if LOG_NOISE in members:
+            record[LOG_NOISE] = members.pop(LOG_NOISE).unflatten(0, position.shape[:2]).cpu()
         shape = NoiseChainPosterior if self.over == "noise" else ChainPosterior
         posterior = shape(
             point.model, point.likelihood, members, point.history, record=record, sampler=sampler

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.mcmc.potential import Sites, noisy_weights
+from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights, with_level
 from flowbnn.noise import layout_of
-from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
@@ -76,7 +77,7 @@ class ChainPosterior(MemberPosterior):
         model, likelihood, history: as in :class:`~flowbnn.methods.Posterior`.
         members: weights ``{name: [C * S, ...]}``, chain after chain.
         record: for each draw ``[C, S]`` its ``energy``, ``acceptance``, ``divergent``, ``gradients`` and ``depth``; ``outputs``,
-            function values ``[C, S, K]``; ``step_size``, of every chain.
+            function values ``[C, S, K]``; ``step_size``, of every chain; ``log_noise`` ``[C, S, D]``, where noise was learned.
         sampler: the method and its settings, as plain values.
     """
 
@@ -98,6 +99,27 @@ class ChainPosterior(MemberPosterior):
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
         return f"{type(self).__name__}({self.sampler['method']}, {chains} chains of {draws} draws, {self.likelihood!r})"
+
+    @property
+    def log_noise(self) -> Tensor | None:
+        """The logarithm of each member's noise, ``[C * S, D]``, where it was sampled."""
+        levels = self.record.get(LOG_NOISE)
+        return None if levels is None else levels.flatten(0, 1)
+
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        found, levels = super().outputs(inputs, samples, prediction), self.log_noise
+        if levels is None:
+            return found
+        seed = prediction.options.seed
+        taken = [self.chosen(index, prediction.samples, seed) for index in samples]
+        return with_level(found, levels[taken].to(found).unsqueeze(1))
+
+    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        if self.log_noise is None or not isinstance(self.likelihood, Gaussian):
+            return super()._predictive(outputs, spent)
+        each = Gaussian("predicted")
+        each.shape = self.likelihood.shape
+        return PointPosterior(self.model, each)._predictive(outputs, spent)
 
     @property
     def chains(self) -> dict[str, Tensor]:

@@ -20,14 +20,24 @@ from torch.func import functional_call, vmap
 
 from flowbnn.batches import check_finite_batch, device_of, dtype_of, join, move, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.likelihoods import Bernoulli, Categorical, Likelihood
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, log_variance
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
 
-__all__ = ["Data", "NetworkPotential", "Sites", "gather", "noise_sites", "noisy_weights"]
+__all__ = [
+    "LOG_NOISE",
+    "Data",
+    "NetworkPotential",
+    "Sites",
+    "gather",
+    "noise_sites",
+    "noisy_weights",
+    "with_level",
+]
 
 ROWS = 4096  # examples in one pass
+LOG_NOISE = "log_noise"  # of a regression, where it is learned
 Data = tuple[Any, Tensor]  # the inputs and targets of all training examples
 Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their weights
 
@@ -51,8 +61,16 @@ def noisy_weights(sites: Sites, noise: Mapping[str, Tensor]) -> dict[str, Tensor
     }
 
 
+def with_level(outputs: Tensor, log_noise: Tensor) -> Tensor:
+    """Outputs of a regression with the logarithm of their noise's variance beside them, as ``Gaussian("predicted")`` takes them."""
+    return torch.cat([outputs, log_variance(log_noise).to(outputs).expand_as(outputs)], -1)
+
+
 class NetworkPotential:
     r"""The potential of all weights that can be trained, tied ones once, or of noise with the weights fixed.
+
+    The logarithm of a Gaussian likelihood's learned noise is one more variable for each target, with a normal prior of standard
+    deviation 1 around the value that the likelihood has, which is the size of the residuals at the start.
 
     Args:
         model: the network; it is put into evaluation mode.
@@ -75,13 +93,19 @@ class NetworkPotential:
         self.model, self.likelihood = Called(model.eval()), likelihood.eval()
         self.inputs, self.targets = move(data, device_of(model), dtype_of(model))
         self.scale = num_data / len(self.targets)
-        self.prior_loc, self.prior_scale = 0.0 if sites is None else 1.0, prior_scale
         self.sites = sites
         values = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
         if sites is not None:
             values = {name: weight.new_ones(layout_of(part).dim) for name, (part, weight) in sites.items()}
-        self.shapes = {name: value.shape for name, value in values.items()}
         self.start = torch.cat([value.flatten() for value in values.values()])
+        self.prior_loc = torch.full_like(self.start, 0.0 if sites is None else 1.0)
+        self.prior_scale = torch.full_like(self.start, prior_scale)
+        if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
+            values[LOG_NOISE] = level = likelihood.log_scale.detach().to(self.start)
+            self.likelihood = Gaussian("predicted")  # by one more output for each target
+            self.start, self.prior_loc = torch.cat([self.start, level]), torch.cat([self.prior_loc, level])
+            self.prior_scale = torch.cat([self.prior_scale, torch.ones_like(level)])
+        self.shapes = {name: value.shape for name, value in values.items()}
         self.vectorised: bool | None = None  # not known yet
 
     def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
@@ -95,9 +119,11 @@ class NetworkPotential:
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
         """What the network gives with the weights that a vector determines."""
         values = self.unpack(vector)
+        level = values.pop(LOG_NOISE, None)
         weights = values if self.sites is None else noisy_weights(self.sites, values)
         named = {f"network.{name}": value for name, value in weights.items()}
-        return functional_call(self.model, named, (inputs,))
+        outputs = functional_call(self.model, named, (inputs,))
+        return outputs if level is None else with_level(outputs, level)
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Energies ``[C]`` in float64 and gradients ``[C, D]``."""
