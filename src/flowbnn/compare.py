@@ -362,10 +362,13 @@ def compare(
                 )
         except FlowBNNError as error:
             _leave_out(candidate, error, reasons)
-            part, caught = {"values": {}}, []  # a seed without numbers leaves the method out of the table
+            part, caught = (
+                {"values": {"nll": None}},
+                [],
+            )  # a seed without numbers leaves the method out of the table
         seconds = time.monotonic() - started
         parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
-        if part["values"]:
+        if part["values"]["nll"] is not None:
             kept.put(candidate.key, number, repr(method), parts.content[candidate.key, number])
     return Comparison([one for one, _ in chosen], parts, reasons, settings, call)
 
