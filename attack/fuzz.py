@@ -141,7 +141,8 @@ INTERNAL = """
     History outputs collect state settings restored document tensors read restore weights stream chosen log_density network_of
     from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
-    NormalMixture DiagonalNormal Flow divergence flat_draw Categorical.log_prob Gaussian.log_prob Bernoulli.log_prob
+    NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
+    Bernoulli.log_prob
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 

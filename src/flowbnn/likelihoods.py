@@ -129,7 +129,8 @@ class Bernoulli(Likelihood):
 
     @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        return CategoricalPredictive.from_bernoulli(outputs.reshape(outputs.shape[0], -1), spent)
+        rows = outputs.reshape(len(outputs), -1) if outputs.ndim else outputs
+        return CategoricalPredictive.from_bernoulli(rows, spent)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.numel() != outputs.shape[0]:
