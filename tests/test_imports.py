@@ -13,6 +13,7 @@ ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
     "compare",
     "results",
+    "candidates",
     "methods",
     "posterior",
     "diagnostics",

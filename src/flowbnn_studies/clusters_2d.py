@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.compare import Candidate
+from flowbnn.candidates import Candidate
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.compare import PLAIN, Candidate, Comparison, find_candidates, measure, warm_up
+from flowbnn.candidates import PLAIN, Candidate, find_candidates, measure, warm_up
+from flowbnn.compare import Comparison
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv

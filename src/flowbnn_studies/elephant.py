@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from flowbnn.compare import Candidate
+from flowbnn.candidates import Candidate
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flowbnn.compare import Candidate
+from flowbnn.candidates import Candidate
 from flowbnn.data import SPAN, TensorLoader, curve_points, true_curve
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior

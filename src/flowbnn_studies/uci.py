@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowbnn.compare import Candidate
+from flowbnn.candidates import Candidate
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.models import MLP

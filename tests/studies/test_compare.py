@@ -10,7 +10,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import flowbnn as fb
-from flowbnn.compare import Comparison, find_candidates, kept_numbers
+from flowbnn.candidates import find_candidates, kept_numbers
+from flowbnn.compare import Comparison
 from flowbnn.data import TensorLoader, clusters, ring
 from flowbnn.diagnostics import cost
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
