@@ -79,7 +79,7 @@ def load_results(source: Source) -> dict[str, Any]:
         raise FlowBNNError(
             f"cannot read {path}: {error.strerror or error}; run a study first", kind="file"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
         raise FlowBNNError(
             f"{path} is not valid JSON{line}; delete it and run the study again", kind="file"
