@@ -9,7 +9,10 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.training import EarlyStop
+from flowbnn.units import set_units
 
 
 def curve(number, seed, unit=1.0, center=0.0):
@@ -201,3 +204,14 @@ def test_the_mean_has_the_shape_of_the_targets(method, shape, tmp_path):
     assert fb.evaluate(posterior, (x, y), progress=False) == fb.evaluate(
         posterior, (x, y.reshape(40, 1)), progress=False
     )
+
+
+def test_members_with_and_without_units_make_one_ensemble():
+    """Whether targets are far is decided for each fresh member; near the bound members may differ."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 2)
+    points = [fb.posterior.PointPosterior(torch.nn.Linear(2, 1), Gaussian(dim=1)) for _ in range(2)]
+    set_units(points[1].model, torch.tensor([5.0]), torch.tensor([2.0]))
+    expected = torch.stack([point.model(inputs) for point in points]).mean(0)
+    posterior = EnsemblePosterior.from_points(points)
+    assert torch.allclose(posterior.predict(inputs).mean.reshape(-1, 1), expected, atol=1e-6)

@@ -24,6 +24,7 @@ from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
 from flowbnn.training.randomness import loader_generators
+from flowbnn.units import SCALE, set_units
 
 __all__ = ["DeepEnsemble", "EnsemblePosterior", "initialize_anew"]
 
@@ -157,7 +158,11 @@ class EnsemblePosterior(MemberPosterior):
     def from_points(
         cls, points: Sequence[PointPosterior], history: History | None = None
     ) -> "EnsemblePosterior":
-        """From one trained network for each member."""
+        """From one trained network for each member; where one has units of the targets (:mod:`flowbnn.units`), all have."""
+        known = [point.model.get_buffer(SCALE) for point in points if SCALE in point.model._buffers]
+        for point in points if known else ():
+            if SCALE not in point.model._buffers:
+                set_units(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
         states = [state_of(point.model) for point in points]
         likelihood = deepcopy(points[0].likelihood)
         made = cls.from_states(deepcopy(points[0].model).eval(), likelihood, states, history)
