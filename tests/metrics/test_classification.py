@@ -56,8 +56,8 @@ BAD = [
     (torch.tensor([[0.5, 0.5]]), torch.tensor([0.0]), "targets.long"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([[0, 1]]), r"targets.argmax\(-1\) of one-hot"),
     (torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1]), r"must be \[1\]"),
-    (torch.tensor([[0.5, 0.5]]), [0], "targets=.* must be a Tensor, got a list"),
-    ([[0.5, 0.5]], torch.tensor([0]), "probabilities=.* must be a Tensor, got a list"),
+    (torch.tensor([[0.5, 0.5]]), [0], "targets=.* must be a dense tensor of real numbers, got a list"),
+    ([[0.5, 0.5]], torch.tensor([0]), "probabilities=.* must be a dense tensor of real numbers, got a list"),
 ]
 
 

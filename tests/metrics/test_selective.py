@@ -45,7 +45,7 @@ def test_bad_input() -> None:
         risk_coverage(torch.zeros(2), torch.tensor([1, 0]))
     with pytest.raises(FlowBNNError, match="boolean tensor"):
         risk_coverage(torch.zeros(2), torch.tensor([True]))
-    with pytest.raises(FlowBNNError, match="correct=.* must be a Tensor"):
+    with pytest.raises(FlowBNNError, match="correct=.* must be a dense tensor"):
         risk_coverage(torch.zeros(2), [True, False])
     with pytest.raises(FlowBNNError, match="coverage=.*above 0 and of at most 1"):
         risk_coverage(torch.zeros(1), torch.tensor([True])).risk_at(0.0)

@@ -295,7 +295,7 @@ def test_draws_made_ahead_go_to_the_networks_of_their_layers():
 def test_a_prior_changed_through_data_changes_the_packed_kl(components):
     """``.data`` leaves no trace on a version counter: what is packed is read anew every time."""
     torch.manual_seed(0)
-    recipe = fb.noise.NormalAffine(components=components, kl_samples=4096)
+    recipe = fb.noise.NormalAffine(components=components, kl_samples=4096, base_scale=0.5)
     model = fb.to_stochastic(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), {"*": recipe})
     layers = noise_layers(model)
     with torch.no_grad():

@@ -102,7 +102,7 @@ def test_a_posterior_where_a_network_belongs_is_told_of_its_model():
         lambda p: fb.noise_mode(p, "off").__enter__(),
     ):
         one_line(lambda use=use: use(posterior), "its network is its .model")
-    one_line(lambda: fb.describe(3), "not a int")
+    one_line(lambda: fb.describe(3), "must be a Module, got 3")
 
 
 def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
@@ -114,10 +114,11 @@ def test_inputs_that_do_not_fit_are_told_what_to_do(tmp_path):
     one_line(lambda: fb.load_posterior(tmp_path, network()), "is a folder")
 
 
-def test_targets_far_from_the_network_are_told_to_be_standardised():
+def test_targets_far_from_a_network_that_is_not_fresh_are_warned_of():
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     kelvin = 293.0 + 5.0 * inputs[:, :1]
     model = nn.Linear(4, 1)
+    nn.init.constant_(model.bias, 1000.0)  # a fresh one takes the units of its targets
     with pytest.warns(
         FlowBNNWarning,
         match=r"away from the targets, which spread by .* around 29.*: train the network",
@@ -126,6 +127,7 @@ def test_targets_far_from_the_network_are_told_to_be_standardised():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fb.MLE(epochs=1).fit(nn.Linear(4, 1), [(inputs, (kelvin - 293.0) / 5.0)], **QUIET)
+        fb.MLE(epochs=1).fit(nn.Linear(4, 1), [(inputs, kelvin)], **QUIET)
         fb.MLE(epochs=1).fit(nn.Linear(4, 1), [(inputs[:4], kelvin[:4])], **QUIET)  # too few to tell
 
 

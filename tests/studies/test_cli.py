@@ -33,6 +33,7 @@ def test_version_and_list():
         "regression-1d",
         "clusters-2d",
         "elephant",
+        "uci",
         "compare",
         "lenet-fashion",
         "lenet-cifar10",

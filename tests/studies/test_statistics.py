@@ -56,7 +56,7 @@ def test_a_warning_of_many_layers_counts_for_each():
     content = {}
     for seed, some in enumerate((names, names[:1])):
         with recorded_warnings() as caught:
-            for one in health_warnings(LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in some):
+            for one in health_warnings([LayerHealth(name, 0.0, 0.0, 1.0, "prior") for name in some]):
                 warnings.warn(one)
             warnings.warn("something else", FlowBNNWarning)
         content["a", seed] = {"warnings": caught}

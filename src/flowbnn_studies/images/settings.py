@@ -187,7 +187,7 @@ def split_key(variant: str) -> tuple[str, str, str]:
 def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, Recipe | None]:
     """The noise of a variant; empty for the plain network.
 
-    >>> rules = rules_for("lenet", "xiong-flow-channel", Training())
+    >>> rules = rules_for("lenet", "xiong-flow-channel", Training(base_scale=0.1))
     >>> print(*(f"{layer}: {recipe}" for layer, recipe in rules.items()), sep="; ")
     *: NormalAffine(); conv2: NormalInvConv(planar=2, convolutions=3); fc1: NormalPlanar(length=2)
     """
