@@ -90,18 +90,22 @@ def test_noise_and_weights_of_a_resumed_fit_are_the_same_to_the_bit(tmp_path, se
 
 
 def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
-    """The README's pattern: the fit begins at the noise level of the given network, not at that of the network with noise."""
-    plain = fb.MLE(epochs=60, lr=0.01).fit(network(), batches(), seed=0, **QUIET)
-    posterior = fb.fit(
-        fb.to_stochastic(plain.model, {"*": fb.noise.NormalAffine()}), batches(), seed=0, **QUIET
-    )
-    held = fb.to_deterministic(posterior.model, absorb=True)
-    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(
-        residual(held, curve(500, 0)), rel=1e-3
-    )
-    report = fb.evaluate(posterior, curve(2000, 1), progress=False)
-    assert report["nll"] < best_nll(report["rmse"]) + 0.05
-    assert 0.87 < report["coverage_90"] < 0.95
+    """The README's pattern: the fit begins at the noise level of the given network, not at that of the network with noise.
+
+    On one data set the coverage is off by chance (0.905 to 0.935 over five); what must be right is its mean.
+    """
+    coverages = []
+    for seed in range(4):
+        loader = TensorLoader(*curve(500, seed), batch_size=50, shuffle=True)
+        plain = fb.MLE(epochs=60, lr=0.01).fit(network(), loader, seed=seed, **QUIET)
+        model = fb.to_stochastic(plain.model, {"*": fb.noise.NormalAffine()})
+        posterior = fb.fit(model, loader, seed=seed, **QUIET)
+        level = residual(fb.to_deterministic(posterior.model, absorb=True), curve(500, seed))
+        assert posterior.likelihood.log_scale.exp().item() == pytest.approx(level, rel=1e-3)
+        report = fb.evaluate(posterior, curve(2000, 1000 + seed), progress=False)
+        assert report["nll"] < best_nll(report["rmse"]) + 0.05
+        coverages.append(report["coverage_90"])
+    assert 0.87 < sum(coverages) / len(coverages) < 0.93
 
 
 @pytest.mark.parametrize(("unit", "center"), [(1e3, 0.0), (1e3, 5e3), (1e-3, 0.0)])
