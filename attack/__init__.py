@@ -1,8 +1,8 @@
 """The attack: what a hostile or careless world does to the library, tried at random, with seeds.
 
-    python -m attack [--minutes 15] [--seed 0] [--part fuzz]
+    python -m attack [--minutes 15] [--tries 5000] [--seed 0] [--part fuzz] [--jobs 1]
 
-Each part is a module with one function, ``attack(seed, budget)``, which tries until the seconds of its budget are over and returns a
+Each part is a module with one function, ``attack(seed, budget)``, which tries until its budget is over and returns a
 :class:`Tally`. A try survives if it ends as the documents say: the right answer, or one line that says what is wrong. A wrong answer, a
 trace, a hang, a lost or left-over file, or code that ran out of a file fails it.
 """
@@ -18,23 +18,27 @@ class Budget:
     """Seconds to spend, or a number of tries, whichever is over first."""
 
     def __init__(self, seconds: float, tries: float = float("inf")) -> None:
-        self.end, self.left = time.monotonic() + seconds, tries
+        self.end, self.tries = time.monotonic() + seconds, tries
 
-    def __bool__(self) -> bool:
-        self.left -= 1
-        return self.left >= 0 and time.monotonic() < self.end
+    def allows(self, tally: "Tally") -> bool:
+        """Whether there is more to try."""
+        return tally.tries < self.tries and time.monotonic() < self.end
 
 
 @dataclass
 class Tally:
-    """What became of the tries of one part; ``failures`` holds a line for each that failed, with what repeats it."""
+    """What became of the tries of one part.
+
+    ``failures`` holds a line for each that failed, with what repeats it; ``counts`` how many ended how; ``most`` the largest of
+    something.
+    """
 
     part: str
     seed: int
     tries: int = 0
     failures: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, float] = field(default_factory=dict)
+    most: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: str, failure: str = "") -> None:
         """One try, by a word for how it ended; with a ``failure`` it failed."""
@@ -42,6 +46,18 @@ class Tally:
         self.counts[outcome] = self.counts.get(outcome, 0) + 1
         if failure:
             self.failures.append(failure)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Both together."""
+        counts = {
+            word: self.counts.get(word, 0) + other.counts.get(word, 0) for word in self.counts | other.counts
+        }
+        most = {
+            word: max(self.most.get(word, 0.0), other.most.get(word, 0.0)) for word in self.most | other.most
+        }
+        return Tally(
+            self.part, self.seed, self.tries + other.tries, self.failures + other.failures, counts, most
+        )
 
 
 Part = Callable[[int, Budget], Tally]

@@ -246,7 +246,7 @@ def attack(seed: int, budget: Budget) -> Tally:
             except fb.FlowBNNError:
                 right[name] = None  # results that are too short for a report
         number = 0
-        while budget:
+        while budget.allows(tally):
             number += 1
             for ended in limited(lambda: batch(found, right, place, 1000 * seed + number), tally):  # noqa: B023
                 tally.add(*ended)
@@ -273,7 +273,7 @@ def limited(work: Callable[[], list[tuple[str, str]]], tally: Tally) -> list[tup
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     _, status, usage = os.wait4(child, 0)
-    tally.notes["largest GiB"] = max(tally.notes.get("largest GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
+    tally.most["GiB"] = max(tally.most.get("GiB", 0.0), round(usage.ru_maxrss / 2**20, 2))
     if status or not answer:
         return [("failed", f"a batch of {TOGETHER} files died with status {status}")]
     return [(ended, failure) for ended, failure in json.loads(answer)]

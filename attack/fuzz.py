@@ -414,7 +414,7 @@ def attack(seed: int, budget: Budget, opened: bool = True) -> Tally:
                 if served:
                     tally.add("failed", f"{door.name}() with good arguments: {served}")
             for door, wrong in cases(seed):
-                if not budget:
+                if not budget.allows(tally):
                     break
                 outcome, failure = tried(door, wrong)
                 tally.add(outcome, failure and f"{door.name}({wrong}): {failure}")

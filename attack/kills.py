@@ -115,7 +115,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         peaceful: dict[str, tuple[Path, float]] = {}
-        while budget:
+        while budget.allows(tally):
             name = names[tally.tries % len(names)]
             if name not in peaceful:
                 train(name, Path(place) / "first")  # what is imported late is imported before the clock runs
@@ -143,7 +143,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
             left = files(folder) - files(quiet)
             if not trouble and left:
                 trouble = f"left over: {sorted(left)[:3]}"
-            tally.notes["kills"] = tally.notes.get("kills", 0) + kills
+            tally.counts["kills"] = tally.counts.get("kills", 0) + kills
             tally.add("failed" if trouble else "resumed", trouble and f"{name}, killed {plan}: {trouble}")
             shutil.rmtree(folder, ignore_errors=True)
     return tally

@@ -32,7 +32,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
     """Methods in turn."""
     tally, dice = Tally("processes", seed), random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
-        while budget and hasattr(os, "fork"):
+        while hasattr(os, "fork") and budget.allows(tally):
             name = names[tally.tries % len(names)]
             quiet, folder = Path(place) / name, Path(place) / "two"
             began = time.monotonic()

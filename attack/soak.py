@@ -76,7 +76,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         base, rounds = resources(), 0
-        while budget:
+        while budget.allows(tally):
             name = names[rounds] if rounds < len(names) else dice.choice(names)
             rounds += 1
             for what, holds in checks(name, dice, Path(folder)):
@@ -84,7 +84,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
             if rounds == len(names):
                 base = resources()  # all is imported and warm
         files, threads, memory = (now - then for now, then in zip(resources(), base, strict=True))
-        tally.notes["MiB grown"] = round(memory, 1)
+        tally.most["MiB grown"] = round(memory, 1)
         bad = rounds > len(names) and (files > 2 or threads > 2 or memory > GROWTH)
         grown = f"grown by {files} files, {threads} threads, {memory:.0f} MiB"
         tally.add("failed" if bad else "held", grown if bad else "")

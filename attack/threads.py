@@ -32,7 +32,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS), c
     tally, dice = Tally("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     round_number = 0
-    while budget:
+    while budget.allows(tally):
         name = names[round_number % len(names)]
         round_number += 1
         cases = [
