@@ -52,5 +52,7 @@ def test_kills_and_second_processes_lose_nothing():
 
 
 def test_threads_and_soak():
-    assert threads.attack(seed=0, budget=Budget(60.0, tries=33), names=("mle", "swag"), calls=4).failures == []
+    assert (
+        threads.attack(seed=0, budget=Budget(60.0, tries=33), names=("mle", "swag"), calls=4).failures == []
+    )
     assert soak.attack(seed=0, budget=Budget(60.0, tries=10), names=("mle", "node-noise")).failures == []

@@ -16,6 +16,7 @@ from flowbnn.methods.mcmc import hmc as methods
 from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.potential import NetworkPotential
 from flowbnn.posterior import PredictOptions
+from flowbnn.training import load_tensors, save_tensors
 
 
 def test_a_conjugate_regression_is_recovered():
@@ -119,6 +120,21 @@ def test_resuming_gives_the_same_draws(tmp_path, monkeypatch):
     assert torch.equal(whole.record["energy"], resumed.record["energy"])
     with pytest.raises(FlowBNNError, match="was written with steps=4 and this run has 5"):
         small(epochs=2, samples=8, warmup=52, steps=5).fit(network(), data, seed=2, **kept, **QUIET)
+
+
+def test_other_data_and_other_files_are_told_when_chains_go_on(tmp_path):
+    inputs, targets = blobs(60).tensors
+    kept = {"seed": 2, "checkpoint": tmp_path, "resume": True, **QUIET}
+    small().fit(network(), [(inputs, targets)], **kept)
+    with pytest.warns(FlowBNNWarning, match="resumed with other data") as told:
+        small(samples=8).fit(network(), [(inputs.flip(0), targets)], **kept)
+    assert told[0].message.fields["kind"] == "changed data"
+    path = tmp_path / "chains.safetensors"
+    tensors, document = load_tensors(path)
+    large = torch.zeros(2, 8, 10_000)
+    save_tensors(path, tensors | {"kept/position": large}, document)
+    with pytest.raises(FlowBNNError, match="no file of these chains"):
+        small(samples=10).fit(network(), [(inputs.flip(0), targets)], **kept)
 
 
 def test_saved_and_loaded(tmp_path):

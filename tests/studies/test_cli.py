@@ -97,6 +97,21 @@ def test_an_unwritable_folder_is_told_before_any_work(tmp_path, command):
     assert "cannot write" in result.stderr
 
 
+def test_ctrl_c_while_torch_is_imported_is_one_line():
+    code = """
+import os, signal, sys, flowbnn_command
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+flowbnn_command.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "flowbnn: interrupted\n")
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     from flowbnn_studies.two_clusters import TwoClusters
 

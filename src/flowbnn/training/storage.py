@@ -36,7 +36,6 @@ __all__ = [
     "encode_state",
     "is_alive",
     "keep_as",
-    "load_state",
     "load_tensors",
     "replacing",
     "save_state",
@@ -130,10 +129,10 @@ class TensorFile:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, read and checked."""
         with self._reading():
-            read = {name: view.clone() for name, view in self.stored.items()}
-            if self.checksum != _checksum(read, self.content):
+            if self.checksum != _checksum(self.stored, self.content):  # of the views, which take no memory
                 text = f"'{self.path}' is damaged: its bytes are not those that were written"
                 raise FlowBNNError(text, kind="file")
+            read = {name: view.clone() for name, view in self.stored.items()}
             return read | {name: read[of] for name, of in self.aliases.items()}
 
     def holding(self, document: dict[str, Any]) -> "TensorFile":
@@ -185,12 +184,6 @@ def save_state(path: str | Path, state: Mapping[str, Any]) -> Path:
     tensors: dict[str, Tensor] = {}
     document = {name: encode_state(value, name, tensors) for name, value in state.items()}
     return save_tensors(path, tensors, document)
-
-
-def load_state(path: str | Path) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote, with the same types."""
-    tensors, document = load_tensors(path)
-    return decode_state(document, tensors)
 
 
 def encode_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

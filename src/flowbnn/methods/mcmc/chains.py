@@ -9,6 +9,7 @@ where it happened to be would take steps there that never reach the places where
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods.mcmc.hamiltonian import (
     Potential,
     State,
@@ -28,7 +29,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
     normals,
 )
 from flowbnn.training import check_writable, is_main_process, track
-from flowbnn.training.storage import load_state, save_state
+from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
 __all__ = ["Chains", "Kernel", "Warmup", "reasonable_step", "window_ends"]
 
@@ -263,9 +264,9 @@ class Chains:
         return True
 
     def load(self, path: Path) -> None:
-        """Continue from the file of a run with the same settings."""
-        saved = load_state(path)
-        settings, device = saved["settings"], self.starts.device
+        """Continue from the file of a run with the same settings; warn where its energies are not those of this run's data."""
+        file = TensorFile(path, self.starts.shape[1])
+        settings = file.document.get("settings") or {}
         changed = next((name for name in self.settings if settings.get(name) != self.settings[name]), None)
         if changed is not None:
             raise FlowBNNError(
@@ -274,9 +275,39 @@ class Chains:
                 kind="resume",
                 argument=changed,
             )
+        found = {name: view.shape for name, view in file.views.items()}
+        if found != self._shapes(file.document.get("number", 0)):  # before anything is read
+            raise FlowBNNError(f"'{path}' is no file of these chains", kind="file")
+        saved = decode_state(file.document, file.tensors)
         self.number = saved["number"]
-        self.state = State(**{name: value.to(device) for name, value in saved["state"].items()})
+        self.state = State(**{name: value.to(self.starts.device) for name, value in saved["state"].items()})
         self.adapting.load(saved["adapting"])
         for source, state in zip(self.sources, saved["sources"], strict=True):
             source.set_state(state)
         self.kept |= {name: list(draws.unbind(1)) for name, draws in saved["kept"].items()}
+        with torch.no_grad():
+            here = begin(self.potential, self.state.position)
+        if not torch.allclose(here.energy, self.state.energy, rtol=1e-4, atol=1e-3):
+            self.state = here
+            line = f"'{path}' is resumed with other data: the draws that it holds are not of their posterior; resume=False begins again"
+            warnings.warn(FlowBNNWarning(line, kind="changed data", path=str(path)))
+
+    def _shapes(self, number: int) -> dict[str, torch.Size]:
+        """Of all that :meth:`save` writes after so many transitions."""
+        state = State(self.starts, self.adapting.step_size, self.starts)._asdict()
+        count = max(0, number - self.warmup) // self.thin
+        rows = self.starts.new_empty(len(self.starts), count, device="meta")
+        kept = dict.fromkeys(RECORDED, rows) | {
+            "position": rows[..., None].expand(-1, -1, self.starts.shape[1])
+        }
+        tensors: dict[str, Tensor] = {}
+        sources = [source.get_state() for source in self.sources]
+        parts = {
+            "state": state,
+            "adapting": self.adapting.state(),
+            "sources": sources,
+            "kept": kept if count else {},
+        }
+        for name, part in parts.items():
+            encode_state(part, name, tensors)
+        return {name: tensor.shape for name, tensor in tensors.items()}
