@@ -21,7 +21,7 @@ from common import positive
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.methods import METHODS, make_method
+from flowbnn.methods import METHODS
 
 SHORT: dict[str, dict[str, Any]] = {
     "hmc": {"samples": 6, "warmup": 30, "chains": 2},
@@ -109,7 +109,7 @@ def main() -> None:
             *(layer for layer in layers if name == "own-dropout" or layer is not layers[2])
         )
         kind = "mc-dropout" if name == "own-dropout" else name
-        method = make_method(kind, **SHORT.get(kind, {"epochs": 10}))
+        method = METHODS[kind](**SHORT.get(kind, {"epochs": 10}))
         posterior = method.fit(network, batches, seed=0, progress=False)
         wrong, (each, shared, own, lock) = measure(posterior, x, args)
         total += wrong

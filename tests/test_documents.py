@@ -101,7 +101,7 @@ def test_the_skeletons_of_contributing_run(tmp_path):
         parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
         runner.run(parser.get_doctest(names["Shift"].__doc__, names, "Shift", None, 0))
         assert runner.summarize().failed == 0
-        method = fb.methods.make_method("snapshots", epochs=1)
+        method = fb.methods.METHODS["snapshots"](epochs=1)
         assert len(method.fit(torch.nn.Linear(4, 3), small_loader(), progress=False)) == 3
         likelihood = names["LaplaceNoise"](2.0)
         assert likelihood.log_prob(torch.zeros(1, 1), torch.ones(1)).item() == pytest.approx(

@@ -238,7 +238,7 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None
 
 
 @checked
-def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = False) -> nn.Module:
+def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
     """The plain network back: a copy without noise, with the weights as they are now.
 
     Args:
@@ -246,7 +246,6 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
             stochastic one does with its noise held at the mean; layers whose weights cannot take it (attention, recurrent, tied)
             keep it as a buffer that multiplies their input. After training the means are no longer one, and without this the
             network is not the one that was trained: a warning says so.
-        inplace: take the noise off the given network itself.
 
     A network without noise, such as one that ``posterior.sample`` gave, is plain already and comes back as it is.
 
@@ -256,7 +255,7 @@ def to_deterministic(model: nn.Module, *, inplace: bool = False, absorb: bool = 
     >>> torch.equal(plain.weight, network.weight), len(plain.state_dict())
     (True, 2)
     """
-    model = model if inplace else deepcopy(model)
+    model = deepcopy(model)
     layers = noise_layers(model)
     if not absorb:
         _warn_of_means(layers)

@@ -45,7 +45,6 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    noise = torch.Generator().manual_seed(21 if fresh else seed)
     network = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
     scale = nn.Parameter(torch.zeros(()))
     groups = [{"params": list(network.parameters())}, {"params": [scale], "lr": 0.05}]
@@ -57,8 +56,7 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
         inputs, targets = batch
         if clock.step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        draw = torch.randn(inputs.shape) + torch.randn(inputs.shape, generator=noise)
-        draw = draw * random.random() + float(np.random.normal())  # noqa: NPY002
+        draw = torch.randn(inputs.shape) * random.random() + float(np.random.normal())  # noqa: NPY002
         error = (model(inputs * (1 + 0.1 * draw)) - targets * scale.exp()).square().mean()
         return error + 0.01 * scale**2, {"log_likelihood": -error}
 
@@ -101,7 +99,6 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
         options,
         schedule=schedule,
         validate=validate,
-        generators=[noise],
     )
     result = history.to_dict()
     del result["seconds"]

@@ -15,6 +15,6 @@ class Objective(nn.Module):
 
 
 def train(network, loss, optimizer, *args, validate=None, **more):
-    check = None if validate is None else lambda objective: validate(objective.network)
+    check = None if validate is None else lambda: validate(network)
     more = {"names_below": "network", "validate": check, **more}
     return train_objective(Objective(network, loss), optimizer, *args, **more)

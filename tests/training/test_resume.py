@@ -47,9 +47,9 @@ def make(width=3, dtype=torch.float32, momentum=0.9, schedule=False):
     return network, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2) if schedule else None
 
 
-def loader(rows=12):
+def loader(rows=12, own=None):
     inputs = torch.randn(rows, 2, generator=torch.Generator().manual_seed(2))
-    return DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=3, shuffle=True)
+    return DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=3, shuffle=True, generator=own)
 
 
 def step(model, batch, clock):
@@ -196,7 +196,7 @@ def test_other_networks_other_groups_and_other_data(tmp_path, peaceful):
     network, optimizer, _ = make()
     resume = options(tmp_path / "peaceful", resume=True, epochs=9)
     with pytest.raises(FlowBNNError, match="random generators"):
-        train(network, step, optimizer, loader(), resume, generators=[torch.Generator()])
+        train(network, step, optimizer, loader(own=torch.Generator()), resume)
 
 
 def test_a_shorter_loader_is_noticed(tmp_path):

@@ -1,6 +1,6 @@
 """One file for each method; ``method.fit`` gives a posterior, a posterior predicts."""
 
-from flowbnn.methods.base import METHODS, FitOptions, Method, make_method, register_method
+from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
 from flowbnn.methods.laplace.laplace import Laplace
@@ -57,7 +57,6 @@ __all__ = [
     "evaluate",
     "fit",
     "load_posterior",
-    "make_method",
     "register_method",
     "temper",
 ]

@@ -42,7 +42,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.fitting import (
     NOISE_RATE,
@@ -62,7 +62,7 @@ from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 
-__all__ = ["METHODS", "FitOptions", "LikelihoodName", "Method", "make_method", "register_method"]
+__all__ = ["METHODS", "FitOptions", "LikelihoodName", "Method", "register_method"]
 
 METHODS: dict[str, type["Method"]] = {}
 
@@ -71,19 +71,6 @@ def register_method(kind: type["Method"]) -> type["Method"]:
     """Make a method known by its name, which is its class's in kebab-case. Used as a decorator."""
     METHODS[kind.name] = kind
     return kind
-
-
-def make_method(name: str, **settings: Any) -> "Method":
-    """A method by its name.
-
-    >>> make_method("map", epochs=5)
-    MAP(epochs=5)
-    """
-    if name not in METHODS:
-        raise FlowBNNError(
-            f"there is no method '{name}'{nearest(name, METHODS)}", kind="name", argument="name"
-        )
-    return METHODS[name](**settings)
 
 
 @options(kw_only=True, repr=False)

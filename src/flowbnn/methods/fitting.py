@@ -303,7 +303,7 @@ def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> 
 
 def validator(
     posterior: Posterior, validation: Iterable[Any] | None, samples: int
-) -> Callable[[nn.Module], dict[str, float]] | None:
+) -> Callable[[], dict[str, float]] | None:
     """Predictive negative log-likelihood (and accuracy or error) on held-out data, with the same draws at every epoch.
 
     The first batch is tried before an epoch is spent.
@@ -319,7 +319,7 @@ def validator(
         check = partial(posterior.likelihood.check, targets=targets)
         _outputs(model, inputs, "first batch of the validation data", check)
 
-    def validate(model: nn.Module) -> dict[str, float]:
+    def validate() -> dict[str, float]:
         predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)
         return {name: float(value) for name, value in predictive.evaluate(targets).items()}
 

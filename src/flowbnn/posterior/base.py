@@ -68,7 +68,7 @@ from flowbnn.units import LOC, SCALE, set_units
 __all__ = ["Posterior", "PredictOptions", "Prediction", "load_posterior"]
 
 # methods that read the network, beside predict and save
-TAKES_TURNS = {"sample", "draws", "log_prob", "member", "mean_network"}
+TAKES_TURNS = {"sample", "draws", "log_prob", "member"}
 
 
 def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:

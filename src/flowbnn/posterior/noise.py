@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, divisible, move, repeat, rows, take
-from flowbnn.convert import at_draw, to_deterministic, to_stochastic
+from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import (
     InputNoise,
@@ -123,10 +123,6 @@ class NoisePosterior(Posterior):
         with torch.no_grad():
             each = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
         return torch.stack(each).sum(0)
-
-    def mean_network(self) -> nn.Module:
-        """The plain network at the mean of the noise, which is absorbed into the weights."""
-        return to_deterministic(self.model, absorb=True)
 
     def document(self) -> dict[str, Any]:
         recipes = {

@@ -31,7 +31,7 @@ from flowbnn.training.storage import check_writable
 
 __all__ = ["train"]
 
-Validate = Callable[[nn.Module], Mapping[str, float]]
+Validate = Callable[[], Mapping[str, float]]
 END = object()  # of an epoch
 
 
@@ -43,7 +43,6 @@ def train(
     *,
     schedule: LRScheduler | None = None,
     validate: Validate | None = None,
-    generators: Iterable[torch.Generator] = (),
     settings: Mapping[str, Any] | None = None,
     structure: Mapping[str, Mapping[str, Any]] | None = None,
     names_below: str = "",
@@ -63,8 +62,7 @@ def train(
         loader: a ``DataLoader``, or anything that can be iterated once per epoch, such as a list of batches.
         options: a :class:`TrainingOptions`.
         schedule: stepped as ``options.schedule_every`` says; ``ReduceLROnPlateau`` by what early stopping monitors, or else the loss.
-        validate: called after every epoch with the objective in evaluation mode; its numbers are recorded as ``validation_...``.
-        generators: generators that the objective draws from, to be kept in the checkpoint.
+        validate: called after every epoch, while the objective is in evaluation mode; its numbers are recorded as ``validation_...``.
         settings: plain values to keep in the checkpoint, such as the weight of the KL; a resumed run warns of those that have changed.
         structure: plain values of each layer that must not change when a run is resumed, such as the recipe of its noise.
         names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` is called ``fc1``.
@@ -87,7 +85,7 @@ def train(
     options = options or TrainingOptions()
     kept = {"settings": settings or {}, "structure": structure or {}, "names_below": names_below}
     check_arguments(objective, optimizer, options, schedule, validate is not None)
-    run = Run(objective, optimizer, loader, options, schedule, validate, generators, kept)
+    run = Run(objective, optimizer, loader, options, schedule, validate, kept)
     with run.open() as interrupts:
         while not run.finished:
             with interrupts:
@@ -113,7 +111,6 @@ class Run:
         options: TrainingOptions,
         schedule: LRScheduler | None,
         validate: Validate | None,
-        generators: Iterable[torch.Generator],
         kept: dict[str, Any],
     ) -> None:
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
@@ -123,9 +120,8 @@ class Run:
             check_writable(self.path)
         self.process = process = Process(options) if connect(options) == 1 else Worker(options)
         self.main, self.on_host = process.rank == 0, process.device.type == "cpu"
-        self.randomness = Randomness(
-            [*generators, *loader_generators(loader)], process.device if process.processes > 1 else None
-        )
+        own = process.device if process.processes > 1 else None
+        self.randomness = Randomness(loader_generators(loader), own)
         self.steps_per_epoch = length_of(loader)
         kept |= {"options": options, "steps_per_epoch": self.steps_per_epoch, "scaler": process.scaler}
         self.state = State(objective, optimizer, schedule, self.randomness, **kept)
@@ -343,7 +339,8 @@ class Run:
         record = self.means() | {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if self.validate is not None:
             with kept_modes(self.objective), torch.no_grad():
-                values = self.validate(self.objective.eval())
+                self.objective.eval()
+                values = self.validate()
             for name, value in values.items():
                 record[f"validation_{name.removeprefix('validation_')}"] = float(value)
         record = self.process.agree(record)
