@@ -16,7 +16,8 @@ from common import MODELS, arguments, interleave, positive, report, shape_of, wr
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
-from flowbnn.posterior.prediction import HALF, casting
+from flowbnn.posterior.prediction import casting
+from flowbnn.training.device import MIXED
 
 METHODS = {
     "Bayes by Backprop": fb.BayesByBackprop(),
@@ -104,12 +105,12 @@ def main() -> None:
 
 
 def predict(found: Any, methods: dict[str, Any], batch: Any) -> Any:
-    device, precision = found.device, None if found.precision == "32-true" else found.precision
+    device, precision = found.device, found.precision
     plain = MODELS[found.model]().eval().to(device)
     images = torch.randn(found.images, *shape_of(found.model), device=device)
 
     def plainly() -> None:
-        with torch.inference_mode(), casting(torch.device(device), HALF.get(precision or "")):
+        with torch.inference_mode(), casting(torch.device(device), MIXED.get(precision)):
             for _ in range(found.samples):
                 plain(images)
 

@@ -24,7 +24,7 @@ from flowbnn.batches import device_of, fingerprint
 from flowbnn.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import Method, Temperature
-from flowbnn.methods.base import LikelihoodName
+from flowbnn.methods.base import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, Positive, Seed, checked
 from flowbnn.results import (
     CLASSIFICATION,
@@ -40,6 +40,7 @@ from flowbnn.results import (
     write_json,
 )
 from flowbnn.training import track
+from flowbnn.training.options import Accelerator, Precision
 
 __all__ = ["Comparison", "compare"]
 
@@ -73,9 +74,12 @@ def compare(
     seed: Seed = 0,
     seeds: Count | Sequence[Seed] = 1,
     likelihood: LikelihoodName = "auto",
+    num_data: Count | None = None,
+    clip_gradient: Positive | None = None,
+    accelerator: Accelerator = "auto",
+    precision: Precision = "32-true",
     folder: File | None = None,
     progress: bool = True,
-    **options: Any,
 ) -> "Comparison":
     """Fit methods on a network and data of your own; say which is best and what each costs.
 
@@ -90,11 +94,10 @@ def compare(
         samples: networks averaged in a prediction.
         seed, seeds: ``seed``, ``seed + 1``, ... for a number of seeds, or the seeds themselves; the network starts from the given
             weights with each of them.
-        likelihood: as in :meth:`~flowbnn.methods.Method.fit`.
+        likelihood, num_data, clip_gradient, accelerator, precision: of every fit, as in :class:`~flowbnn.methods.FitOptions`.
         folder: keeps every method and seed that is finished; a second call with the same folder goes on from there. What other
             settings, weights or test data made is measured again, with a warning.
         progress: show a bar over the methods, on a terminal.
-        options: of every fit, such as ``accelerator``.
 
     >>> from flowbnn.data import TensorLoader, clusters
     >>> loaders = [TensorLoader(*clusters(100, 1.0), batch_size=50) for _ in range(2)]
@@ -112,6 +115,10 @@ def compare(
         argument = once[0] if once else "methods" if numbers else "seeds"
         advice = "is read once for every method: give a loader or a list" if once else "must not be empty"
         raise FlowBNNError(f"{argument} {advice}", kind="value", argument=argument)
+    options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}
+    options |= {"accelerator": accelerator, "precision": precision}
+    usual = FitOptions()
+    options = {name: value for name, value in options.items() if value != getattr(usual, name)}
     batches = len(train_loader) if hasattr(train_loader, "__len__") else None  # type: ignore[arg-type]
     reasons: dict[str, str] = {}
     chosen = _choose(methods, reasons, epochs=epochs, lr=lr, batches=batches)

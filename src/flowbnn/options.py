@@ -230,16 +230,19 @@ def _annotations(owner: Any) -> dict[str, Any]:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(cls: type[T] | None = None, /, **how: Any) -> Any:
+def options(cls: type[T] | None = None, /, *, of: str = "", **how: Any) -> Any:
     """Make a class a frozen dataclass whose fields are checked by their annotations when it is made.
 
-    What concerns several fields at once goes into ``__post_init__``, which runs after the fields have been checked. ``how`` is given to
-    :func:`dataclasses.dataclass`.
+    What concerns several fields at once goes into ``__post_init__``, which runs after the fields have been checked.
+
+    Args:
+        of: the function that takes these settings as its own arguments, which messages then name instead of the class.
+        how: as in :func:`dataclasses.dataclass`.
     """
 
     def decorate(cls: Any) -> Any:
         made: Any = dataclass(frozen=True, **how)(cls)
-        made.__init__ = _checked(made.__init__, made)
+        made.__init__ = _checked(made.__init__, made, of or cls.__name__)
         return made
 
     return decorate if cls is None else decorate(cls)
@@ -255,12 +258,11 @@ def checked(function: F) -> F:
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: walk(steps=...) must be an integer of at least 1, got 0
     """
-    return _checked(function, function)
+    return _checked(function, function, function.__qualname__.removesuffix(".__init__").split(".")[-1])
 
 
-def _checked(function: F, annotated: Any) -> F:
+def _checked(function: F, annotated: Any, owner: str) -> F:
     layout = signature(function)
-    owner = function.__qualname__.removesuffix(".__init__").split(".")[-1]
     known = [one for one in layout.parameters if one != "self"]
     open_ended = any(one.kind is Parameter.VAR_KEYWORD for one in layout.parameters.values())
 

@@ -92,11 +92,11 @@ def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered
     )
     x = torch.ones(5, 4)
     assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
-    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in fp16: predict in float32"):
-        posterior.predict(x, samples=2, precision="fp16")
+    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in 16-mixed: predict in float32"):
+        posterior.predict(x, samples=2, precision="16-mixed")
 
 
-@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_predictions_that_are_no_numbers_name_the_parameter_or_the_layer(precision):
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     posterior = fb.posterior.NoisePosterior(

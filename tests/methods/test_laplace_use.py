@@ -116,7 +116,7 @@ def test_many_images_cost_what_one_pass_shows():
         truth.batches(inputs, labels), samples=8, seed=3, max_batch=4, progress=False
     ).samples
     assert torch.allclose(whole, parts, atol=1e-6)
-    half = posterior.predict(inputs, samples=8, seed=3, precision="bf16").samples
+    half = posterior.predict(inputs, samples=8, seed=3, precision="bf16-mixed").samples
     assert torch.allclose(whole, half, atol=0.1)
     adaptive = posterior.predict(inputs, samples=64, seed=3, adaptive=0.05)
     assert int(adaptive.samples_spent.max()) <= 64

@@ -54,6 +54,7 @@ def test_settings_of_one_method_alone_and_of_the_method_within() -> None:
     assert "MCDropout(rate=0.2)" in str(refused(lambda: within.fit(network(), BATCHES, rate=0.2, **QUIET)))
     assert refused(lambda: within.fit(network(), BATCHES, share=0.2)).argument == "share"
     assert refused(lambda: fb.Temperature(fb.MAP(), lr=0.5)).argument == "lr"
+    assert str(refused(lambda: within.fit(network(), BATCHES, seed=-1))).startswith("fit(seed=...)")
 
 
 def test_a_method_of_the_users_own() -> None:

@@ -100,13 +100,13 @@ def test_half_precision_casts_the_weights_once(traced):
     model = fb.to_stochastic(LeNet(3), {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")})
     images = torch.randn(4, 3, 32, 32)
     weights = [model.conv1.weight, model.fc3.weight]
-    with drawing(model, 3, seed=1, precision="bf16") as draw:
+    with drawing(model, 3, seed=1, precision="bf16-mixed") as draw:
         expected = draw(images)
         assert form_for(draw.prediction, images).weights is torch.preserve_format
         with HalfWeights(model, torch.bfloat16, torch.channels_last, {}):
             assert model.conv1.weight.dtype == torch.bfloat16
             assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
-    found = compiled_outputs(model, images, 3, precision="bf16")
+    found = compiled_outputs(model, images, 3, precision="bf16-mixed")
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
     assert (found - compiled_outputs(model, images, 3)).abs().max() > 0
     assert model.conv1.weight is weights[0]
@@ -131,7 +131,7 @@ class Careful(nn.Module):
 def test_a_layer_that_needs_its_own_precision_keeps_it(traced):
     model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
-    found = compiled_outputs(model, x, 4, precision="bf16")
+    found = compiled_outputs(model, x, 4, precision="bf16-mixed")
     torch.testing.assert_close(found, sample_outputs(model, x, 4, seed=1), rtol=0.05, atol=0.05)
 
 

@@ -227,7 +227,7 @@ def test_half_precision_is_for_the_layers_not_for_the_noise():
     layer.draw_each = lambda *args: drawn.append(original(*args)) or drawn[-1]
     exact = posterior.predict(x, 6, seed=0).samples
     model[2].seen.clear()
-    rough = posterior.predict(x, 6, seed=0, precision="bf16").samples
+    rough = posterior.predict(x, 6, seed=0, precision="bf16-mixed").samples
     assert torch.bfloat16 in model[2].seen
     assert {draw.dtype for draw in drawn} == {torch.float32}
     assert rough.dtype == torch.float32
@@ -248,7 +248,7 @@ def test_a_layer_that_turns_autocast_off_still_predicts():
 
     model = fb.to_stochastic(Careful(), {"*": fb.noise.NormalAffine()})
     x = torch.randn(50, 4)
-    with drawing(model, 4, seed=0, precision="bf16", plan="absorb") as draw:
+    with drawing(model, 4, seed=0, precision="bf16-mixed", plan="absorb") as draw:
         rough = draw(x)
     torch.testing.assert_close(rough, sample_outputs(model, x, 4, seed=0), rtol=0.05, atol=0.05)
 
@@ -273,7 +273,7 @@ def test_compiled_passes_have_one_shape():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"precision": "bf17"}, "precision=.* did you mean 'bf16'"),
+        ({"precision": "bf16"}, r"predict\(precision=.* did you mean 'bf16-mixed'"),
         ({"compile": "yes"}, "compile=.* must be True or False or 'auto', got 'yes'"),
         ({"max_batch": 0}, "max_batch=.* must be an integer of at least 1"),
     ],

@@ -132,6 +132,7 @@ def test_numbers_are_compared_too():
         ({"seeds": 0}, "seeds=..."),
         ({"seeds": [1, -1]}, "must hold an integer of at least 0"),
         ({"lr": -1.0}, "lr"),
+        ({"precission": "bf16-mixed"}, "did you mean 'precision'"),
         ({"network": 3}, "network=..."),
         ({"test_loader": iter([])}, "read once for every method"),
     ],

@@ -60,7 +60,7 @@ NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved 
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
 
 
-@options(kw_only=True)
+@options(kw_only=True, of="fit")
 class FitOptions(TrainingOptions):
     """What ``fit`` takes besides the network and the data: the options of the training run, and these.
 

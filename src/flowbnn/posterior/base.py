@@ -50,7 +50,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import checked, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
-from flowbnn.posterior.prediction import HALF, Kept, Prediction, PredictOptions, casting
+from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, casting
 from flowbnn.posterior.views import averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
@@ -62,6 +62,7 @@ from flowbnn.training import (
     track,
 )
 from flowbnn.training.architecture import kinds_of, warn_of_other_kinds
+from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
 
@@ -220,7 +221,7 @@ class Posterior:
         broken = first_nonfinite_tensor(self.model.named_parameters())
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        device, half = device_of(self.model), HALF.get(options.precision or "")
+        device, half = device_of(self.model), MIXED.get(options.precision)
         where = {}
         for precision in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
@@ -234,7 +235,7 @@ class Posterior:
                     break
         if half is not None and None not in where:
             layer = where.get(half, "a layer")
-            return f"{layer} overflows in {options.precision}: predict in float32 (precision=None)"
+            return f"{layer} overflows in {options.precision}: predict in float32 (precision='32-true')"
         return (
             f"{where.get(None, 'a layer')} makes NaN or infinity of them: look for huge or zero weights there, "
             "and for inputs far from the training data"

@@ -30,10 +30,10 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.recording import Recording, record
 from flowbnn.posterior.views import View
-from flowbnn.training.device import keep_memory
+from flowbnn.training.device import MIXED, keep_memory
+from flowbnn.training.options import MixedPrecision
 
 __all__ = [
-    "HALF",
     "Kept",
     "PredictOptions",
     "Prediction",
@@ -47,12 +47,6 @@ __all__ = [
 Result = TypeVar("Result")
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
-HALF = {
-    "bf16": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "fp16": torch.float16,
-    "16-mixed": torch.float16,
-}
 # past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
 # 64 MB, see flowbnn.training.device.keep_memory
 CPU_BYTES = 3 * 2**24
@@ -60,7 +54,7 @@ GPU_BYTES = 2**33  # nor does a GPU when it is full
 LEAST, MOST = 16, 2**17  # rows of a pass
 
 
-@options
+@options(of="predict")
 class PredictOptions:
     """The options of a prediction.
 
@@ -76,7 +70,8 @@ class PredictOptions:
         views: functions from a batch of inputs to as many others that mean the same, such as their mirror images: every
             sampled network answers by the mean of its predictions for the input and for its views (test-time augmentation), at the
             price of as many more passes.
-        precision: ``"bf16"`` or ``"fp16"`` lets layers compute in half precision (autocast), while noise and flows stay in float32.
+        precision: as in a fit: ``"bf16-mixed"`` or ``"16-mixed"`` lets layers compute in half precision (autocast), while weights,
+            noise and flows stay as they are.
         compile: run the network through ``torch.compile``, in passes of constant shape. It takes the better part of a minute once per
             posterior, so ``"auto"`` does it on CUDA devices for jobs of minutes, and never on a CPU.
         sharded: where several processes are connected (torchrun, ``devices``), all call this with the same loader; each predicts a
@@ -90,7 +85,7 @@ class PredictOptions:
     max_batch: Count | None = None
     adaptive: Adaptive | Positive | None = None
     views: Sequence[View] = ()
-    precision: Literal["bf16", "bf16-mixed", "fp16", "16-mixed", "32", "32-true", "float32"] | None = None
+    precision: MixedPrecision = "32-true"
     compile: bool | Literal["auto"] = "auto"
     sharded: bool | Literal["auto"] = "auto"
     progress: bool = True
@@ -144,11 +139,7 @@ class Prediction:
 
     def __init__(self, model: nn.Module, options: PredictOptions, samples: int, kept: Kept) -> None:
         self.model, self.options, self.kept = model, options, kept
-        self.device, self.dtype, self.half = (
-            device_of(model),
-            dtype_of(model),
-            HALF.get(options.precision or ""),
-        )
+        self.device, self.dtype, self.half = device_of(model), dtype_of(model), MIXED.get(options.precision)
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total = self.batch = self.limit = self.fixed = 0

@@ -12,7 +12,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, options
 
-__all__ = ["Clock", "EarlyStop", "TrainingOptions", "check_arguments", "check_result", "length_of"]
+__all__ = [
+    "Accelerator",
+    "Clock",
+    "EarlyStop",
+    "MixedPrecision",
+    "Precision",
+    "TrainingOptions",
+    "check_arguments",
+    "check_result",
+    "length_of",
+]
+
+Accelerator = Literal["auto", "cpu", "cuda", "gpu", "mps"]
+MixedPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]  # with the weights as they are
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"]
 
 
 class Clock(NamedTuple):
@@ -93,8 +107,8 @@ class TrainingOptions:
         devices, num_nodes: processes on each machine, one for each device, and machines. Under torchrun they are what it started.
             The loader's batches are the *global* ones, of which each process takes its share: batch size, learning rate and
             result are those of one process.
-        precision: of the weights; in ``"bf16-mixed"`` layers compute in bfloat16 while weights stay in float32, in ``"16-mixed"``
-            (CUDA only) in float16, with loss scaling.
+        precision: ``"32-true"`` leaves the weights as they are; in ``"bf16-mixed"`` layers compute in bfloat16 while weights, noise and
+            flows stay as they are, in ``"16-mixed"`` (CUDA only) in float16, with loss scaling; the other ones cast the weights.
         acceleration: how steps on one CUDA device are taken. ``"graph"`` records a step once, forward, backward and update, as a
             CUDA graph and replays it; ``"compile"`` compiles it with ``torch.compile`` first, which takes a minute and pays for
             long runs. In half precision both also lay convolutions out channels-last. ``"auto"`` is ``"graph"`` where that is
@@ -116,10 +130,10 @@ class TrainingOptions:
     early_stop: Annotated[EarlyStop | None, Hint("such as EarlyStop(patience=5)")] = None
     clip_gradient: Positive | None = None
     schedule_every: Literal["step", "epoch"] = "step"
-    accelerator: Literal["auto", "cpu", "cuda", "gpu", "mps"] = "auto"
+    accelerator: Accelerator = "auto"
     devices: Count | Literal["auto"] = 1
     num_nodes: Count = 1
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"] = "32-true"
+    precision: Precision = "32-true"
     acceleration: Literal["auto", "off", "graph", "compile"] = "auto"
     seed: Seed | None = None
     progress: bool = True

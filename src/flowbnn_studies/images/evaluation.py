@@ -93,7 +93,7 @@ def predict(
         adaptive=adaptive,
         views=views,
         max_batch=ROWS if images.device.type == "cuda" else None,
-        precision="bf16" if half else None,
+        precision="bf16-mixed" if half else "32-true",
         progress=False,
     )
 

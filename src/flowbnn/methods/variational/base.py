@@ -169,6 +169,7 @@ def fit(
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
             noise's is by default 10 over the number of steps, within 0.002 and 0.05: enough for the noise to settle, whatever the
             number of steps. For real-valued targets it is 0.05, since precise ones leave the noise far narrower than it begins.
+        weight_decay: of the weights, by the optimizer.
         beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run.
         samples: draws per example and step.
         optimizer: a function from parameter groups to an optimizer; Adam unless given.
