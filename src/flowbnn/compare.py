@@ -287,20 +287,20 @@ class Comparison:
         mean = f"{parts.mean(best.key, 'nll'):.4f}, {seeds} seed{'s' if seeds > 1 else ''}"
         text = f"By NLL {best.label} is best ({mean})"
         text += (
-            f", then {listed(parts, ranked[1:3], 'nll', '.4f')}. {self._certainty()}" if ranked[1:] else "."
+            f", then {listed(parts, ranked[1:3], 'nll', '.4f')}.\n{self._certainty()}" if ranked[1:] else "."
         )
         text += (
-            f" It takes {parts.mean(best.key, 'training'):.1f} times the plain network's training time and "
+            f"\nIt takes {parts.mean(best.key, 'training'):.1f} times the plain network's training time and "
             f"{parts.mean(best.key, 'prediction'):.0f} times its prediction time."
         )
         calibrated = best_first(parts, ranked, "ece")[:1]
         if calibrated:
-            text += f" Best calibrated: {listed(parts, calibrated, 'ece', '.4f')} (ECE)."
+            text += f"\nBest calibrated: {listed(parts, calibrated, 'ece', '.4f')} (ECE)."
         novelty = best_first(parts, ranked, "auroc", higher=True)[:1]
         if novelty and parts.mean(novelty[0].key, "auroc") > 0.5:
-            text += f" Best at detecting novel inputs: {listed(parts, novelty, 'auroc')} (AUROC)."
+            text += f"\nBest at detecting novel inputs: {listed(parts, novelty, 'auroc')} (AUROC)."
         elif novelty:
-            text += f" No method detects novel inputs (best: {listed(parts, novelty, 'auroc')} AUROC, where 0.5 is guessing)."
+            text += f"\nNo method detects novel inputs (best: {listed(parts, novelty, 'auroc')} AUROC, where 0.5 is guessing)."
         return text
 
     def _certainty(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "nearest", "shown", "some_of"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "close_words", "nearest", "shown", "some_of"]
 
 
 class FlowBNNError(ValueError):
@@ -51,8 +51,16 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
-    """Words of ``known`` that resemble ``word``, as the tail of an error message.
+def close_words(word: str, known: Sequence[str], most: int = 3) -> list[str]:
+    """Words of ``known`` that resemble ``word``, the nearest first."""
+    parts = [name for name in known if word in name.split("_")]  # noise_lr for lr
+    if parts and not get_close_matches(word, known, cutoff=0.8):
+        return parts[:most]
+    return get_close_matches(word, known, n=most, cutoff=0.5)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Words of ``known`` that resemble ``word``, or the first of them, as the tail of an error message.
 
     >>> nearest("fc11", ["conv1", "fc1", "fc2"])
     "; did you mean 'fc1' or 'fc2'?"
@@ -60,11 +68,7 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> str:
     "; there is 'conv1'"
     """
     known = list(dict.fromkeys(known))
-    close = get_close_matches(word, known, n=most, cutoff=0.5)
-    parts = [name for name in known if word in name.split("_")]  # noise_lr for lr
-    if parts and not get_close_matches(word, known, cutoff=0.8):
-        close = parts[:most]
-    if close:
+    if close := close_words(word, known):
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
     if not known:
         return ""

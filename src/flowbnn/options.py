@@ -45,7 +45,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.errors import FlowBNNError, close_words, nearest, shown
 
 __all__ = [
     "Count",
@@ -131,8 +131,7 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
         annotation, value = wrong[0]
     close = ""
     if isinstance(value, str) and (words := _literals(annotation)):
-        close = nearest(value, words)
-        close = close if "did you mean" in close else ""
+        close = nearest(value, words) if close_words(value, words) else ""
     elif isinstance(value, type):
         kinds = tuple(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
         close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""

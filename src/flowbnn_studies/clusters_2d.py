@@ -186,19 +186,19 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     seeing = [one for one in order if one not in blind]
     if blind and 2 * len(blind) > len(order):
         if seeing:
-            text += f" Better than guessing is {listed(parts, seeing, 'auroc')}: the other {len(blind)}"
+            text += f"\nBetter than guessing is {listed(parts, seeing, 'auroc')}: the other {len(blind)}"
         else:
-            text += f" Nobody is better than guessing: all {len(blind)}"
+            text += f"\nNobody is better than guessing: all {len(blind)}"
         text += " are more certain of the ring than of what they know."
     elif blind:
-        text += f" No better than guessing: {listed(parts, blind, 'auroc')}."
+        text += f"\nNo better than guessing: {listed(parts, blind, 'auroc')}."
     by_entropy = best_first(parts, chosen, "ring_entropy", higher=True)
     text += (
-        f" The entropy on the ring, at most {math.log(2):.3f}, lies between {parts.mean(by_entropy[-1].key, 'ring_entropy'):.3f} "
+        f"\nThe entropy on the ring, at most {math.log(2):.3f}, lies between {parts.mean(by_entropy[-1].key, 'ring_entropy'):.3f} "
         f"({by_entropy[-1].label}) and {parts.mean(by_entropy[0].key, 'ring_entropy'):.3f} ({by_entropy[0].label})."
     )
     low, high = best_first(parts, chosen, "ece")[0], best_first(parts, chosen, "ece")[-1]
     return (
-        f"{text} On known points the calibration error goes from {parts.mean(low.key, 'ece'):.3f} ({low.label}) to "
+        f"{text}\nOn known points the calibration error goes from {parts.mean(low.key, 'ece'):.3f} ({low.label}) to "
         f"{parts.mean(high.key, 'ece'):.3f} ({high.label}): knowing the ring and being calibrated at home are two things."
     )

@@ -220,8 +220,8 @@ def answer(parts: Parts, labels: Mapping[str, str]) -> str:
         verdict = f"flow noise does {'better' if flow.mean > 0 else 'worse'} than Gaussian noise"
     accuracies = [parts.mean(key, "accuracy") for key in labels]
     return (
-        f"Probabilities (NLL, {counted(len(parts.seeds), 'split')}): {ranking('nll', False)} The unseen digit (AUROC by entropy): "
-        f"{ranking('auroc', True)} Accuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}. For novelty {verdict}: "
+        f"Probabilities (NLL, {counted(len(parts.seeds), 'split')}): {ranking('nll', False)}\nThe unseen digit (AUROC by entropy): "
+        f"{ranking('auroc', True)}\nAccuracy lies between {min(accuracies):.3f} and {max(accuracies):.3f}.\nFor novelty {verdict}: "
         f"{flow.words(3)}."
     ).replace("gaussian", "Gaussian")
 

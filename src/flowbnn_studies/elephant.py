@@ -21,6 +21,14 @@ from flowbnn_studies.runner.study import Findings
 __all__ = ["Elephant", "Settings", "accuracy_with_new", "threshold_for", "uncertainty"]
 
 UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
+MEANINGS = {
+    "nll": "NLL* is minus the logarithm of the probability of the likeliest class, after the probabilities of all sampled networks are "
+    "averaged: 0 when the network is certain, log K when all K classes are equally likely. It needs no true label.",
+    "entropy": "entropy* is that of the average, -Σ p log p of the averaged probabilities in nats: 0 when one class has all the "
+    "probability, log K when all K classes are equally likely.",
+    "variance": "The total variance is that of each class's probability over the sampled networks, summed over the classes: 0 when all "
+    "of them say the same; a single network has none.",
+}
 KNOWN, NOVEL, REJECTING = "The digits it knows", "Detecting the new digit", "Rejecting as a new class"
 Kept = Annotated[float, Interval(gt=0, le=1)]
 
@@ -29,7 +37,7 @@ METRICS = (
     *(Metric(m.key, m.label, m.better, m.format, m.definition, KNOWN) for m in CLASSIFICATION[:3]),
     *(Metric(f"auroc_{key}", f"AUROC, {label}", "higher", ".3f",
              f"Of an image of the new digit and one of a known digit, drawn at random, how often the new one has the higher {label}: "
-             "1 is always, 0.5 is guessing.", NOVEL)
+             f"1 is always, 0.5 is guessing. {MEANINGS[key]}", NOVEL)
       for key, label in UNCERTAINTIES.items()),
     *(Metric(f"{part}_{key}", f"{label}, {where}", "none", ".3f", f"Mean {label} of the {where} images.", NOVEL)
       for key, label in UNCERTAINTIES.items()
@@ -260,14 +268,14 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     text = (
         f"Over {len(parts.seeds)} splits, calling new what has a high entropy* is right most often with "
         f"{listed(parts, order[:3], 'with_new_entropy')} (accuracy with “new” as a class), least with "
-        f"{listed(parts, order[-1:], 'with_new_entropy')}. {best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit and "
+        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit and "
         f"loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
         f"{parts.mean(best.key, 'never'):.3f}."
     )
     spread = best_first(parts, chosen, "novel_variance", higher=True)
     if spread:
         text += (
-            f" The sampled networks disagree most about the new digit with {listed(parts, spread[:2], 'novel_variance')} (total "
+            f"\nThe sampled networks disagree most about the new digit with {listed(parts, spread[:2], 'novel_variance')} (total "
             f"variance), least with {listed(parts, spread[-1:], 'novel_variance')}."
         )
     known = best_first(parts, chosen, "auroc_variance")
@@ -276,7 +284,7 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     ]
     if known:
         text += (
-            f" Of the {len(known)} methods that have a total variance, {len(ahead) or 'none'} detect"
+            f"\nOf the {len(known)} methods that have a total variance, {len(ahead) or 'none'} detect"
             f"{'s' if len(ahead) == 1 else ''} the new digit better by it than by entropy*."
         )
     return text

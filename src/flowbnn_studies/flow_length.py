@@ -158,26 +158,27 @@ def answer(parts: Parts, lengths: tuple[int, ...]) -> str:
     )
     if len(lengths) > 1:
         second = paired(bound[order[1]], bound[best])
-        text += f" The runner-up, length {order[1]}, differs from the best by {second.words()}, which is " + (
-            "more than chance." if second.clear else f"{second.even}: the best length is not settled."
+        text += (
+            f"\nThe runner-up, length {order[1]}, differs from the best by {second.words()}, which is "
+            + ("more than chance." if second.clear else f"{second.even}: the best length is not settled.")
         )
     if 0 in lengths and len(lengths) > 1:
         rival = best if best != 0 else order[1]
         gap = paired(bound[0], bound[rival])
         if worst == 0 and gap.clear:
-            text += f" As in the report, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
+            text += f"\nAs in the report, no flow is the worst: {gap.words()} nats per point behind length {rival}, seed by seed."
         elif worst == 0:
-            text += f" No flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is {gap.even}."
+            text += f"\nNo flow comes last, as in the report, but its distance to length {rival}, {gap.words()}, is {gap.even}."
         else:
             text += (
-                f" Unlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
+                f"\nUnlike in the report, no flow is not the worst: its negative ELBO is {means[0]:.4f}, rank "
                 f"{order.index(0) + 1} of {len(order)}, {gap.words()} from length {rival}."
             )
     if 12 in lengths:
         text += (
-            " Length 12, the report's best, is best here too."
+            "\nLength 12, the report's best, is best here too."
             if best == 12
-            else f" Length 12, the report's best, has rank {order.index(12) + 1} of {len(order)} here."
+            else f"\nLength 12, the report's best, has rank {order.index(12) + 1} of {len(order)} here."
         )
     return text
 

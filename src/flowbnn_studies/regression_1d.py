@@ -179,7 +179,7 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     )
     if growing:
         quiet = [one for one in growing if parts.mean(one.key, "growth") < 2.0]
-        text += f" Outside it the spread grows most with {listed(parts, growing[:3], 'growth', '.1f')} (times that inside)"
+        text += f"\nOutside it the spread grows most with {listed(parts, growing[:3], 'growth', '.1f')} (times that inside)"
         text += (
             f", and less than twice with {listed(parts, quiet, 'growth', '.1f')}."
             if quiet
@@ -187,7 +187,7 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
         )
     if covering:
         text += (
-            f" There the 90 % intervals hold {parts.mean(covering[0].key, 'coverage_outside'):.0%} of the targets with "
+            f"\nThere the 90 % intervals hold {parts.mean(covering[0].key, 'coverage_outside'):.0%} of the targets with "
             f"{covering[0].label}, the most, and {parts.mean(covering[-1].key, 'coverage_outside'):.0%} with {covering[-1].label}."
         )
     return text

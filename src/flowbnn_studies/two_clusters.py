@@ -194,17 +194,17 @@ def answer(parts: Parts, exact: Parts) -> str:
         f"{exact.mean('exact', 'accuracy'):.4f} on the same points."
     )
     if longer.clear and longer.mean > 0:
-        text += f" The noise does more than the longer training that comes with it: without noise that gives {ece('longer')}."
+        text += f"\nThe noise does more than the longer training that comes with it: without noise that gives {ece('longer')}."
     else:
         verdict = "is in its favour" if longer.clear else f"is {longer.even}"
         text += (
-            " But the credit belongs to the longer training as much as to the noise: the plain MLP trained for as many epochs "
+            "\nBut the credit belongs to the longer training as much as to the noise: the plain MLP trained for as many epochs "
             f"reaches {ece('longer')}, and the difference, {longer.words()}, {verdict}."
         )
     verdict = "worse than the flow" if gaussian.mean > 0 else "better than the flow"
     if not gaussian.clear:
         verdict = "within chance of the flow" if gaussian.number > 1 else gaussian.even
-    return f"{text} Gaussian noise gives {ece('gaussian')}, {verdict}."
+    return f"{text}\nGaussian noise gives {ece('gaussian')}, {verdict}."
 
 
 def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:

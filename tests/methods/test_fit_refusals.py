@@ -92,7 +92,9 @@ def test_a_network_that_overflows_in_half_precision_is_named_and_float32_offered
     )
     x = torch.ones(5, 4)
     assert posterior.predict(x, samples=2).probabilities.shape == (5, 3)
-    with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in 16-mixed: predict in float32"):
+    with pytest.raises(
+        FlowBNNError, match=r"5 of 5 inputs: layer '0' overflows in 16-mixed: predict in float32"
+    ):
         posterior.predict(x, samples=2, precision="16-mixed")
 
 

@@ -182,7 +182,7 @@ def _reached(
     parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric], published: Published
 ) -> list[str]:
     """The best mean of each metric that has a target, whether it gets there, and who reaches all of them."""
-    lines = []
+    lines, labels = [], {metric.key: metric.label for metric in metrics}
     for prefix, words in VIEWS.items():
         reached: list[str] = []
         everywhere: list[str] | None = None
@@ -198,7 +198,7 @@ def _reached(
             there = [label for label, mean in means.items() if sign * mean >= sign * target]
             best = max(means, key=lambda label: sign * means[label])
             verb = "reaches" if there else "misses"
-            reached.append(f"{metric.label.partition(', ')[0]} {means[best]:.4f} ({best}; {verb} {target:g})")
+            reached.append(f"{labels.get(name, metric.label)} {means[best]:.4f} ({best}; {verb} {target:g})")
             everywhere = there if everywhere is None else [label for label in everywhere if label in there]
         if len(reached) > 1:
             lines.append(

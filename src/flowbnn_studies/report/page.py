@@ -16,13 +16,12 @@ from flowbnn_studies.report.galleries import bands, density, draws, images, maps
 from flowbnn_studies.report.reading import Source, load_results
 from flowbnn_studies.report.style import COLOURS, assign_colours, duration
 from flowbnn_studies.report.tables import (
+    SOURCES,
     best_numbers,
     compare_table,
     definitions,
     flatten,
     make_tables,
-    sentences,
-    sources_of,
     uneven,
 )
 from flowbnn_studies.report.text import write_file
@@ -73,7 +72,7 @@ def write_report(results: Sequence[Source], out: Path | str) -> Path:
     loader = PackageLoader("flowbnn_studies", "report")
     style: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     template = Environment(loader=loader, autoescape=True, **style).get_template("report.html.j2")
-    html = template.render(studies=studies, colours=COLOURS, sources=sources_of(checked))
+    html = template.render(studies=studies, colours=COLOURS, sources=SOURCES)
     path = Path(out)
     path = path / "report.html" if path.is_dir() else path
     write_file(path, html.encode("utf-8", errors="replace"))
@@ -114,7 +113,7 @@ def _study(results: Data, index: int, first: int, colours: Mapping[str, str]) ->
         "name": results["study"],
         "title": results["title"],
         "question": results["question"],
-        "answer": sentences(results["answer"]),
+        "answer": results["answer"].splitlines() or [""],
         "best": best_numbers(results),
         "facts": {name: value for name, value in facts.items() if value},
         "seeds": results["seeds"],

@@ -1,30 +1,27 @@
-"""The numbers of a study, laid out for a table; and what a reader must know to read them: terms, and the sources that are cited."""
+"""The numbers of a study, laid out for a table, and the sources that studies cite."""
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flowbnn_studies.report.style import decimal
 
-__all__ = ["SOURCES", "TERMS", "Cell", "Table", "best_numbers", "compare_table", "definitions", "explain"]
-__all__ += ["flatten", "headline_metrics", "make_tables", "row_name", "sentences", "sources_of", "uneven"]
+__all__ = [
+    "SOURCES",
+    "Cell",
+    "Table",
+    "best_numbers",
+    "compare_table",
+    "definitions",
+    "flatten",
+    "headline_metrics",
+]
+__all__ += ["make_tables", "row_name", "uneven"]
 
 Data = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
 HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")
-
-TERMS = {
-    "NLL*": "How little the network trusts its own answer: minus the logarithm of the probability of the likeliest class, after the "
-    "probabilities of all sampled networks are averaged. 0 when it is certain, log K when all K classes are equally likely. The star "
-    "says that no true label is needed: plain NLL takes the probability of the right class instead.",
-    "entropy*": "How spread out the averaged answer is: average the probabilities of all sampled networks, then take the entropy "
-    "−Σ p log p over the classes, in nats. 0 when one class has all the probability, log K when all K classes are equally likely. The "
-    "star says that it is that of the average, not of one network.",
-    "total variance": "How much the sampled networks disagree: the variance of each class's probability over the sampled networks, "
-    "summed over the classes. 0 when all of them say the same; a single network has none.",
-}
 
 
 @dataclass(frozen=True)
@@ -50,47 +47,6 @@ SOURCES = (
            "Weight Uncertainty in Neural Networks (2015)", "https://arxiv.org/abs/1505.05424"),
 )
 # fmt: on
-
-
-def explain(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """The terms that occur in some labels or sentences, each with its meaning.
-
-    >>> [term for term, _ in explain(["AUROC, entropy*", "Mean NLL of the right class"])]
-    ['entropy*']
-    """
-    text = "\n".join(texts).lower()
-    return [(term, meaning) for term, meaning in TERMS.items() if term.lower() in text]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _texts(part)
-    elif isinstance(value, list) and not (value and isinstance(value[0], int | float)):
-        for part in value:
-            yield from _texts(part)
-
-
-def sources_of(results: Iterable[Data]) -> list[Source]:
-    """The sources whose author is named anywhere in the results, in the order of :data:`SOURCES`.
-
-    >>> [source.name for source in sources_of([{"source": "Ravenda's report, figure 6", "notes": ["As Trinh et al. do"]}])]
-    ["Ravenda's report", 'Trinh et al. 2020']
-    """
-    text = "\n".join(line for one in results for line in _texts(one))
-    return [source for source in SOURCES if source.name.split("'")[0].split(" et al")[0] in text]
-
-
-def sentences(text: str) -> list[str]:
-    """The lines of an answer; one line is split into its sentences.
-
-    >>> sentences("Yes: 0.95 vs. 0.94 (p 0.05). But longer training does it, too. No more.")
-    ['Yes: 0.95 vs. 0.94 (p 0.05).', 'But longer training does it, too.', 'No more.']
-    """
-    lines = text.splitlines() or [""]
-    return lines if len(lines) > 1 else re.split(r"(?<=[.!?]) (?=[A-Z])", lines[0])
 
 
 @dataclass(frozen=True)
@@ -264,7 +220,7 @@ def best_numbers(results: Data, most: int = 4) -> list[tuple[str, str, str]]:
 
 
 def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
-    """What the columns mean, after the terms that they use; those that share their words stand together.
+    """What the columns mean; those that share their words stand together.
 
     >>> some = [Column("NLL", "", "", "Of both."), Column("ECE", "", "", "Of both."), Column("Time", "", "", "")]
     >>> [([column.label for column in named], text) for named, text in definitions(some)]
@@ -274,11 +230,7 @@ def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:
     for column in columns:
         if column.definition and column not in named.setdefault(column.definition, []):
             named[column.definition].append(column)
-    texts = [
-        text for group in named.values() for column in group for text in (column.label, column.definition)
-    ]
-    terms = [([Column(term, "", "", meaning)], meaning) for term, meaning in explain(texts)]
-    return [*terms, *((group, text) for text, group in named.items())]
+    return [(group, text) for text, group in named.items()]
 
 
 @dataclass(frozen=True)

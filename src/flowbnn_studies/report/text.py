@@ -12,15 +12,13 @@ from flowbnn.errors import FlowBNNError
 from flowbnn_studies.report.reading import Source, load_results
 from flowbnn_studies.report.style import duration
 from flowbnn_studies.report.tables import (
+    SOURCES,
     Cell,
     best_numbers,
     compare_table,
     definitions,
-    explain,
     headline_metrics,
     make_tables,
-    sentences,
-    sources_of,
     uneven,
 )
 
@@ -84,7 +82,7 @@ def _differences(results: Data) -> list[str]:
 
 
 def _study(results: Data) -> list[str]:
-    first, *others = sentences(results["answer"])
+    first, *others = results["answer"].splitlines() or [""]
     lines = [
         f"## {_escape(results['title'])}",
         "",
@@ -139,7 +137,7 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
         best = "; ".join(
             f"{_escape(label)} {mean} ({_escape(row)})" for label, mean, row in best_numbers(one)
         )
-        rows.append([_escape(one["study"]), _escape(sentences(one["answer"])[0]), best or "–"])
+        rows.append([_escape(one["study"]), _escape((one["answer"].splitlines() or [""])[0]), best or "–"])
     lines += _table(["study", "answer", "best means"], rows)
     for one in checked:
         lines += _study(one)
@@ -151,11 +149,10 @@ def write_markdown(results: Sequence[Source], out: Path | str) -> Path:
             for named, text in meanings
         ]
         lines += [""]
-    if sources := sources_of(checked):
-        lines += ["## Sources", ""]
-        for source in sources:
-            title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
-            lines.append(f"- **{source.name}**: {source.author}, {title}")
+    lines += ["## Sources", ""]
+    for source in SOURCES:
+        title = f"[{source.title}]({source.link})" if source.link else f"*{source.title}*"
+        lines.append(f"- **{source.name}**: {source.author}, {title}")
     write_file(Path(out), ("\n".join(lines).rstrip() + "\n").encode())
     return Path(out)
 
@@ -193,7 +190,6 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
         for metric in metrics
         if metric.get("definition") and results.get("headline")
     ]
-    notes += explain([*(metric["label"] for metric in metrics), results["answer"]])
     lines += ["", *(line for name, text in notes for line in _note(name, text))]
     lines += [""] if notes else []
     lines += [f"  {line}" for line in results["answer"].splitlines()]
