@@ -114,7 +114,8 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     raise FlowBNNError(
-        f"the network returns a {type(outputs).__name__}; flowbnn needs one tensor of outputs, so wrap it in a module that picks it"
+        f"the network returns a {type(outputs).__name__}; flowbnn needs one tensor of outputs, so wrap it in a module that picks it",
+        kind="network",
     )
 
 
@@ -207,7 +208,9 @@ def count_data(loader: Any) -> int:
         if getattr(batches, "drop_last", False):
             count = count // size * size
         return count * int(getattr(sampler, "num_replicas", 1))
-    raise FlowBNNError("this loader does not say how many examples it gives; say it with num_data=")
+    raise FlowBNNError(
+        "this loader does not say how many examples it gives; say it with num_data=", kind="loader"
+    )
 
 
 def is_batch(inputs: Any) -> bool:
@@ -221,9 +224,7 @@ def check_finite(inputs: Any, what: str = "inputs") -> None:
     """Refuse inputs that hold NaN or infinity."""
     for tensor in tensors_of(inputs):
         if tensor.layout is not torch.strided:
-            raise FlowBNNError(
-                f"the {what} are a tensor of {tensor.layout}; give a dense one, x.to_dense()", kind="value"
-            )
+            raise FlowBNNError(f"the {what} are a tensor of {tensor.layout}; give a dense one, x.to_dense()")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
             raise FlowBNNError(

@@ -215,7 +215,9 @@ def measure(
         times.append(clock(device) - started)
     if targets is None:
         raise FlowBNNError(
-            "the test loader must give (inputs, targets), not inputs alone", argument="test_loader"
+            "the test loader must give (inputs, targets), not inputs alone",
+            kind="loader",
+            argument="test_loader",
         )
     peak, predictive = memory.read(), predictive.cpu()
     values: dict[str, float | None] = dict(predictive.evaluate(targets))

@@ -114,7 +114,7 @@ def compare(
     if once or not numbers or methods in ([], (), {}):
         argument = once[0] if once else "methods" if numbers else "seeds"
         advice = "is read once for every method: give a loader or a list" if once else "must not be empty"
-        raise FlowBNNError(f"{argument} {advice}", kind="value", argument=argument)
+        raise FlowBNNError(f"{argument} {advice}", argument=argument)
     options: dict[str, Any] = {"num_data": num_data, "clip_gradient": clip_gradient}
     options |= {"accelerator": accelerator, "precision": precision}
     usual = FitOptions()

@@ -187,7 +187,7 @@ def _as_tensor(values: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(values).__name__
         raise FlowBNNError(
-            f"a TensorLoader takes tensors or arrays of numbers, not a {kind}: {error}", kind="value"
+            f"a TensorLoader takes tensors or arrays of numbers, not a {kind}: {error}"
         ) from None
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
@@ -226,9 +226,7 @@ def true_probability(points: Tensor, spread: Positive) -> Tensor:
     """
     if points.shape[-1:] != (2,) or not points.is_floating_point():
         found = f"{points.dtype} {list(points.shape)}"
-        raise FlowBNNError(
-            f"points must be real numbers [..., 2], not {found}", kind="value", argument="points"
-        )
+        raise FlowBNNError(f"points must be real numbers [..., 2], not {found}", argument="points")
     logs = _log_densities(points, spread)
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
@@ -306,7 +304,7 @@ def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """
     if isinstance(noise, Tensor) and noise.shape not in ((), inputs.shape):
         shapes = f"noise must have the shape of inputs, {list(inputs.shape)}, not {list(noise.shape)}"
-        raise FlowBNNError(shapes, kind="value", argument="noise")
+        raise FlowBNNError(shapes, argument="noise")
     moved = inputs + noise
     return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
 

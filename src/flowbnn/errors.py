@@ -19,12 +19,13 @@ class FlowBNNError(ValueError):
 
     Args:
         message: the line.
-        fields: ``kind``, ``argument``, ``layer`` and whatever else the place that raises it knows.
+        fields: ``kind`` (``"value"`` unless given: something handed over is not what it should be), ``argument``, ``layer`` and
+            whatever else the place that raises it knows.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
-        self.fields = fields
+        self.fields = fields = {"kind": "value", **fields}
         self.kind, self.argument, self.layer = map(fields.get, ("kind", "argument", "layer"))
 
 

@@ -141,7 +141,7 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
         close = "; torch.as_tensor makes one of numbers"
     where = f"{owner}({name}=...)" if owner else name
     text = f"{where} must {verb} {_describe(annotation)}{hints}, got {shown(value)}{close}"
-    raise FlowBNNError(text, kind="value", argument=name)
+    raise FlowBNNError(text, argument=name)
 
 
 def _allows(annotation: Any, value: Any) -> bool:

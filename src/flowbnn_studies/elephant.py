@@ -268,8 +268,8 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     text = (
         f"Over {len(parts.seeds)} splits, calling new what has a high entropy* is right most often with "
         f"{listed(parts, order[:3], 'with_new_entropy')} (accuracy with “new” as a class), least with "
-        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit and "
-        f"loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
+        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit "
+        f"and loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
         f"{parts.mean(best.key, 'never'):.3f}."
     )
     spread = best_first(parts, chosen, "novel_variance", higher=True)

@@ -52,7 +52,6 @@ def count_modes(density: Tensor, prominence: Share = 0.1) -> int:
     if density.ndim != 1 or not len(density):
         raise FlowBNNError(
             f"density must be a vector on a grid, not {tuple(density.shape)}",
-            kind="value",
             argument="density",
         )
     values = density.tolist()
@@ -87,7 +86,7 @@ def marginal(model: nn.Module, layer: str, dimension: int, samples: Count = 4000
     if not problem and not 0 <= dimension < (size := layers[layer].layout.dim):
         problem = f"the noise of layer {layer!r} has dimensions 0 to {size - 1}, not {dimension}"
     if problem:
-        raise FlowBNNError(problem, kind="value", layer=layer)
+        raise FlowBNNError(problem, layer=layer)
     noise = layers[layer]
     prior = noise.prior.distribution()
     generator = torch.Generator(prior.mean.device).manual_seed(seed)

@@ -36,7 +36,8 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     """
     if q.event_shape != prior.event_shape:
         raise FlowBNNError(
-            f"a KL compares distributions of one space, not of events {tuple(q.event_shape)} and {tuple(prior.event_shape)}"
+            f"a KL compares distributions of one space, not of events {tuple(q.event_shape)} and {tuple(prior.event_shape)}",
+            kind="shape",
         )
     known = _closed_form(q, prior)
     if known is not None:

@@ -170,5 +170,6 @@ def reparameterized(
         return distribution.rsample(torch.Size(sample_shape), generator=generator)
     except TypeError as error:
         raise FlowBNNError(
-            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
+            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture",
+            kind="unsupported",
         ) from error

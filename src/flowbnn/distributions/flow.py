@@ -74,7 +74,8 @@ class Flow(Distribution):
         if len(shape) < transform.event_dim:
             raise FlowBNNError(
                 f"{type(transform).__name__} works on events of {transform.event_dim} axes, but the base draws have shape "
-                f"{tuple(shape)}; give the base a vector of parameters"
+                f"{tuple(shape)}; give the base a vector of parameters",
+                kind="shape",
             )
         cut = len(shape) - max(len(base.event_shape), transform.event_dim)
         batch_shape, event_shape = shape[:cut], shape[cut:]

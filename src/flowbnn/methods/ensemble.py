@@ -84,9 +84,12 @@ class DeepEnsemble(Method):
             left = initialize_anew(network)
         if left and warn:
             warnings.warn(
-                f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; say "
-                "initialize= to start them yourself",
-                FlowBNNWarning,
+                FlowBNNWarning(
+                    f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; "
+                    "say initialize= to start them yourself",
+                    kind="start",
+                    layers=left,
+                ),
                 stacklevel=4,
             )
         return network

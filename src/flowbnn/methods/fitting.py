@@ -262,8 +262,7 @@ def _outputs(
                 check(outputs)
             return outputs
         except FlowBNNError as error:
-            fields = {"kind": "network", **error.fields}
-            raise FlowBNNError(f"the {what} does not fit: {error}", **fields) from error.__cause__
+            raise FlowBNNError(f"the {what} does not fit: {error}", **error.fields) from error.__cause__
 
 
 def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> None:
@@ -276,9 +275,11 @@ def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Te
         evidence = "it ends in a Sigmoid"
     if evidence:
         warnings.warn(
-            f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
-            "leave out its last softmax or sigmoid",
-            FlowBNNWarning,
+            FlowBNNWarning(
+                f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
+                "leave out its last softmax or sigmoid",
+                kind="probabilities",
+            ),
             stacklevel=3,
         )
 
@@ -294,9 +295,12 @@ def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> 
     if bool(far.any()):
         worst = int((error / spread.clamp_min(1e-300) * far).argmax())
         warnings.warn(
-            f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
-            f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
-            FlowBNNWarning,
+            FlowBNNWarning(
+                f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
+                f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
+                kind="units",
+                output=worst,
+            ),
             stacklevel=3,
         )
 

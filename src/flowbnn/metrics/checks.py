@@ -18,7 +18,7 @@ def _accepted(values: Tensor, name: str, trouble: str) -> Tensor:
     if not values.is_floating_point():
         trouble = f"must be a floating point tensor, not {values.dtype}"
     if trouble:
-        raise FlowBNNError(f"{name} {trouble}", kind="value", argument=name)
+        raise FlowBNNError(f"{name} {trouble}", argument=name)
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -58,7 +58,7 @@ def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
             f"the {classes} classes); labels go from 0 to {classes - 1}"
         )
     if trouble:
-        raise FlowBNNError(f"targets {trouble}", kind="value", argument="targets")
+        raise FlowBNNError(f"targets {trouble}", argument="targets")
     return targets.long()
 
 

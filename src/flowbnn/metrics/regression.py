@@ -37,6 +37,6 @@ def interval_coverage(low: torch.Tensor, high: Tensor, targets: Tensor) -> float
     """
     low, high = check_values(low, "low"), check_values(high, "high")
     if low.shape != high.shape or (low > high).any():
-        raise FlowBNNError("low and high must have one shape, and low must not lie above high", kind="value")
+        raise FlowBNNError("low and high must have one shape, and low must not lie above high")
     targets = check_values(targets, "targets", low.shape).to(low.device)
     return average((low <= targets) & (targets <= high))

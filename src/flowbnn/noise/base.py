@@ -152,7 +152,8 @@ class Noise(nn.Module, ABC):
                 vectors = self._maps(state, held, (at, start, stop), x.device)
             if rows % len(vectors):
                 raise FlowBNNError(
-                    f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows"
+                    f"the noise holds {len(vectors)} shared draws, so the batch must hold as many blocks; got {rows} rows",
+                    kind="shape",
                 )
             if len(vectors) == 1:
                 vectors = vectors.expand(rows, *vectors.shape[1:])
@@ -257,7 +258,8 @@ class Noise(nn.Module, ABC):
             x = self._multiply_packed(x)
         else:
             raise FlowBNNError(
-                f"noise multiplies a tensor, but this layer was given a {type(x).__name__}; leave it plain with None in the rules"
+                f"noise multiplies a tensor, but this layer was given a {type(x).__name__}; leave it plain with None in the rules",
+                kind="layer",
             )
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
@@ -354,7 +356,7 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
     if not isinstance(model, nn.Module):
         owner = type(model).__name__
         advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
-        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}")
+        raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}", kind="network")
     found: dict[str, Noise] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
@@ -378,7 +380,9 @@ def layers_with_noise(model: nn.Module) -> dict[str, Noise]:
     """The same of a network that must have noise."""
     found = noise_layers(model)
     if not found:
-        raise FlowBNNError("this network has no noise; convert it first with to_stochastic(network, rules)")
+        raise FlowBNNError(
+            "this network has no noise; convert it first with to_stochastic(network, rules)", kind="network"
+        )
     return found
 
 

@@ -119,7 +119,7 @@ def layout_of(module: nn.Module) -> Layout:
     reason = "has no input width yet; run one batch through the lazy network first"
     if layout is None:
         reason = "is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
-    raise FlowBNNError(f"a {type(module).__name__} {reason}")
+    raise FlowBNNError(f"a {type(module).__name__} {reason}", kind="layer")
 
 
 def absorbs(module: nn.Module) -> bool:

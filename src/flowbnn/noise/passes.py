@@ -92,7 +92,8 @@ class Share(NamedTuple):
             return 1  # an input without examples: one draw, the same on every process
         raise FlowBNNError(
             f"a layer with noise sees {rows} rows where this process has {self.stop - self.start} examples, so its noise "
-            "cannot be shared out over devices; train it on one, or use site='channel'"
+            "cannot be shared out over devices; train it on one, or use site='channel'",
+            kind="shape",
         )
 
     def take(self, draws: Tensor, rows: int) -> Tensor:

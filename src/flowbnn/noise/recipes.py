@@ -241,7 +241,8 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":
         raise FlowBNNError(
-            "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it"
+            "a FlowNoise is code and cannot be stored; convert the network with the same rules, then load into it",
+            kind="unsupported",
         )
     return known[name](**settings)
 

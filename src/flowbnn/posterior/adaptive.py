@@ -98,7 +98,10 @@ class Adaptive:
         same = error == 0  # no sample differs
         if not isinstance(predictive, CategoricalPredictive) or self.until == "probabilities":
             if self.until == "decision":
-                raise FlowBNNError("regression has no decision to be certain of; use until='probabilities'")
+                raise FlowBNNError(
+                    "regression has no decision to be certain of; use until='probabilities'",
+                    kind="unsupported",
+                )
             return same | ((error * reach <= self.tolerance) & (count >= ENOUGH))
         ahead = predictive.decision_strength
         if self.until == "decision":

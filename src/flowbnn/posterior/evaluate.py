@@ -35,7 +35,9 @@ def evaluate(
     """
     predictive, targets = posterior.predict_with_targets(_as_loader(loader), seed=seed, **options)
     if targets is None:
-        raise FlowBNNError("evaluation needs batches of (inputs, targets), but the loader gives inputs alone")
+        raise FlowBNNError(
+            "evaluation needs batches of (inputs, targets), but the loader gives inputs alone", kind="loader"
+        )
     report = {name: float(value) for name, value in predictive.evaluate(targets).items()}
     if options.get("adaptive") is not None:
         report["samples_spent"] = float(predictive.samples_spent.double().mean())

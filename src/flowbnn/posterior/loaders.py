@@ -181,7 +181,9 @@ class Share:
         _exchange(lambda: distributed.all_gather_object(reports, (trouble, self.sizes, tensors)))
         for rank, (message, _, _) in enumerate(reports):
             if message is not None and trouble is None:
-                raise FlowBNNError(f"worker {rank} of {self.world} cannot predict its share: {message}")
+                raise FlowBNNError(
+                    f"worker {rank} of {self.world} cannot predict its share: {message}", kind="worker"
+                )
         return reports
 
     def gather(

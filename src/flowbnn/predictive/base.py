@@ -209,7 +209,7 @@ def check_samples(
             given = f"{spent.dtype} {list(spent.shape)}"
             trouble = f"spent must be a vector of {inputs} integers from 1 to {samples}, not {given}"
     if trouble:
-        raise FlowBNNError(trouble, kind="value", argument=name)
+        raise FlowBNNError(trouble, argument=name)
     spent = None if spent is None else spent.to(values.device, torch.int64).unsqueeze(0)
     return values.to(torch.promote_types(values.dtype, torch.float32)), spent
 
@@ -218,7 +218,5 @@ def quantile_levels(q: float | Sequence[float] | Tensor, closed: bool) -> list[f
     levels = [float(level) for level in torch.as_tensor(q, dtype=torch.float64).flatten()]
     if not levels or not all(0.0 <= level <= 1.0 if closed else 0.0 < level < 1.0 for level in levels):
         ends = "from 0 to 1" if closed else "between 0 and 1, ends excluded"
-        raise FlowBNNError(
-            f"quantiles must be one or more numbers {ends}, not {levels}", kind="value", argument="q"
-        )
+        raise FlowBNNError(f"quantiles must be one or more numbers {ends}, not {levels}", argument="q")
     return levels

@@ -68,7 +68,6 @@ class GaussianPredictive(Predictive):
         if (spread <= 0).any():
             raise FlowBNNError(
                 "variance must be above 0 everywhere; is it a log-variance or a standard deviation?",
-                kind="value",
                 argument="variance",
             )
 

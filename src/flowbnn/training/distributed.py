@@ -76,7 +76,8 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
             if part.dim() and part.shape[0] != rows:
                 raise FlowBNNError(
                     f"a batch has tensors of {rows} and of {part.shape[0]} rows, which cannot be shared out: give several "
-                    "devices a torch DataLoader, whose examples are"
+                    "devices a torch DataLoader, whose examples are",
+                    kind="shape",
                 )
             return part[start:stop] if part.dim() else part
         if isinstance(part, Mapping):

@@ -143,9 +143,7 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         needed = "checkpoint_every" if self.checkpoint_every is not None else "resume" if self.resume else ""
         if needed and self.checkpoint is None:
-            raise FlowBNNError(
-                f"{needed} needs a file: give checkpoint='folder' as well", kind="value", argument=needed
-            )
+            raise FlowBNNError(f"{needed} needs a file: give checkpoint='folder' as well", argument=needed)
 
     @property
     def checkpoint_path(self) -> Path | None:

@@ -76,9 +76,7 @@ class Inverse(Transform):
     def __init__(self, part: Transform) -> None:
         super().__init__()
         if part.inverse_kind == "none":
-            raise FlowBNNError(
-                f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards", kind="value"
-            )
+            raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
         self.part = part
         self.event_dim = part.event_dim
         self.linearity = part.linearity

@@ -195,7 +195,6 @@ def _read_mask(mask: Mask, dim: int) -> Tensor:
     if keep.dtype != torch.bool or keep.shape != (dim,) or keep.all() or not keep.any():
         raise FlowBNNError(
             f"the mask of a coupling has one boolean for each of its {dim} dimensions, at least one true and one false",
-            kind="value",
             argument="mask",
         )
     return keep.clone()

@@ -35,7 +35,6 @@ class Permutation(Transform):
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
             raise FlowBNNError(
                 "a permutation names every position from 0 to dim - 1 exactly once",
-                kind="value",
                 argument="order",
             )
         index = index.to(torch.long)

@@ -113,7 +113,6 @@ class OrthogonalSylvester(_Sylvester):
         if hidden > dim:
             raise FlowBNNError(
                 f"OrthogonalSylvester has between 1 and {dim} (its dim) hidden directions, not {hidden}",
-                kind="value",
                 argument="hidden",
             )
         super().__init__(dim, hidden, generator)

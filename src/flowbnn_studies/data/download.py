@@ -46,7 +46,7 @@ def fetch(wanted: Download, target: Path, timeout: float = 30.0, progress: bool 
             reasons.setdefault(reason, []).append(url.split("/")[2])
         part.unlink(missing_ok=True)
     except OSError as error:
-        raise FlowBNNError(f"{target} cannot be written: {error.strerror or error}") from None
+        raise FlowBNNError(f"{target} cannot be written: {error.strerror or error}", kind="file") from None
     failures = "; ".join(f"{', '.join(hosts)}: {reason}" for reason, hosts in reasons.items())
     raise FlowBNNError(failures or f"no mirror of {wanted.file} is known", kind="download")
 
@@ -101,7 +101,10 @@ def extract(archive: Path, names: Iterable[str], folder: Path) -> None:
                     os.replace(part, folder / name)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise FlowBNNError(
-            f"{archive} is not a whole archive, or {folder} cannot be written ({error}); delete it and load again"
+            f"{archive} is not a whole archive, or {folder} cannot be written ({error}); delete it and load again",
+            kind="file",
         ) from None
     if missing:
-        raise FlowBNNError(f"{archive} lacks {', '.join(sorted(missing))}; delete it and load again")
+        raise FlowBNNError(
+            f"{archive} lacks {', '.join(sorted(missing))}; delete it and load again", kind="file"
+        )

@@ -27,7 +27,7 @@ def damaged(path: Path, what: str) -> FlowBNNError:
     >>> print(damaged(Path("a.bin"), "is 3 bytes long, expected 4"))
     a.bin is 3 bytes long, expected 4; delete it and load again with download=True, or copy it anew
     """
-    return FlowBNNError(f"{path} {what}; {REMEDY}")
+    return FlowBNNError(f"{path} {what}; {REMEDY}", kind="file")
 
 
 def _read(path: Path, most: int) -> bytes:
@@ -43,7 +43,7 @@ def _read(path: Path, most: int) -> bytes:
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise damaged(path, "is not a whole gzip file: it is truncated or damaged") from None
     except OSError as error:
-        raise FlowBNNError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise FlowBNNError(f"{path} cannot be read: {error.strerror or error}", kind="file") from None
 
 
 def _length(path: Path, raw: bytes, wanted: int) -> None:

@@ -56,7 +56,9 @@ def data_folder(root: File | None = None) -> Path:
         root = (Path(cache) if os.path.isabs(cache) else Path("~/.cache")) / "flowbnn"
     folder = Path(root).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise FlowBNNError(f"the data folder {folder} is a file; name a folder with root= or FLOWBNN_DATA")
+        raise FlowBNNError(
+            f"the data folder {folder} is a file; name a folder with root= or FLOWBNN_DATA", kind="file"
+        )
     return folder
 
 
@@ -145,7 +147,8 @@ def _supply(source: Source, missing: list[Path], root: Path, download: bool) -> 
     archive = root / source.downloads[0].file if source.layout == "cifar" and source.downloads else None
     if not download and not (archive and archive.is_file()):
         raise FlowBNNError(
-            f"{source.title} is not complete in {root}: {_advice(missing, archive)}; or let it be downloaded"
+            f"{source.title} is not complete in {root}: {_advice(missing, archive)}; or let it be downloaded",
+            kind="file",
         )
     try:
         if archive is not None:
@@ -157,7 +160,8 @@ def _supply(source: Source, missing: list[Path], root: Path, download: bool) -> 
                     fetch(wanted, target)
     except FlowBNNError as error:
         raise FlowBNNError(
-            f"{source.title} is not complete in {root} and cannot be downloaded: {_advice(missing, archive)} ({error})"
+            f"{source.title} is not complete in {root} and cannot be downloaded: {_advice(missing, archive)} ({error})",
+            kind="file",
         ) from None
 
 
@@ -175,7 +179,7 @@ def _unpack(source: Source, archive: Path) -> None:
         fetch(wanted, archive)
     elif checksum(archive) != wanted.md5:
         raise FlowBNNError(
-            f"{archive} is not the published file (MD5 {wanted.md5}); delete it and load again"
+            f"{archive} is not the published file (MD5 {wanted.md5}); delete it and load again", kind="file"
         )
     pieces = [piece for split in source.splits.values() for piece in split]
     names = [f"{piece.files[0]}.bin" for piece in pieces]

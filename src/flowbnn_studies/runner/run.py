@@ -131,7 +131,8 @@ def run_study(
         missing = [variant for variant, seed in stored if (variant, seed) not in content]
         if not content or (missing and not study.partial):
             raise FlowBNNError(
-                f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first"
+                f"'{folder}' has results of {len(content)} of the {len(every)} trainings of these settings; run the study first",
+                kind="file",
             )
         notes = []
         if missing:

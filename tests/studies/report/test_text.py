@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import pytest
-
 from flowbnn_studies.report import console_lines, write_markdown, write_report
 from flowbnn_studies.report.tables import best_numbers, compare_table, make_tables
 

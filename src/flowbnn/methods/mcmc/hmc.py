@@ -76,7 +76,6 @@ class ChainMethod(Method):
         if self.layers is not None and self.over == "weights":
             raise FlowBNNError(
                 "layers chooses where noise lies, with over='noise'; to fix weights, freeze them (requires_grad_(False))",
-                kind="value",
                 argument="layers",
             )
 
@@ -159,7 +158,7 @@ class ChainMethod(Method):
         elif not torch.allclose(first, again, rtol=1e-4, atol=1e-3):
             problem = "cannot sample a network that gives other outputs at every pass (dropout that stays on?); fb.MCDropout can"
         if problem:
-            raise FlowBNNError(f"{kind} {problem}", kind="value", argument=argument)
+            raise FlowBNNError(f"{kind} {problem}", argument=argument)
         size, draws = potential.start.numel(), self.chains * self.samples
         if size > MANY:
             line = (

@@ -117,7 +117,8 @@ def chosen_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
         reason += nearest(choice, dict.fromkeys(layer for layers in held.values() for layer in layers))
     raise FlowBNNError(
         reason
-        or "only normalisation layers of this network have weights to learn; choose them with layers='*'"
+        or "only normalisation layers of this network have weights to learn; choose them with layers='*'",
+        kind="layer",
     )
 
 
@@ -183,7 +184,8 @@ def ways_of(model: nn.Module, names: list[str], estimator: str, inputs: Any) -> 
             )
             raise FlowBNNError(
                 f"layer {title(model, layer)} cannot be drawn by estimator='{estimator}': it {why}; "
-                "estimator='auto' or 'reparameterization' serves it, or leave it out with layers="
+                "estimator='auto' or 'reparameterization' serves it, or leave it out with layers=",
+                kind="layer",
             )
         elif any(name.rpartition(".")[2] == "weight" for name in mine):
             layers[layer] = estimator

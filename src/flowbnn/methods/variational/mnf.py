@@ -143,12 +143,15 @@ class MNF(Variational):
                 other = ", or leave it out with layers=" if able else ""
                 reason = f"MNF serves linear and convolution layers, which {title(model, left[0])} is not; "
                 reason += f"BayesByBackprop serves it{other}"
-            raise FlowBNNError(reason, argument="layers", layer=left[0] if left else None)
+            raise FlowBNNError(reason, kind="layer", argument="layers", layer=left[0] if left else None)
         if left:
             warnings.warn(
-                f"MNF leaves layer {title(model, left[0])} with plain weights: it is no linear or convolution layer; "
-                "BayesByBackprop serves it",
-                FlowBNNWarning,
+                FlowBNNWarning(
+                    f"MNF leaves layer {title(model, left[0])} with plain weights: it is no linear or convolution layer; "
+                    "BayesByBackprop serves it",
+                    kind="plain",
+                    layers=left,
+                ),
                 stacklevel=3,
             )
         return found
@@ -246,7 +249,8 @@ class MNFPosterior(WeightPosterior):
     def settings(self) -> dict[str, Any]:
         if isinstance(self.recipe, FlowNoise):
             raise FlowBNNError(
-                "a flow that was given as a function is code and cannot be stored; give MNF a recipe, such as fb.noise.NormalPlanar()"
+                "a flow that was given as a function is code and cannot be stored; give MNF a recipe, such as fb.noise.NormalPlanar()",
+                kind="unsupported",
             )
         return {"flow": self.recipe.to_dict(), "layers": [list(one) for one in self.distribution.served]}
 
