@@ -15,7 +15,6 @@ from flowbnn.noise import (
     NormalGlow,
     NormalInvConv,
     NormalPlanar,
-    Setting,
     freeze,
     hold_noise,
     noise_layers,
@@ -25,6 +24,7 @@ from flowbnn.noise import (
     unfreeze,
     weight_parameters,
 )
+from flowbnn.noise.passes import Setting
 
 
 @pytest.fixture(params=NETWORKS, ids=lambda case: case.name)

@@ -10,7 +10,8 @@ from torch.distributions import MultivariateNormal
 from flowbnn import to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, make_likelihood
-from flowbnn.noise import FlowNoise, NormalAffine, NormalPlanar, divergences, noise_layers
+from flowbnn.noise import FlowNoise, NormalAffine, NormalPlanar, noise_layers
+from flowbnn.noise.batched import divergences
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.transforms import Transform
 

@@ -15,20 +15,11 @@ from torch import nn
 
 from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
-from flowbnn.noise import (
-    FixedNoise,
-    Layout,
-    Noise,
-    NoiseGroup,
-    Recipe,
-    absorbs,
-    layout_of,
-    noise_layers,
-    settings_of,
-    weight_scale,
-    wrappable,
-)
-from flowbnn.noise.base import layers_with_noise
+from flowbnn.noise import Layout, Noise, Recipe, noise_layers
+from flowbnn.noise.base import layers_with_noise, settings_of
+from flowbnn.noise.batched import NoiseGroup
+from flowbnn.noise.fixed import FixedNoise
+from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
 from flowbnn.options import Hint, checked
 
 __all__ = ["Conversion", "Rule", "at_draw", "describe", "to_deterministic", "to_stochastic"]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
 from flowbnn.likelihoods import Likelihood
-from flowbnn.noise import Divergences, NoisePass, ahead, current_share, divergences, noise_layers, pass_of
+from flowbnn.noise import noise_layers
+from flowbnn.noise.batched import Divergences, ahead, divergences
+from flowbnn.noise.passes import NoisePass, current_share, pass_of
 from flowbnn.options import Count, NonNegative, checked
 
 __all__ = ["ELBO", "Terms", "warm_up"]

@@ -15,7 +15,9 @@ import torch
 from flowbnn import kernels
 from flowbnn.convert import to_stochastic
 from flowbnn.kernels import Group, cpu, gpu, launch, reference
-from flowbnn.noise import InputNoise, NormalInvConv, divergences
+from flowbnn.noise import NormalInvConv
+from flowbnn.noise.batched import divergences
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.transforms import PlanarLU
 
 PLANAR, REPORT = [("planar", 2)], [("planar", 2), ("lu", 3), ("planar", 2)]

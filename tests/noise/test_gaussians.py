@@ -4,11 +4,13 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.noise import NoisePass, ahead, divergences, noise_layers
+from flowbnn.noise import noise_layers
+from flowbnn.noise.batched import ahead, divergences
 from flowbnn.noise.batched_gaussian import (
     Gaussians,
     frame_of,
 )
+from flowbnn.noise.passes import NoisePass
 
 
 def stochastic(rules=None):

@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flowbnn as fb
 from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import chosen_normal
-from flowbnn.noise import InputNoise, NoisePass, Share, ahead, divergences, noise_layers, noise_mode
 from flowbnn.noise import batched_mixture as mixtures
+from flowbnn.noise import noise_layers, noise_mode
+from flowbnn.noise.batched import ahead, divergences
 from flowbnn.noise.batched_mixture import Mixtures
+from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.passes import NoisePass, Share
 from flowbnn.objectives import ELBO
 from flowbnn.transforms import Affine, Compose
 

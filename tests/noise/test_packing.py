@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn.distributions.bases import MixtureBase, NormalBase
-from flowbnn.noise import NoisePass, ahead, divergences, noise_layers, pass_of
+from flowbnn.noise import noise_layers
+from flowbnn.noise.batched import ahead, divergences
+from flowbnn.noise.passes import NoisePass, pass_of
 from flowbnn.objectives import ELBO
 
 

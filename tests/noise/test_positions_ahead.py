@@ -9,17 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn import kernels
-from flowbnn.noise import (
-    NoisePass,
-    Share,
-    ahead,
-    batched,
-    batched_gaussian,
-    divergences,
-    noise_layers,
-    pass_of,
-    share_batch,
-)
+from flowbnn.noise import batched, batched_gaussian, noise_layers
+from flowbnn.noise.batched import ahead, divergences
+from flowbnn.noise.passes import NoisePass, Share, pass_of, share_batch
 from flowbnn.objectives import ELBO
 
 RULES = {

@@ -12,7 +12,10 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import NETWORKS, Residual
 from flowbnn.models import VGG16, LeNet
-from flowbnn.noise import NoisePass, noise_layers, settings_of, shared_draws
+from flowbnn.noise import noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.batched import shared_draws
+from flowbnn.noise.passes import NoisePass
 from flowbnn.posterior import compiled, noise
 from flowbnn.posterior import prediction as passes
 from flowbnn.posterior.compiled import (

@@ -7,7 +7,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import InputNoise
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.posterior import PredictOptions
 
 

@@ -10,8 +10,10 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import NETWORKS, Case, Residual
 from flowbnn.models import LeNet
-from flowbnn.noise import NoisePass, noise_layers, settings_of
-from flowbnn.posterior.noise import LEAST_WORK, Plan, ScaledWeights
+from flowbnn.noise import noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.passes import NoisePass
+from flowbnn.posterior.noise import LEAST_WORK, SamplingPlan, ScaledWeights
 
 
 class ExamplesFirst(nn.Module):
@@ -145,8 +147,8 @@ def test_which_plan_is_taken():
     assert not first.absorbs(10_000, cpu), "a grey image's first convolution is better computed once"
     assert second.absorbs(512, cpu)
     assert not second.absorbs(1, cpu), "128 passes of one row would be all overhead"
-    assert not Plan("late").absorbs(10**6, cpu)
-    assert Plan("input", absorbed=("fc",), work=LEAST_WORK["cuda"]).absorbs(1, torch.device("cuda"))
+    assert not SamplingPlan("late").absorbs(10**6, cpu)
+    assert SamplingPlan("input", absorbed=("fc",), work=LEAST_WORK["cuda"]).absorbs(1, torch.device("cuda"))
 
 
 def test_one_row_folds_too():

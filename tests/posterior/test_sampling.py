@@ -8,8 +8,10 @@ from torch import nn
 import flowbnn as fb
 from conversion_networks import Residual
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import NoisePass, align_batch_axes, noise_layers, pass_of, settings_of
-from flowbnn.noise.passes import governing
+from flowbnn.noise import noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.modes import align_batch_axes
+from flowbnn.noise.passes import NoisePass, governing, pass_of
 from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions
 from flowbnn.posterior.recording import record
 

@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import flowbnn as fb
-from flowbnn.noise import NoisePass, align_batch_axes, noise_layers, pass_of, settings_of
+from flowbnn.noise import noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.modes import align_batch_axes
+from flowbnn.noise.passes import NoisePass, pass_of
 
 
 class Experts(nn.Module):

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import Share, current_share, divergences, noise_layers, share_batch
+from flowbnn.noise import noise_layers
+from flowbnn.noise.batched import divergences
+from flowbnn.noise.passes import Share, current_share, share_batch
 from flowbnn.training import TrainingOptions, connect
 from flowbnn.training.distributed import (
     SharedLoader,

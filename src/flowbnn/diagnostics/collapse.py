@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.noise import InputNoise, noise_layers
+from flowbnn.noise import noise_layers
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.options import Count, Seed, checked
 
 __all__ = ["LayerHealth", "health_warnings", "posterior_health"]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.noise import InputNoise, noise_layers
+from flowbnn.noise import noise_layers
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.options import Count, Seed, Share, checked
 
 __all__ = ["Marginal", "count_modes", "marginal"]

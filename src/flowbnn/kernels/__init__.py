@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from flowbnn.kernels import cpu, gpu, reference
-from flowbnn.kernels.reference import Plan
+from flowbnn.kernels.reference import ChainShape
 
-__all__ = ["Chain", "Group", "Plan", "available", "evaluate", "evaluate_many"]
+__all__ = ["Chain", "ChainShape", "Group", "available", "evaluate", "evaluate_many"]
 
 WIDEST = 1024  # numbers of a row that a Triton program holds
 _TRITON = find_spec("triton") is not None
@@ -39,7 +39,7 @@ class Chain(NamedTuple):
         weights: ``w``, ``u``, ``b`` of its planar maps and ``factors`` of its LU maps, see :mod:`flowbnn.kernels.reference`.
     """
 
-    plan: Plan
+    plan: ChainShape
     weights: tuple[Tensor, ...]
 
 
@@ -76,7 +76,7 @@ def evaluate(
 ) -> tuple[Tensor, Tensor | None]:
     """A chain applied to the rows ``z`` ``[rows, dim]``: the values, and the log-dets ``[rows]`` or None.
 
-    >>> plan = Plan(dim=2, runs=((True, 1),), planar=1, linear=0, margin=1e-3, bound=4.0)
+    >>> plan = ChainShape(dim=2, runs=((True, 1),), planar=1, linear=0, margin=1e-3, bound=4.0)
     >>> chain = Chain(plan, (torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1)))
     >>> x, log_det = evaluate(chain, torch.tensor([[0.0, 0.0], [1.0, -1.0]]))
     >>> x.shape, log_det

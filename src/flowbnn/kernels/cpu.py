@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flowbnn.kernels import reference
-from flowbnn.kernels.reference import Plan
+from flowbnn.kernels.reference import ChainShape
 
 __all__ = ["ChainFunction", "NoContext", "serves"]
 
@@ -91,7 +91,9 @@ def _diagonal(matrices: Array) -> Array:
     return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[-1] + 1]
 
 
-def _triangles_back(plan: Plan, logs: Array, lower: Array, upper: Array, of_total: Array | None) -> Array:
+def _triangles_back(
+    plan: ChainShape, logs: Array, lower: Array, upper: Array, of_total: Array | None
+) -> Array:
     below, above = _masks(logs.shape[-1], logs.dtype)
     of_logs = _diagonal(upper) * np.exp(logs)
     if of_total is not None:
@@ -113,7 +115,7 @@ class ChainFunction(torch.autograd.Function):
     """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` or None; second derivatives are torch's own."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, log_det: bool, start: Tensor, *weights: Tensor) -> Any:
+    def forward(ctx: Any, plan: ChainShape, log_det: bool, start: Tensor, *weights: Tensor) -> Any:
         ctx.plan, ctx.kept, ctx.stages = plan, {}, []
         ctx.save_for_backward(start, *weights)
         z, total = start.detach().numpy(), None

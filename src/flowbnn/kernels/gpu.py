@@ -13,12 +13,12 @@ from torch import Tensor
 
 from flowbnn.kernels import launch, reference
 from flowbnn.kernels.launch import Part, by_chain, flat_order, weight_names
-from flowbnn.kernels.reference import Plan
+from flowbnn.kernels.reference import ChainShape
 
 __all__ = ["push"]
 
 
-class Layout(NamedTuple):
+class OperatorLists(NamedTuple):
     """What lies where in the operator's lists, as numbers, which is what torch's operators can be given."""
 
     counts: Sequence[int]  # how many chains each group has
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 LAYOUT = "int[] counts, int[] dims, int[] runs, float[] limits, bool[] log_dets, bool[] coarse"
 
 
-def write(plans: Sequence[Plan]) -> tuple[list[int], list[int], list[float]]:
+def write(plans: Sequence[ChainShape]) -> tuple[list[int], list[int], list[float]]:
     """Plans as ``dims``, ``runs`` and ``limits``."""
     dims = [plan.dim for plan in plans]
     runs = [n for plan in plans for n in (*(size if planar else -size for planar, size in plan.runs), 0)]
@@ -40,20 +40,20 @@ def write(plans: Sequence[Plan]) -> tuple[list[int], list[int], list[float]]:
 
 
 @lru_cache(maxsize=256)
-def read(dims: tuple[int, ...], runs: tuple[int, ...], limits: tuple[float, ...]) -> tuple[Plan, ...]:
+def read(dims: tuple[int, ...], runs: tuple[int, ...], limits: tuple[float, ...]) -> tuple[ChainShape, ...]:
     """The plans of :func:`write`.
 
     >>> read((5,), (2, -3, 0), (0.001, 4.0))
-    (Plan(dim=5, runs=((True, 2), (False, 3)), planar=2, linear=3, margin=0.001, bound=4.0),)
+    (ChainShape(dim=5, runs=((True, 2), (False, 3)), planar=2, linear=3, margin=0.001, bound=4.0),)
     """
-    plans: list[Plan] = []
+    plans: list[ChainShape] = []
     sizes: list[int] = []
     for size in runs:
         if size:
             sizes.append(size)
             continue
         plans.append(
-            Plan(
+            ChainShape(
                 dims[len(plans)],
                 tuple((n > 0, abs(n)) for n in sizes),
                 sum(n for n in sizes if n > 0),
@@ -65,7 +65,7 @@ def read(dims: tuple[int, ...], runs: tuple[int, ...], limits: tuple[float, ...]
     return tuple(plans)
 
 
-def _parts(layout: Layout, starts: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Part]:
+def _parts(layout: OperatorLists, starts: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Part]:
     plans, first, place = read(tuple(layout.dims), tuple(layout.runs), tuple(layout.limits)), 0, 0
     parts = []
     for index, count in enumerate(layout.counts):
@@ -104,7 +104,7 @@ def _thirds(outputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Seque
     schema=f"(Tensor[] starts, Tensor[] weights, bool keep, {LAYOUT}) -> Tensor[]",
 )
 def _push(starts: Sequence[Tensor], weights: Sequence[Tensor], keep: bool, *numbers: Any) -> list[Tensor]:
-    parts = _parts(Layout(*numbers), starts, weights)
+    parts = _parts(OperatorLists(*numbers), starts, weights)
     outputs = [part.outputs(keep) for part in parts]  # allocated on the stream that goes on to use them
     _side_by_side(parts, lambda index: launch.forward(parts[index], keep, *outputs[index]))
     return [tensor for third in zip(*outputs, strict=True) for tensor in third]
@@ -112,7 +112,7 @@ def _push(starts: Sequence[Tensor], weights: Sequence[Tensor], keep: bool, *numb
 
 @_push.register_fake
 def _(starts: Any, weights: Any, keep: bool, *numbers: Any) -> Any:
-    outputs = [part.outputs(keep) for part in _parts(Layout(*numbers), starts, weights)]
+    outputs = [part.outputs(keep) for part in _parts(OperatorLists(*numbers), starts, weights)]
     return [tensor for third in zip(*outputs, strict=True) for tensor in third]
 
 
@@ -129,7 +129,7 @@ def _push_backward(
     of_totals: Sequence[Tensor],
     *numbers: Any,
 ) -> list[Tensor]:
-    parts = _parts(Layout(*numbers), starts, weights)
+    parts = _parts(OperatorLists(*numbers), starts, weights)
     outputs = _gradients(parts, of_x)
 
     def work(index: int) -> None:
@@ -150,7 +150,7 @@ def _gradients(parts: Sequence[Part], of_x: Sequence[Tensor]) -> list[Tensor]:
 
 @_push_backward.register_fake
 def _(starts: Any, weights: Any, kept: Any, of_x: Any, of_totals: Any, *numbers: Any) -> Any:
-    return _gradients(_parts(Layout(*numbers), starts, weights), of_x)
+    return _gradients(_parts(OperatorLists(*numbers), starts, weights), of_x)
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
@@ -165,7 +165,7 @@ def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
 def _back(ctx: Any, slopes: Sequence[Tensor | None]) -> Any:
     tensors, (first, second) = list(ctx.saved_tensors), ctx.sizes
     starts, weights, kept = tensors[:first], tensors[first : first + second], tensors[first + second :]
-    parts, nothing = _parts(Layout(*ctx.numbers), starts, weights), (None,) * (1 + len(ctx.numbers))
+    parts, nothing = _parts(OperatorLists(*ctx.numbers), starts, weights), (None,) * (1 + len(ctx.numbers))
     if torch.is_grad_enabled():  # gradients that will be differentiated again
         again = reference.gradients(partial(_plain, parts, first), (*starts, *weights), slopes[: 2 * first])
         return again[:first], again[first:], *nothing

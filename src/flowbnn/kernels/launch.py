@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowbnn.kernels.reference import Plan
+from flowbnn.kernels.reference import ChainShape
 
 __all__ = ["Part", "backward", "flat_order", "forward", "kept_numbers", "weight_names"]
 
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def stages_of(plan: Plan) -> tuple[Stage, ...]:
+def stages_of(plan: ChainShape) -> tuple[Stage, ...]:
     stages, planar, linear = [], 0, 0
     for is_planar, size in plan.runs:
         if is_planar:
@@ -58,7 +58,7 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=256)
-def schedule(plans: tuple[Plan, ...]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+def schedule(plans: tuple[ChainShape, ...]) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
     """Launches as a kind and the (chain, stage) pairs in it; always the kind that most chains wait for."""
     waiting = [0] * len(plans)
     launches: list[tuple[str, tuple[tuple[int, int], ...]]] = []
@@ -75,27 +75,27 @@ def schedule(plans: tuple[Plan, ...]) -> tuple[tuple[str, tuple[tuple[int, int],
             waiting[chain] += 1
 
 
-def is_small(plan: Plan) -> bool:
+def is_small(plan: ChainShape) -> bool:
     return plan.dim <= SMALL_DIM and plan.planar + plan.linear <= SMALL_MAPS
 
 
-def kept_numbers(plan: Plan) -> int:
+def kept_numbers(plan: ChainShape) -> int:
     """How many numbers a row a chain keeps for the backward pass."""
     if is_small(plan):
         return 2 * (plan.planar + plan.linear) * plan.dim
     return (len(stages_of(plan)) - 1) * plan.dim + plan.planar
 
 
-def weight_names(plan: Plan) -> list[str]:
+def weight_names(plan: ChainShape) -> list[str]:
     return ["w", "u", "b"] * (plan.planar > 0) + ["f"] * (plan.linear > 0)
 
 
-def by_chain(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+def by_chain(plans: Sequence[ChainShape], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     given = iter(tensors)
     return [{name: next(given) for name in weight_names(plan)} for plan in plans]
 
 
-def flat_order(plans: Sequence[Plan]) -> list[int]:
+def flat_order(plans: Sequence[ChainShape]) -> list[int]:
     """The order of the parameters in the one tensor of their gradients: those of small chains first."""
     number = 0
     small: list[int] = []
@@ -134,7 +134,7 @@ def row_parts(rows: int) -> tuple[int, int]:
 class Part:
     """One group of a call: its chains, starts and weights."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[ChainShape, ...]
     starts: Tensor  # [rows, numbers]
     all_weights: Sequence[Tensor]
     places: slice  # where these lie among the weights of the call

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from flowbnn.numerics import soft_clamp, tanh_root, tanh_slope
 
-__all__ = ["Plan", "constrain", "forward", "gradients", "inverse", "solve", "triangles"]
+__all__ = ["ChainShape", "constrain", "forward", "gradients", "inverse", "solve", "triangles"]
 
 
-class Plan(NamedTuple):
+class ChainShape(NamedTuple):
     """What a chain consists of.
 
     Args:
@@ -70,7 +70,9 @@ def triangles(factors: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
     return factors.tril(-1) / root + unit, factors.triu(1) / root + torch.diag_embed(logs.exp()), logs
 
 
-def forward(plan: Plan, weights: Sequence[Tensor], z: Tensor, log_det: bool) -> tuple[Tensor, Tensor | None]:
+def forward(
+    plan: ChainShape, weights: Sequence[Tensor], z: Tensor, log_det: bool
+) -> tuple[Tensor, Tensor | None]:
     r"""The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` where they are wanted.
 
     :math:`K` planar maps in a row, :math:`x = z + \sum_k \hat u_k \tanh(a_k)`, take two matrix products however many they are, because
@@ -105,7 +107,7 @@ def forward(plan: Plan, weights: Sequence[Tensor], z: Tensor, log_det: bool) -> 
     return z, z.new_zeros(z.shape[0]) if total is None else total
 
 
-def inverse(plan: Plan, weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def inverse(plan: ChainShape, weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     r"""The chain undone on ``x`` ``[rows, dim]``, and the log-dets of that.
 
     Of a planar map, :math:`a + w^\top \hat u \tanh(a) = w^\top x + b` is an increasing function of one number; its root gives

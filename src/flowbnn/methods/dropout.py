@@ -30,8 +30,9 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
 from flowbnn.methods.layers import own_dropout
 from flowbnn.methods.variational.base import fit
-from flowbnn.noise import Dropout, wrappable
+from flowbnn.noise import Dropout
 from flowbnn.noise.fixed import constant
+from flowbnn.noise.layout import wrappable
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import call, dtype_of, move, pad, repeat, rows, take
-from flowbnn.noise import Noise, NoisePass, Setting, absorbs, noise_layers, settings_of, shared_draws
+from flowbnn.noise import Noise, noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.batched import shared_draws
+from flowbnn.noise.layout import absorbs
+from flowbnn.noise.passes import NoisePass, Setting
 from flowbnn.posterior.prediction import Prediction, check_rows, compiled, even
 from flowbnn.posterior.recording import Recording
 from flowbnn.posterior.weights import StandIns

@@ -26,18 +26,12 @@ from torch import Tensor, nn
 from flowbnn.batches import call, device_of, divisible, move, repeat, rows, take
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
-from flowbnn.noise import (
-    InputNoise,
-    Noise,
-    NoisePass,
-    Setting,
-    absorbs,
-    noise_layers,
-    recipe_from_dict,
-    settings_of,
-    weight_scale,
-)
-from flowbnn.noise.passes import Unfolded
+from flowbnn.noise import Noise, noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.layout import absorbs, weight_scale
+from flowbnn.noise.passes import NoisePass, Setting, Unfolded
+from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, opened, reading
 from flowbnn.posterior.compiled import compiled_outputs
@@ -46,7 +40,7 @@ from flowbnn.posterior.recording import Recording, TrialDraws, outcome
 from flowbnn.posterior.weights import StandIns, stand_in
 from flowbnn.training.storage import TensorFile
 
-__all__ = ["NoisePosterior", "Plan", "Sampler", "plan_for"]
+__all__ = ["NoisePosterior", "Sampler", "SamplingPlan", "plan_for"]
 
 # products of feature maps cost some hundredths of a pass on a CPU, and a fifth or more on a GPU, which waits for its memory
 LATE_SHARE = {"cpu": 0.05, "cuda": 0.2}  # of the work, before the first noise
@@ -71,7 +65,7 @@ class NoisePosterior(Posterior):
         inputs = prediction.ready(inputs)
         if sampler.generator is not None:  # every batch its own draws
             sampler.generator.manual_seed(prediction.seed + prediction.batch)
-        plan = prediction.attempt(partial(plan_for, prediction, inputs), 2) or Plan()
+        plan = prediction.attempt(partial(plan_for, prediction, inputs), 2) or SamplingPlan()
         if worth_compiling(prediction, inputs, plan):
             outputs = compiled_outputs(prediction, sampler.state, inputs, samples, plan)
             if outputs is not None:
@@ -157,7 +151,7 @@ class NoisePosterior(Posterior):
 
 
 @dataclass
-class Plan:
+class SamplingPlan:
     """How samples of a network may be taken.
 
     Args:
@@ -184,13 +178,13 @@ class Plan:
         return self.work * rows >= LEAST_WORK[kind]
 
 
-def plan_for(prediction: Prediction, inputs: Any) -> Plan:
+def plan_for(prediction: Prediction, inputs: Any) -> SamplingPlan:
     """The plan for inputs of this shape, found once and kept with the posterior."""
     shown = prediction.recorded(inputs)
-    if isinstance(shown.plan, Plan):
+    if isinstance(shown.plan, SamplingPlan):
         return shown.plan
     model, layers = prediction.model, noise_layers(prediction.model)
-    plan, called = Plan(work=shown.flops or 0.0), [name for name in shown.calls if name in layers]
+    plan, called = SamplingPlan(work=shown.flops or 0.0), [name for name in shown.calls if name in layers]
     if shown.error is not None or not called:
         return plan  # where the network itself fails, the real pass says why
     plan.absorbed = tuple([name for name in called if _absorbable(model, name, layers[name], shown)])
@@ -241,7 +235,7 @@ def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording) -> 
     return uses[id(module._parameters["weight"])] == 1
 
 
-def _try_fold(prediction: Prediction, few: Any, plan: Plan, shown: Recording) -> bool | None:
+def _try_fold(prediction: Prediction, few: Any, plan: SamplingPlan, shown: Recording) -> bool | None:
     """Whether two samples in one batch give for the first what it gave alone; None where their outputs do not differ."""
     model, count = prediction.model, shown.rows
     few = move(few, prediction.device, prediction.dtype)
@@ -268,7 +262,7 @@ def _try_fold(prediction: Prediction, few: Any, plan: Plan, shown: Recording) ->
 # -------------------- samples
 
 
-def worth_compiling(prediction: Prediction, inputs: Any, plan: Plan) -> bool:
+def worth_compiling(prediction: Prediction, inputs: Any, plan: SamplingPlan) -> bool:
     """Whether to compile for this job."""
     asked = prediction.options.compile
     if asked is True and not prediction.shared:
@@ -332,12 +326,12 @@ class Sampler:
             if layer.site == "channel":
                 self.channels.append(layer)
 
-    def one_by_one(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
+    def one_by_one(self, inputs: Any, samples: range, plan: SamplingPlan) -> Tensor:
         """One network after the other, over all rows."""
         self.state.entry, self.state.rows = (-1, 1), {}
         return self.prediction.run(inputs, self.networks(samples, plan), len(samples))
 
-    def networks(self, samples: range, plan: Plan) -> Iterator[Callable[[Any], Tensor]]:
+    def networks(self, samples: range, plan: SamplingPlan) -> Iterator[Callable[[Any], Tensor]]:
         """The network as each sample has it, one after the other."""
         one_pass = partial(call, self.model)
         if not (self.prediction.shared and plan.absorbed):
@@ -354,7 +348,7 @@ class Sampler:
                 self.state.part = (index, index + 1)
                 yield one_pass
 
-    def folded(self, inputs: Any, samples: range, plan: Plan) -> Tensor:
+    def folded(self, inputs: Any, samples: range, plan: SamplingPlan) -> Tensor:
         """Several samples in one pass, as blocks of the batch."""
         prediction, total, result, start = self.prediction, rows(inputs), None, 0
         while start < total:

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flowbnn.batches import call, evaluating, out_of_memory, rows
-from flowbnn.noise import Noise, NoisePass, noise_layers, settings_of
+from flowbnn.noise import Noise, noise_layers
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.passes import NoisePass
 
 __all__ = ["Recording", "TrialDraws", "outcome", "record"]
 

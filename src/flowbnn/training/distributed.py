@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flowbnn.batches import batch_size
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
-from flowbnn.noise import Share, share_batch
+from flowbnn.noise.passes import Share, share_batch
 from flowbnn.training.device import Process
 from flowbnn.training.options import TrainingOptions
 from flowbnn.training.randomness import seed_all

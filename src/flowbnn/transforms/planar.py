@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn import kernels
-from flowbnn.kernels import Chain, Plan, reference
+from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 from flowbnn.transforms.linear import LULinear
@@ -59,7 +59,7 @@ class PlanarLU(Transform):
         if linear:
             self.factors = nn.Parameter(torch.stack(linear))
         kinds = tuple((kind == "planar", size) for kind, size in runs if size)
-        self.plan = Plan(dim, kinds, len(planar), len(linear), margin, bound)
+        self.plan = ChainShape(dim, kinds, len(planar), len(linear), margin, bound)
         self.linearity = "none" if planar else "affine"
         self.inverse_kind = "numerical" if planar else "exact"
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = ["SOURCES", "Download", "Piece", "Source"]
 
-Layout = Literal["idx", "cifar"]
+FileFormat = Literal["idx", "cifar"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Source:
 
     name: str
     title: str
-    layout: Layout
+    layout: FileFormat
     folder: str
     shape: tuple[int, int, int]
     classes: tuple[str, ...]

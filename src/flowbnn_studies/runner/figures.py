@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.diagnostics import marginal
-from flowbnn.noise import InputNoise, noise_layers
+from flowbnn.noise import noise_layers
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.results import Parts, figure, summary
 
 __all__ = ["curve", "density_figure", "density_pair", "density_panels", "histogram", "histogram_panels"]

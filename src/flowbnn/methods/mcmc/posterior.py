@@ -12,7 +12,7 @@ from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights, with_level
-from flowbnn.noise import layout_of
+from flowbnn.noise.layout import layout_of
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, check_members

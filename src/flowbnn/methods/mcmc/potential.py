@@ -23,7 +23,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, log_variance
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
-from flowbnn.noise import absorbs, layout_of, weight_scale, wrappable
+from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
 
 __all__ = [
     "LOG_NOISE",

@@ -30,7 +30,6 @@ from flowbnn.methods.fitting import (
 )
 from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_of_memory
 from flowbnn.noise import (
-    Divergences,
     NormalAffine,
     NormalCoupling,
     NormalGlow,
@@ -39,11 +38,12 @@ from flowbnn.noise import (
     NormalRadial,
     NormalSylvester,
     Recipe,
-    align_batch_axes,
     noise_layers,
     noise_mode,
     parameter_groups,
 )
+from flowbnn.noise.batched import Divergences
+from flowbnn.noise.modes import align_batch_axes
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.noise import NoisePosterior

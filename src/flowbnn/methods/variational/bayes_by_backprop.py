@@ -34,7 +34,7 @@ from flowbnn.methods.variational.layers import (
     local_noise,
     ways_of,
 )
-from flowbnn.noise import current_share
+from flowbnn.noise.passes import current_share
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of

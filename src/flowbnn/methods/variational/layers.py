@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from flowbnn.batches import call, device_of, dtype_of, evaluating, move
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.noise import Share
 from flowbnn.noise.layout import FORWARD, absorbs
+from flowbnn.noise.passes import Share
 
 __all__ = [
     "DrawnNetwork",

@@ -51,7 +51,9 @@ from flowbnn.methods.variational.layers import (
     tied,
     title,
 )
-from flowbnn.noise import FlowNoise, Recipe, current_share, recipe_from_dict
+from flowbnn.noise import FlowNoise, Recipe
+from flowbnn.noise.passes import current_share
+from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
