@@ -19,13 +19,13 @@ demo: $(STAMP)  ## run the demo studies and write the report
 
 lint: $(STAMP)  ## linter and type checker
 	$(BIN)/ruff check src tests benchmarks attack
-	$(BIN)/ruff format --check src tests benchmarks attack attack
+	$(BIN)/ruff format --check src tests benchmarks attack
 	$(BIN)/mypy
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
 	$(BIN)/python -m pytest -n 2
 
-bench: $(STAMP)  ## speed, as ratios to the plain network
+bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
 	$(BIN)/python benchmarks/prediction.py --out $(OUT)
 	$(BIN)/python benchmarks/adaptive.py --out $(OUT)
@@ -34,6 +34,9 @@ bench: $(STAMP)  ## speed, as ratios to the plain network
 	$(BIN)/python benchmarks/scaling.py --out $(OUT)
 	$(BIN)/python benchmarks/methods.py --rounds 20 --out $(OUT)
 	$(BIN)/python benchmarks/laplace.py --batch 250 --rounds 7 --out $(OUT)
+	$(BIN)/python benchmarks/defaults.py --sets digits breast_cancer wine --out $(OUT)
+	$(BIN)/python benchmarks/threads.py
+	$(BIN)/python benchmarks/structure.py --out $(OUT)
 
 attack: $(STAMP)  ## kills, hostile files, wrong arguments, threads: 15 minutes, fails on any wrong answer, trace, hang or loss
 	$(BIN)/python -m attack --minutes 15 --seed 0
