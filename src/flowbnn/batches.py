@@ -55,9 +55,9 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     inputs, targets = (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     if not isinstance(targets, Tensor):
-        found = type(targets).__name__
+        given = type(targets).__name__
         raise FlowBNNError(
-            f"targets are a tensor, not a {found}; give torch.as_tensor(targets)", kind="targets"
+            f"targets are a tensor, not a {given}; give torch.as_tensor(targets)", kind="targets"
         )
     return inputs, targets
 

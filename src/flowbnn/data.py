@@ -225,8 +225,8 @@ def true_probability(points: Tensor, spread: Positive) -> Tensor:
     tensor(0.5000)
     """
     if points.shape[-1:] != (2,) or not points.is_floating_point():
-        found = f"{points.dtype} {list(points.shape)}"
-        raise FlowBNNError(f"points must be real numbers [..., 2], not {found}", argument="points")
+        given = f"{points.dtype} {list(points.shape)}"
+        raise FlowBNNError(f"points must be real numbers [..., 2], not {given}", argument="points")
     logs = _log_densities(points, spread)
     return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 

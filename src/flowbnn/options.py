@@ -184,7 +184,7 @@ def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
     if origin is Annotated:
         return _parts(arguments[0], value)
     if origin in (Union, UnionType):
-        return next((found for one in arguments if (found := _parts(one, value))), [])
+        return next((parts for one in arguments if (parts := _parts(one, value))), [])
     fits: bool = isinstance(origin, type) and isinstance(value, origin)
     if not fits or isinstance(value, str):
         return []

@@ -264,11 +264,11 @@ class KeptParts:
 
     def get(self, key: str, seed: int, method: str) -> dict[str, Any] | None:
         """A part that was finished before."""
-        found = self.folder and read_json(self.folder / f"{key}-seed{seed}.json")
-        if not found:
+        kept = self.folder and read_json(self.folder / f"{key}-seed{seed}.json")
+        if not kept:
             return None
         now = plain({**self.settings, "method": method})
-        before = found.get("settings") or {}
+        before = kept.get("settings") or {}
         changed = sorted(name for name in now | before if now.get(name) != before.get(name))
         if changed and not self.warned:
             text = (
@@ -276,7 +276,7 @@ class KeptParts:
             )
             warnings.warn(FlowBNNWarning(text, kind="changed settings", changed=changed), stacklevel=4)
             self.warned = True
-        return None if changed else found["part"]
+        return None if changed else kept["part"]
 
     def put(self, key: str, seed: int, method: str, part: dict[str, Any]) -> None:
         """Keep a part."""

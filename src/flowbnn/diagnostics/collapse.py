@@ -74,7 +74,7 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
     >>> [health.state for health in posterior_health(to_stochastic(nn.Linear(3, 2), {"*": NormalAffine(base_scale=0.5)}))]
     ['prior']
     """
-    found = []
+    healths = []
     for name, noise in noise_layers(model).items():
         if not isinstance(noise, InputNoise):
             continue
@@ -84,5 +84,5 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
         kl = float(noise.divergence(samples, generator).kl)
         per_dim = kl / noise.layout.dim / noise.count
         state = "point" if spread < POINT else "prior" if per_dim < PRIOR else "healthy"
-        found.append(LayerHealth(name, kl, per_dim, spread, state))
-    return found
+        healths.append(LayerHealth(name, kl, per_dim, spread, state))
+    return healths

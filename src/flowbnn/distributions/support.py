@@ -47,15 +47,15 @@ def _of_numbers(constraint: Any) -> Any:
 def _ends(step: Step) -> tuple[Any, Any] | None:
     """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
     part, backwards = step
-    found: tuple[Any, Any] | None = None
+    ends: tuple[Any, Any] | None = None
     if isinstance(part, TorchTransform):
         domain, codomain = map(_of_numbers, part.ends() or (None, None))
         if domain is not None and domain.event_dim == codomain.event_dim == 0:
-            found = domain, codomain
+            ends = domain, codomain
     for kinds, domain, codomain in _MAPS:
         if isinstance(part, kinds):
-            found = domain, codomain
-    return (found[1], found[0]) if found is not None and backwards else found
+            ends = domain, codomain
+    return (ends[1], ends[0]) if ends is not None and backwards else ends
 
 
 def _is_real(constraint: Any) -> bool:

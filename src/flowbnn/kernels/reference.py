@@ -153,8 +153,8 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Any], given: Sequen
     pairs = zip(function(*tensors), given, strict=True)
     ends, slopes = zip(*[pair for pair in pairs if pair[0] is not None and pair[1] is not None], strict=True)
     wanted = [one for one in tensors if one is not None]
-    found = iter(torch.autograd.grad(ends, wanted, slopes, create_graph=True, allow_unused=True))
-    return [None if one is None else next(found) for one in tensors]
+    computed = iter(torch.autograd.grad(ends, wanted, slopes, create_graph=True, allow_unused=True))
+    return [None if one is None else next(computed) for one in tensors]
 
 
 def _activations(lines: Tensor, w: Tensor, u_hat: Tensor) -> tuple[Tensor, Tensor]:

@@ -236,8 +236,8 @@ class Masks(StandIns):
 
     def __init__(self, model: nn.Module, axes: Mapping[str, list[int | None]]) -> None:
         own = {id(part) for part in own_dropout(model)}
-        found = [(name, part) for name, part in model.named_modules() if id(part) in own]
-        stands = {id(part): MaskedDropout(part, axes.get(name, [])) for name, part in found}
+        named = [(name, part) for name, part in model.named_modules() if id(part) in own]
+        stands = {id(part): MaskedDropout(part, axes.get(name, [])) for name, part in named}
         self.parts = list(stands.values())
         held = [
             (module._modules, key, part)

@@ -50,8 +50,8 @@ def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
     if targets.is_floating_point() or targets.shape != (inputs,):
         one_hot = targets.shape == (inputs, classes)
         advice = "targets.argmax(-1) of one-hot targets" if one_hot else "targets.long()"
-        found = f"{targets.dtype} {list(targets.shape)}"
-        trouble = f"must be [{inputs}] integers, one class for each input, not {found}; use {advice}"
+        given = f"{targets.dtype} {list(targets.shape)}"
+        trouble = f"must be [{inputs}] integers, one class for each input, not {given}; use {advice}"
     elif outside.any():
         trouble = (
             f"hold label {int(targets[outside][0])} ({int(outside.sum())} of {inputs} labels are outside "

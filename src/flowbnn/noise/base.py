@@ -357,7 +357,7 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
         owner = type(model).__name__
         advice = "; its network is its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
         raise FlowBNNError(f"this takes a network (torch.nn.Module), not a {owner}{advice}", kind="network")
-    found: dict[str, Noise] = {}
+    layers: dict[str, Noise] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:  # as named_modules goes, but not into the noise, which has the most parts
@@ -367,23 +367,23 @@ def noise_layers(model: nn.Module) -> dict[str, Noise]:
         seen.add(id(module))
         if isinstance(module, Noise):
             if not module.fixed:
-                found[name.rpartition(".")[0]] = module
+                layers[name.rpartition(".")[0]] = module
             continue
         prefix = f"{name}." if name else ""
         for part, child in reversed(module._modules.items()):
             if child is not None:
                 waiting.append((prefix + part, child))
-    return found
+    return layers
 
 
 def layers_with_noise(model: nn.Module) -> dict[str, Noise]:
     """The same of a network that must have noise."""
-    found = noise_layers(model)
-    if not found:
+    layers = noise_layers(model)
+    if not layers:
         raise FlowBNNError(
             "this network has no noise; convert it first with to_stochastic(network, rules)", kind="network"
         )
-    return found
+    return layers
 
 
 def settings_of(

@@ -154,10 +154,10 @@ class InputNoise(Noise):
         """What the flow makes of the draws that it starts from; ``coarse``: as in :class:`flowbnn.kernels.Group`."""
         total: Tensor | None = None
         for part in self.rest:
-            z, found = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
-            if log_det and found is not None:
-                found = found if part.event_dim == 1 else sum_rightmost(found, 1 - part.event_dim)
-                total = found if total is None else total + found
+            z, own = part.push(z, log_det, coarse) if isinstance(part, PlanarLU) else part(z)
+            if log_det and own is not None:
+                own = own if part.event_dim == 1 else sum_rightmost(own, 1 - part.event_dim)
+                total = own if total is None else total + own
         return z, total if total is not None or not log_det else z.new_zeros(z.shape[:-1])
 
     @property

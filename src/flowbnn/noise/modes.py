@@ -91,11 +91,11 @@ def _marked(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parame
     """The parameters of a part, each with the names that :func:`freeze` froze in its module; copies of the module keep them."""
     layers_with_noise(model)
     chosen = {id(p) for p in (noise_parameters(model) if part == "noise" else weight_parameters(model))}
-    found = []
+    marked = []
     for module in model.modules():
         marks = module.__dict__.setdefault(FROZEN, set())
-        found += [(marks, name, p) for name, p in module._parameters.items() if id(p) in chosen]
-    return found  # type: ignore[return-value]
+        marked += [(marks, name, p) for name, p in module._parameters.items() if id(p) in chosen]
+    return marked  # type: ignore[return-value]
 
 
 @checked

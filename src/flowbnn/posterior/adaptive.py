@@ -79,11 +79,11 @@ class Adaptive:
 
     def looks(self, samples: int) -> list[int]:
         """The numbers of samples after which there is a look, and at last all of them."""
-        found, count = [], float(self.start)
+        rounds, count = [], float(self.start)
         while count < samples:
-            found.append(int(count))
+            rounds.append(int(count))
             count = max(count * self.growth, int(count) + 1)
-        return [*found, samples]
+        return [*rounds, samples]
 
     def settled(self, predictive: Predictive, samples: int) -> Tensor:
         """Which inputs need no more samples, ``[B]``; all of them have had the same number so far."""

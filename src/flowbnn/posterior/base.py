@@ -367,7 +367,7 @@ def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Poste
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
-    kinds = {found.kind: found for found in _descendants(Posterior)}
+    kinds = {kind.kind: kind for kind in _descendants(Posterior)}
     file = opened(path, network, list(kinds))
     return kinds[file.document["kind"]].load(file, network)
 

@@ -162,11 +162,11 @@ def _fitting(
     for kind in formats:
         try:
             with HalfWeights(prediction.model, half, kind, {}):
-                found = call(prediction.model, few)
+                outputs = call(prediction.model, few)
         except Exception:  # whatever the reason, this way does not serve this network
             continue
-        gap = (found.float() - truth.float()).abs().max()
-        if found.shape == truth.shape and bool(gap <= CLOSE * truth.float().abs().max()):
+        gap = (outputs.float() - truth.float()).abs().max()
+        if outputs.shape == truth.shape and bool(gap <= CLOSE * truth.float().abs().max()):
             return kind
     return None
 
@@ -246,8 +246,8 @@ class GivenDraws:
             start, end = first, min(first + each, high if maps else self.samples)
             self.block = (start, torch.empty(0))  # let go of the last one before the next is made
             self.block = (start, block := self._filled(start, end))
-        found = block[first - start : stop - start]
-        return pad(found, last - first) if stop < last else found
+        part = block[first - start : stop - start]
+        return pad(part, last - first) if stop < last else part
 
     def _filled(self, start: int, stop: int) -> Tensor:
         block = torch.zeros(stop - start, self.width, dtype=self.dtype, device=self.device)

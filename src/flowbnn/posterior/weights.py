@@ -127,8 +127,8 @@ class WeightPosterior(Posterior):
         """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
         seed = new_seed() if seed is None else seed
         with torch.no_grad():
-            found = [self.weights(index, seed) for index in range(samples)]
-        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+            sets = [self.weights(index, seed) for index in range(samples)]
+        return {name: torch.stack([one[name] for one in sets]) for name in sets[0]}
 
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of weights ``{name: [S, ...]}``, as :meth:`draws` gives them."""
@@ -169,8 +169,8 @@ class WeightPosterior(Posterior):
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of all weights and buffers of a network, each tied one once."""
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 class MemberPosterior(WeightPosterior):

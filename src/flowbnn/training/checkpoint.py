@@ -221,13 +221,13 @@ class State:
         """Warn where the first batch, drawn again as it was then, is another one: the data are others, or in another order."""
         if self.data is None:
             return
-        found = []
+        prints = []
         for _ in range(2):  # a loader that never gives the same batch twice says nothing
             self.randomness.restore(self.data["random"])
-            found.append(fingerprint(first_batch()))
-            if found[0] == self.data["first"]:
+            prints.append(fingerprint(first_batch()))
+            if prints[0] == self.data["first"]:
                 return
-        if found[0] == found[1]:
+        if prints[0] == prints[1]:
             warnings.warn(
                 FlowBNNWarning(
                     f"'{self.path}' is resumed with other data: its first batch was another one; resume=False begins again",

@@ -57,13 +57,13 @@ class Transform(nn.Module):
 def check_tensor(value: Any, owner: object) -> None:
     """Refuse what is no tensor of real numbers; cheap, since a flow asks at every step."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
-        found = (
+        given = (
             f"a tensor of {value.dtype}, {value.layout}"
             if isinstance(value, Tensor)
             else f"a {type(value).__name__}"
         )
         raise FlowBNNError(
-            f"{type(owner).__name__} takes a dense floating point tensor, not {found}", kind="dtype"
+            f"{type(owner).__name__} takes a dense floating point tensor, not {given}", kind="dtype"
         )
 
 

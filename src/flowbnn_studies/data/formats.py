@@ -48,10 +48,10 @@ def _read(path: Path, most: int) -> bytes:
 
 def _length(path: Path, raw: bytes, wanted: int) -> None:
     if len(raw) != wanted:
-        found = f"is {len(raw):,} bytes long" if len(raw) < wanted else "is longer"
+        length = f"is {len(raw):,} bytes long" if len(raw) < wanted else "is longer"
         packed = " when unpacked" if path.suffix == ".gz" else ""
         tail = ": it is truncated" if len(raw) < wanted else ""
-        raise damaged(path, f"{found}{packed}, expected {wanted:,} bytes{tail}")
+        raise damaged(path, f"{length}{packed}, expected {wanted:,} bytes{tail}")
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -73,11 +73,11 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         raise damaged(
             path, f"{what} (magic number {number}), expected {KINDS.get(len(shape), 'data')} ({right})"
         )
-    found = tuple(int(length) for length in np.frombuffer(raw[4:header], ">u4"))
-    if found != shape:
+    sizes = tuple(int(length) for length in np.frombuffer(raw[4:header], ">u4"))
+    if sizes != shape:
         raise damaged(
             path,
-            f"says it holds {_times(found)}, expected {_times(shape)}: perhaps the file of another split or set",
+            f"says it holds {_times(sizes)}, expected {_times(shape)}: perhaps the file of another split or set",
         )
     _length(path, raw, wanted)
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)

@@ -66,12 +66,12 @@ def load_source(source: Source, split: str, root: Path, download: bool) -> Image
     """One split of the set that ``source`` describes."""
     check("split", split, Literal["train", "test"])
     pieces = source.splits[split]
-    found = _find(source, pieces, root)
-    missing = [path for path in found if not path.is_file()]
+    files = _find(source, pieces, root)
+    missing = [path for path in files if not path.is_file()]
     if missing:
         _supply(source, missing, root, download)
-        found = _find(source, pieces, root)
-    paths = iter(found)
+        files = _find(source, pieces, root)
+    paths = iter(files)
     read = [_verified(source, piece, tuple(next(paths) for _ in piece.files)) for piece in pieces]
     pixels, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     return ImageSet(
@@ -105,8 +105,8 @@ def _verified(source: Source, piece: Piece, paths: tuple[Path, ...]) -> tuple[np
         digest = hashlib.sha256(array.data).hexdigest()
         if digest != wanted:
             mine = _title(source, piece, what)
-            found = _known(source).get(digest, f"other {what} (SHA-256 {digest[:12]}): it is corrupted")
-            raise damaged(path, f"holds {found}, expected {mine} (SHA-256 {wanted[:12]})")
+            content = _known(source).get(digest, f"other {what} (SHA-256 {digest[:12]}): it is corrupted")
+            raise damaged(path, f"holds {content}, expected {mine} (SHA-256 {wanted[:12]})")
     return pixels.reshape(piece.count, *source.shape), labels
 
 

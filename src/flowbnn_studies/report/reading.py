@@ -196,17 +196,17 @@ def _check(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
 
 
 def _check_array(value: Any, shape: Any, where: str, beside: dict[str, Any]) -> None:
-    found = _shape(value)
+    sizes = _shape(value)
     dimensions = shape if isinstance(shape, tuple) else (2 if shape in ("pairs", "y x") else 1,)
-    if len(found) not in dimensions and found != (0,):
+    if len(sizes) not in dimensions and sizes != (0,):
         depth = " or ".join(str(number) for number in dimensions)
         _refuse(where, f"should be numbers in a list of depth {depth}, rows of equal length")
-    if shape == "pairs" and found != (0,) and found[1] != 2:
+    if shape == "pairs" and sizes != (0,) and sizes[1] != 2:
         _refuse(where, "should be a list of [x, y]")
-    if shape == "increasing" and (found[0] < 2 or not np.all(np.diff(np.array(value, float)) > 0)):
+    if shape == "increasing" and (sizes[0] < 2 or not np.all(np.diff(np.array(value, float)) > 0)):
         _refuse(where, "should be a grid of at least two increasing numbers")
-    if shape == "y x" and found != (len(beside["y"]), len(beside["x"])):
+    if shape == "y x" and sizes != (len(beside["y"]), len(beside["x"])):
         _refuse(where, f"should have {len(beside['y'])} rows (y) of {len(beside['x'])} (x)")
     name, _, less = shape.partition("-") if isinstance(shape, str) else ("", "", "")
-    if name in beside and found[0] != (wanted := len(beside[name]) - int(less or 0)):
-        _refuse(where, f"has {found[0]} values, but {wanted} go with its {name}")
+    if name in beside and sizes[0] != (wanted := len(beside[name]) - int(less or 0)):
+        _refuse(where, f"has {sizes[0]} values, but {wanted} go with its {name}")

@@ -210,13 +210,13 @@ def best_numbers(results: Data, most: int = 4) -> list[tuple[str, str, str]]:
     metrics = headline_metrics(results)
     if not any(metric.get("better") in ARROWS for metric in metrics):
         metrics = results["metrics"]
-    found = []
+    numbers = []
     for metric in metrics:
         if rows := _best(results, metric):
             others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             mean = decimal(rows[0]["values"][metric["key"]]["mean"], _form(metric))
-            found.append((metric["label"], mean, rows[0]["label"] + others))
-    return found[:most]
+            numbers.append((metric["label"], mean, rows[0]["label"] + others))
+    return numbers[:most]
 
 
 def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:

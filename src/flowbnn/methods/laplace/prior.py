@@ -129,17 +129,17 @@ class Prior:
         if self.scale is not None and not self.learns:
             return [self.scale**-2] * layers, 1.0
         parts = self._parts(problem, curvature, slope)
-        found = [[1.0] * len(part.sizes) for part in parts]
+        precisions = [[1.0] * len(part.sizes) for part in parts]
 
         def follow(noise: float) -> None:
             for index, part in enumerate(parts):
                 known = None if self.scale is None else [self.scale**-2 * noise]
-                found[index] = known or part.best(noise, found[index])
+                precisions[index] = known or part.best(noise, precisions[index])
 
         def grows(noise: float) -> bool:
             follow(noise)
             gain, error = 0.0, misfit
-            for part, deltas in zip(parts, found, strict=True):
+            for part, deltas in zip(parts, precisions, strict=True):
                 gains, _, change = part.at(deltas)
                 gain, error = gain + sum(gains), error + change
             return error / noise + gain > count
@@ -149,7 +149,7 @@ class Prior:
             count, misfit = _misfit(problem, curvature)
             noise = crossing(grows, QUIETER, LOUDER)
         follow(noise)
-        deltas = [delta for each in found for delta in each]
+        deltas = [delta for each in precisions for delta in each]
         return (deltas if len(deltas) == layers else deltas * layers), noise
 
     def _parts(

@@ -107,12 +107,12 @@ class ChainPosterior(MemberPosterior):
         return None if levels is None else levels.flatten(0, 1)
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        found, levels = super().outputs(inputs, samples, prediction), self.log_noise
+        outputs, levels = super().outputs(inputs, samples, prediction), self.log_noise
         if levels is None:
-            return found
+            return outputs
         seed = prediction.options.seed
         taken = [self.chosen(index, prediction.samples, seed) for index in samples]
-        return with_level(found, levels[taken].to(found).unsqueeze(1))
+        return with_level(outputs, levels[taken].to(outputs).unsqueeze(1))
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         if self.log_noise is None or not isinstance(self.likelihood, Gaussian):

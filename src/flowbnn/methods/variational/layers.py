@@ -67,12 +67,12 @@ _NORMS: tuple[type[nn.Module], ...] = (
 
 def owners(model: nn.Module) -> dict[str, list[str]]:
     """The layers that hold each parameter, by its name; a tied one has several, or one that holds it twice."""
-    found: dict[int, list[str]] = {}
+    holders: dict[int, list[str]] = {}
     for layer, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(layer)
-    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+                holders.setdefault(id(parameter), []).append(layer)
+    return {name: holders[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 def tied(model: nn.Module) -> set[str]:
@@ -105,13 +105,13 @@ def chosen_weights(model: nn.Module, choice: LayerChoice) -> list[str]:
     held = owners(model)
     layers = {layer for several in held.values() for layer in several}
     picked = {layer for layer in layers if _matches(choice, layer, model.get_submodule(layer))}
-    found = [
+    names = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point() and picked.intersection(held[name])
     ]
-    if found:
-        return found
+    if names:
+        return names
     reason = f"layers={choice!r} matches no layer with weights to learn" if choice is not None else ""
     if isinstance(choice, str):
         reason += nearest(choice, dict.fromkeys(layer for layers in held.values() for layer in layers))
@@ -126,23 +126,23 @@ def base_scales(mean: Mapping[str, Tensor], share: float, fallback: float) -> di
     """Standard deviations to start from: a share of each tensor's size; where it is all zeros, of the size of all of them."""
     total = sum(float(value.square().sum()) for value in mean.values())
     overall = (total / max(1, sum(value.numel() for value in mean.values()))) ** 0.5 or fallback
-    found = {}
+    scales = {}
     for name, value in mean.items():
         size = float(value.square().mean().sqrt()) if value.numel() else 0.0
-        found[name] = torch.full_like(value, share * (size if size > 1e-3 * overall else overall))
-    return found
+        scales[name] = torch.full_like(value, share * (size if size > 1e-3 * overall else overall))
+    return scales
 
 
 def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     """How often layers that are linear maps are called in a pass, as the number of axes of each call's input."""
-    found: dict[str, list[int]] = {name: [] for name, part in model.named_modules() if is_linear_map(part)}
+    axes: dict[str, list[int]] = {name: [] for name, part in model.named_modules() if is_linear_map(part)}
 
     def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[name].append((args[0] if args else kwargs["input"]).ndim)
+        axes[name].append((args[0] if args else kwargs["input"]).ndim)
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name in found
+        for name in axes
     ]
     try:
         with evaluating(model):
@@ -150,7 +150,7 @@ def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return axes
 
 
 class Ways(NamedTuple):

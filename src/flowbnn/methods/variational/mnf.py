@@ -138,8 +138,8 @@ class MNF(Variational):
         layers = dict.fromkeys(layer for name in names for layer in held[name])
         able = [layer for layer in layers if is_linear_map(model.get_submodule(layer))]
         left = [held[name][0] for name in names if not any(layer in able for layer in held[name])]
-        found = served_layers(model, able, inputs)
-        if not found or (left and self.layers is not None):
+        served = served_layers(model, able, inputs)
+        if not served or (left and self.layers is not None):
             reason = "MNF finds no linear or convolution layer with a weight to learn; BayesByBackprop takes any layer"
             if left:
                 other = ", or leave it out with layers=" if able else ""
@@ -156,7 +156,7 @@ class MNF(Variational):
                 ),
                 stacklevel=3,
             )
-        return found
+        return served
 
 
 class Served(NamedTuple):
@@ -179,7 +179,7 @@ def served_layers(model: nn.Module, layers: list[str], inputs: Any) -> list[Serv
     """How each layer is drawn; of layers that share a weight the first speaks for all."""
     calls, several = seen_by(model, inputs), tied(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: list[Served] = []
+    served: list[Served] = []
     taken: set[str] = set()
     for layer in layers:
         module = model.get_submodule(layer)
@@ -193,9 +193,9 @@ def served_layers(model: nn.Module, layers: list[str], inputs: Any) -> list[Serv
         whole = len(own) == sum(p is not None for p in module._parameters.values())
         alone = not several.intersection({weight, bias})
         local = whole and alone and calls.get(layer) == [axes]
-        found.append(Served(layer, weight, bias, "local" if local else "reparameterization"))
+        served.append(Served(layer, weight, bias, "local" if local else "reparameterization"))
         taken.update({weight, bias})
-    return found
+    return served
 
 
 class MNFPosterior(WeightPosterior):
