@@ -163,10 +163,8 @@ def compare(
                 )
         except FlowBNNError as error:
             _leave_out(candidate, error, reasons)
-            part, caught = (
-                {"values": {"nll": None}},
-                [],
-            )  # a seed without numbers leaves the method out of the table
+            # a seed without numbers leaves the method out of the table
+            part, caught = {"values": {"nll": None}}, []
         seconds = time.monotonic() - started
         parts.content[candidate.key, number] = {**part, "warnings": caught, "seconds": seconds}
         if part["values"]["nll"] is not None:

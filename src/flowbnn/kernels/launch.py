@@ -203,10 +203,8 @@ class Part:
 
 def forward(part: Part, keep: bool, x: Tensor, totals: Tensor, kept: Tensor) -> None:
     """Fill ``x`` ``[rows, numbers]``, ``totals`` ``[chains, rows]`` and, if ``keep``, ``kept`` with what :func:`backward` needs."""
-    from flowbnn.kernels import (
-        triton_kernels,
-        triton_small,
-    )  # with the first launch: importing Triton takes its time
+    # with the first launch: importing Triton takes its time
+    from flowbnn.kernels import triton_kernels, triton_small
 
     count = len(part.plans)
     ends = x.split(part.dims, -1)

@@ -92,9 +92,8 @@ class Adaptive:
         count, error = predictive.num_samples, predictive.sampling_error
         level = 1.0 - (1.0 - self.certainty) / (2 * max(1, len(self.looks(samples)) - 1))
         to_come = math.sqrt(1.0 - count / samples)
-        reach = (
-            float(stdtrit(count - 1, level)) * to_come
-        )  # standard errors that the samples to come may still move a mean by
+        # standard errors that the samples to come may still move a mean by
+        reach = float(stdtrit(count - 1, level)) * to_come
         same = error == 0  # no sample differs
         if not isinstance(predictive, CategoricalPredictive) or self.until == "probabilities":
             if self.until == "decision":

@@ -157,9 +157,8 @@ class Predictive(ABC):
 
     def _above(self, threshold: float | Tensor, by: str) -> Tensor:
         uncertainty = self.uncertainty(by)
-        if (
-            isinstance(threshold, Tensor) and threshold.numel() == 1
-        ):  # a quantile of other inputs' uncertainties, say
+        # a quantile of other inputs' uncertainties, say
+        if isinstance(threshold, Tensor) and threshold.numel() == 1:
             threshold = threshold.item()
         if not (isinstance(threshold, float) and threshold == math.inf):
             bounds = Interval(ge=0, le=1) if by in self.shares else Interval(ge=0)

@@ -177,10 +177,8 @@ class State:
         file = TensorFile(path, sum(value.numel() for value in self.objective.state_dict().values()))
         trouble, changed = "is no checkpoint of a training run: name another file", []
         if file.document.get("kind") == "training":
-            for finite, tensors in (
-                ((), file.views),
-                (self.names, file.tensors),
-            ):  # shapes before anything is read
+            # shapes before anything is read
+            for finite, tensors in (((), file.views), (self.names, file.tensors)):
                 stored = decode_state(file.document, tensors)
                 for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
                     check_weights(self.objective, weights, path, self.names_below, finite)

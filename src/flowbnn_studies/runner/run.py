@@ -143,9 +143,8 @@ def run_study(
                 f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
             )
         results = _results(study, settings, content, notes, command, collect)
-        if (
-            not study.partial
-        ):  # else the time of all trainings, which may have been put together from several runs
+        # else it is the time of all trainings, which may have been put together from several runs
+        if not study.partial:
             results["seconds"] = round(time.monotonic() - started, 1)
         if trial:
             results |= mark_trial(results, getattr(settings, "source", "") == "generated")

@@ -116,9 +116,8 @@ class Laplace(Method):
                     make_louder(problem, noise)
                     curvature = problem.measure()
             for number in range(self.newton):
-                if (
-                    number and prior.learns and several
-                ):  # one factor serves all: how they compare is read anew
+                # one factor serves all: how they compare is read anew
+                if number and prior.learns and several:
                     learn_noise(model, likelihood, batches("noise"))
                     curvature = problem.measure()
                 curvature, deltas, more = newton_step(problem, curvature, prior)

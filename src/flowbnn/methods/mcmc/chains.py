@@ -139,9 +139,8 @@ class Warmup:
             self.sums = self.sums + away * (state.position - self.mean)
         if number + 1 in self.ends and self.count > 1:
             count = self.count * len(self.sums)
-            variance = (self.sums.mean(0) / (self.count - 1)).expand_as(
-                self.sums
-            )  # each chain's around its own mean
+            # each chain's around its own mean
+            variance = (self.sums.mean(0) / (self.count - 1)).expand_as(self.sums)
             # shrunk a little towards a small variance, as Stan does, because a window has few draws
             self.inverse_mass = (count / (count + 5.0)) * variance + 1e-3 * (5.0 / (count + 5.0))
             self.restart(state)

@@ -231,10 +231,8 @@ def fit(
     objective = ELBO(chosen, run.count(loader), beta, gamma)
     groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
     for group in groups if level is not None and optimizer is None else []:
-        group["betas"] = (
-            0.9,
-            0.99,
-        )  # gradients fall by orders of magnitude as the noise narrows, which Adam must not remember
+        # gradients fall by orders of magnitude as the noise narrows, which Adam must not remember
+        group["betas"] = (0.9, 0.99)
         if group["name"] == "likelihood":
             group["lr"] = max(group["lr"], NOISE_RATE)
     engine = optimizer_for(groups, optimizer)
@@ -242,9 +240,8 @@ def fit(
     def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
         some, targets = split_batch(batch)
         if level is not None:
-            with (
-                torch.no_grad()
-            ):  # what the noise's first, wide draws add to the residuals is not the targets' noise
+            # what the noise's first, wide draws add to the residuals is not the targets' noise
+            with torch.no_grad():
                 level.clamp_(max=ceiling)
         scale = warm_up(clock.progress, warmup)
         terms = objective(model, some, targets, scale, samples, outputs_of, checks_targets(targets, clock))
@@ -271,9 +268,8 @@ def fit(
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
-    if (
-        level is not None
-    ):  # the draws' own spread is the epistemic part of the prediction and not to be counted twice
+    # the draws' own spread is the epistemic part of the prediction and not to be counted twice
+    if level is not None:
         with undisturbed(loader, run.seed or 0):
             learn_noise(model, chosen, loader)
     if is_main_process():

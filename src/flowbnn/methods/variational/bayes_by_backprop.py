@@ -203,9 +203,8 @@ class GaussianWeightPosterior(WeightPosterior):
         low, high, seed = samples.start, samples.stop, prediction.seed
         mean, std = self.flat_mean, self.flat_std
         count = max(1, BLOCK // max(1, mean.numel() * mean.element_size()))
-        room = mean.new_empty(
-            min(count, high - low), mean.numel()
-        )  # made once: fresh memory is slow to touch
+        # made once: fresh memory is slow to touch
+        room = mean.new_empty(min(count, high - low), mean.numel())
         for start in range(low, high, count):
             indices = range(start, min(start + count, high))
             sources = [generator_of(seed, index, mean.device) for index in indices]
