@@ -52,11 +52,6 @@ def test_the_table_counts():
     assert str(table).splitlines()[-1].strip() == "42"
 
 
-def test_show_prints_the_table(capsys):
-    to_stochastic(mlp(), {"*": NormalAffine()}, show=True)
-    assert "Linear" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("rules", "line"),
     [

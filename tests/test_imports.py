@@ -25,7 +25,6 @@ ROOMS = [  # from the roof down
     "noise",
     "distributions",
     "transforms",
-    "nets",
     "kernels",
     "predictive",
     "metrics",

@@ -61,7 +61,6 @@ def to_stochastic(
     ],
     *,
     inplace: bool = False,
-    show: bool = False,
 ) -> nn.Module:
     """Let layers of a network multiply their input by learned noise.
 
@@ -76,7 +75,6 @@ def to_stochastic(
             recipe, or to ``None`` for a layer that stays plain. The most exact rule wins: a name over a predicate, that over
             a class, that over a glob, a longer glob over a shorter one; of equals the later one.
         inplace: wrap the given network itself instead of a copy.
-        show: print the table of what was wrapped, which ``describe(model)`` gives at any time.
 
     A ``TransformerEncoder`` is kept off torch's nested tensors, which bypass its layers: what it gives at padded positions is then
     not zero in evaluation, as it is not in training either.
@@ -121,8 +119,6 @@ def to_stochastic(
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             module.use_nested_tensor = False  # nested tensors bypass the layers' forward and so the noise
             vars(module)["flowbnn_nested"] = True
-    if show:
-        print(describe(model))
     return model
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import triangles
-from flowbnn.nets import MLP
+from flowbnn.transforms.coupling import MLP
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.glow import GlowStep

@@ -2,18 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["AdditiveCoupling", "AffineCoupling", "Coupling"]
+__all__ = ["MLP", "AdditiveCoupling", "AffineCoupling", "Coupling"]
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
@@ -34,7 +34,7 @@ class Coupling(Transform, ABC):
         mask: what is kept, :math:`A`: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
             boolean per entry.
         flip: exchange what is kept and what is moved.
-        hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
+        hidden, activation, context_dim: of the :class:`MLP` that is made when no net is given.
         net: a module called as ``net(q(kept), context)`` that gives ``per_entry`` numbers for each moved entry.
         compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
     """
@@ -202,3 +202,56 @@ def _read_mask(mask: Mask, dim: int) -> Tensor:
 
 def _arrange_after_load(module: nn.Module, incompatible: Any) -> None:
     module._arrange()  # type: ignore[operator]
+
+
+class MLP(nn.Module):
+    r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
+
+    The last layer starts at zero, so that the network gives zeros for every input and what it conditions starts at
+    the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
+
+    Args:
+        dim_in: length of the input vectors.
+        dim_out: length of the output vectors.
+        hidden: width of each hidden layer; ``()`` makes a linear map.
+        activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
+        context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
+
+    >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
+    >>> net(torch.ones(5, 3), torch.ones(4)).shape
+    torch.Size([5, 2])
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim_in: Count,
+        dim_out: Count,
+        hidden: Sequence[Count] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: Annotated[int, Ge(0)] = 0,
+    ) -> None:
+        super().__init__()
+        widths = [dim_in + context_dim, *hidden, dim_out]
+        self.context_dim = context_dim
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths[:-1]):
+            layers += [nn.Linear(before, after), activation()]
+        last = nn.Linear(widths[-2], dim_out)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        if self.context_dim == 0:
+            return self.layers(value)
+        if context is None or context.shape[-1:] != (self.context_dim,):
+            raise FlowBNNError(
+                f"this network needs a context of length {self.context_dim}, not "
+                f"{None if context is None else tuple(context.shape)}: pass context=",
+                kind="shape",
+                argument="context",
+            )
+        context = context.expand(*value.shape[:-1], self.context_dim)
+        return self.layers(torch.cat([value, context], dim=-1))

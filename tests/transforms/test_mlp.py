@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
+from flowbnn.transforms.coupling import MLP
 
 
 def woken(net: MLP) -> MLP:
