@@ -22,7 +22,7 @@ Inside the library code relies on the types and checks nothing again.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import Parameter, Signature, signature
@@ -60,6 +60,7 @@ __all__ = [
     "Share",
     "check",
     "checked",
+    "descendants",
     "options",
     "takes",
 ]
@@ -221,6 +222,13 @@ def _describe(annotation: Any) -> str:
     kind = origin or annotation
     name = str(_NOUNS.get(kind) or getattr(kind, "__name__", kind))
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def descendants(kind: type[T]) -> Iterator[type[T]]:
+    """The subclasses of a class and theirs, which files and messages name."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from descendants(below)
 
 
 @cache

@@ -3,7 +3,7 @@
 A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, fields
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Interval, Positive, check, options
+from flowbnn.options import Count, Interval, Positive, check, descendants, options
 from flowbnn.transforms import (
     AffineCoupling,
     Compose,
@@ -236,7 +236,7 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     check("recipe", document, dict)
     settings = dict(document)
     name = settings.pop("recipe", "")
-    known = {kind.__name__: kind for kind in _descendants(Recipe)}
+    known = {kind.__name__: kind for kind in descendants(Recipe)}
     if name not in known:
         raise FlowBNNError(f"there is no recipe {name!r}{nearest(str(name), known)}")
     if name == "FlowNoise":
@@ -245,9 +245,3 @@ def recipe_from_dict(document: dict[str, Any]) -> Recipe:
             kind="unsupported",
         )
     return known[name](**settings)
-
-
-def _descendants(kind: type[Recipe]) -> Iterator[type[Recipe]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _descendants(child)

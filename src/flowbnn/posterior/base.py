@@ -47,7 +47,7 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, make_likelihood
 from flowbnn.noise import noise_layers
-from flowbnn.options import checked, takes
+from flowbnn.options import checked, descendants, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
 from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, casting
@@ -367,12 +367,6 @@ def load_posterior(path: "str | Path | TensorFile", network: nn.Module) -> Poste
     Raises:
         FlowBNNError: where the file is damaged or was made from another architecture.
     """
-    kinds = {kind.kind: kind for kind in _descendants(Posterior)}
+    kinds = {kind.kind: kind for kind in descendants(Posterior)}
     file = opened(path, network, list(kinds))
     return kinds[file.document["kind"]].load(file, network)
-
-
-def _descendants(kind: type[Posterior]) -> Iterator[type[Posterior]]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _descendants(below)
