@@ -275,11 +275,11 @@ class Prediction:
                 self.fixed = size = min(self.fixed or size, self.limit)
             stop = min(start + size, total)
             some = inputs if stop - start == total else take(inputs, start, stop)
-            outputs = self.attempt(partial(network, some), stop - start)
-            if outputs is None:
+            given = self.attempt(partial(network, some), stop - start)
+            if given is None:
                 self.fixed = 0
                 continue
-            yield check_rows(outputs, stop - start), start, stop, total
+            yield check_rows(given, stop - start), start, stop, total
             start = stop
 
 
