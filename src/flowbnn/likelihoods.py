@@ -17,7 +17,15 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "make_likelihood"]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "log_variance",
+    "make_likelihood",
+    "with_level",
+]
 
 
 class Likelihood(nn.Module, ABC):
@@ -252,6 +260,11 @@ LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, wh
 def log_variance(log_scale: Tensor) -> Tensor:
     """Of a Gaussian's noise, within what float32 can compute with."""
     return 2.0 * log_scale.clamp(-LIMIT, LIMIT)
+
+
+def with_level(outputs: Tensor, log_noise: Tensor) -> Tensor:
+    """Outputs of a regression with the logarithm of their noise's variance beside them, as ``Gaussian("predicted")`` takes them."""
+    return torch.cat([outputs, log_variance(log_noise).to(outputs).expand_as(outputs)], -1)
 
 
 def _single(outputs: Tensor) -> Tensor:

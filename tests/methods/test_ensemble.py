@@ -77,19 +77,19 @@ def test_members_that_are_done_are_not_trained_again_and_more_may_be_asked_for(t
 
 def test_each_member_keeps_its_own_noise(tmp_path):
     posterior = fb.DeepEnsemble(3, epochs=6, lr=0.02).fit(small(2), loader(lines()), seed=0, **QUIET)
-    assert posterior.log_scales.shape == (3, 2)
-    assert not torch.equal(posterior.log_scales[0], posterior.log_scales[1])
+    assert posterior.log_noise.shape == (3, 2)
+    assert not torch.equal(posterior.log_noise[0], posterior.log_noise[1])
     inputs, targets = lines(5).tensors
     prediction = posterior.predict(inputs)
     densities = []
     for index in range(3):
-        mean, scale = posterior.member(index)(inputs), posterior.log_scales[index].exp()
+        mean, scale = posterior.member(index)(inputs), posterior.log_noise[index].exp()
         assert torch.allclose(prediction.samples[index], mean, atol=1e-6)
         assert torch.allclose(prediction.sample_variances[index], scale.square().expand(5, 2), rtol=1e-5)
         densities.append(torch.distributions.Normal(mean, scale).log_prob(targets).sum(-1))
     by_hand = math.log(3) - torch.stack(densities).logsumexp(0)
     assert torch.allclose(prediction.nll(targets), by_hand, atol=1e-5)
-    pooled = posterior.log_scales.mul(2).exp().mean(0)
+    pooled = posterior.log_noise.mul(2).exp().mean(0)
     assert torch.allclose(posterior.likelihood.log_scale.mul(2).exp(), pooled, rtol=1e-5)
     two = posterior.predict(inputs, samples=2)
     assert torch.equal(two.samples, prediction.samples[[0, 1]])

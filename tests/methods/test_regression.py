@@ -53,7 +53,7 @@ def test_the_noise_of_a_point_is_the_size_of_its_residuals(method):
     settings = {"members": 2} if method is fb.DeepEnsemble else {}
     posterior = method(epochs=2, **settings).fit(network(), batches(), seed=0, **QUIET)
     networks = [posterior.member(m) for m in range(2)] if settings else [posterior.model]
-    scales = posterior.log_scales if settings else [posterior.likelihood.log_scale]
+    scales = posterior.log_noise if settings else [posterior.likelihood.log_scale]
     for own, log_scale in zip(networks, scales, strict=True):
         assert log_scale.exp().item() == pytest.approx(residual(own, curve(500, 0)), rel=1e-5)
 

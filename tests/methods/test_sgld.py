@@ -139,10 +139,10 @@ def test_a_run_that_is_killed_keeps_its_snapshots(tmp_path, monkeypatch, die_at)
     whole = method.fit(network(), loader(), seed=0, **QUIET)
     look = Snapshots.look
 
-    def dying(self, step, model):
+    def dying(self, step):
         if step == die_at:
             raise RuntimeError("killed")
-        look(self, step, model)
+        look(self, step)
 
     monkeypatch.setattr(Snapshots, "look", dying)
     kept = {"checkpoint": tmp_path, "checkpoint_every": 7, "resume": True}
@@ -180,13 +180,33 @@ def test_statistics_of_batch_norm_are_those_of_each_snapshot():
         assert torch.allclose(one[1].running_mean, hidden.mean(0), atol=1e-4)
 
 
-def test_the_noise_of_a_regression_is_learned_along():
-    inputs, targets, _, _ = regression(200)
-    data = [(inputs[low : low + 50].float(), targets[low : low + 50].float()) for low in range(0, 200, 50)]
-    posterior = fb.SGLD(epochs=150, samples=10, cycles=1, lr=0.02, prior_scale=2.0).fit(
-        nn.Linear(2, 1), data, seed=0, **QUIET
+def test_the_noise_of_a_regression_is_sampled_with_the_weights(tmp_path):
+    """The posterior of the log noise by quadrature, the weights integrated out in closed form."""
+    inputs, targets, _, _ = regression()
+    likelihood = fb.likelihoods.Gaussian().double()
+    nn.init.constant_(likelihood.log_scale, center := -0.5)
+    method = fb.SGLD(
+        lr=0.03, epochs=20, samples=1900, cycles=0, burn_in=0.05, preconditioned=False, prior_scale=2.0
     )
-    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(0.5, rel=0.2)
+    known = {"likelihood": likelihood, "num_data": len(inputs), "seed": 0}
+    posterior = method.fit(nn.Linear(2, 1).double(), [(inputs, targets)] * 100, **known, **QUIET)
+    grid = center + torch.linspace(-3, 3, 2001, dtype=torch.float64)
+    design = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
+    one = torch.eye(len(inputs), dtype=torch.float64)
+    spread = grid.exp().square()[:, None, None] * one + 4.0 * design @ design.T
+    normal = torch.distributions.MultivariateNormal(torch.zeros_like(targets[:, 0]), spread)
+    weight = (normal.log_prob(targets[:, 0]) - 0.5 * (grid - center).square()).softmax(0)
+    mean = (weight * grid).sum()
+    variance = (weight * (grid - mean).square()).sum()
+    levels = posterior.log_noise[None]
+    assert ((levels.mean((0, 1)) - mean).abs() < 4 * standard_error(levels)).all()
+    squares, expected = (levels - mean).square(), stationary(0.03, len(inputs), variance.reshape(1, 1))[0]
+    assert ((squares.mean((0, 1)) - expected).abs() < 4 * standard_error(squares)).all()
+    assert standard_error(squares).item() < 0.2 * variance
+    predictive = posterior.predict(inputs[:3])
+    assert torch.allclose(predictive.sample_variances[:, 0, 0], (2 * posterior.log_noise[:, 0]).exp())
+    loaded = fb.load_posterior(posterior.save(tmp_path / "sgld.safetensors"), nn.Linear(2, 1).double())
+    assert torch.equal(loaded.predict(inputs[:3]).sample_variances, predictive.sample_variances)
 
 
 def test_bad_runs_are_refused():

@@ -9,17 +9,16 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.likelihoods import Gaussian, log_variance
+from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.options import Count, options, takes
-from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
@@ -141,21 +140,10 @@ def _joined(histories: list[History]) -> History:
     return History(records, steps, seconds, any(one.stopped_early for one in histories))
 
 
-NOISE = "noise of the members"  # no weight has spaces in its name
-
-
 class EnsemblePosterior(MemberPosterior):
-    r"""Networks that were trained apart and count alike.
-
-    Where each member has learned its own noise :math:`\sigma_m`, the predictive is the mixture
-    :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`; ``likelihood`` then holds the noise of the mean
-    variance.
-
-    ``log_scales`` are the logarithms of the members' own noise ``[M, D]``, where it is learned.
-    """
+    """Networks that were trained apart and count alike."""
 
     kind: ClassVar[str] = "ensemble"
-    log_scales: Tensor | None = None
 
     @classmethod
     def from_points(
@@ -167,41 +155,15 @@ class EnsemblePosterior(MemberPosterior):
             if SCALE not in point.model._buffers:
                 set_units(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
         states = [state_of(point.model) for point in points]
-        likelihood = deepcopy(points[0].likelihood)
-        made = cls.from_states(deepcopy(points[0].model).eval(), likelihood, states, history)
-        if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
-            made.log_scales = torch.stack(
-                [dict(point.likelihood.named_parameters())["log_scale"].detach() for point in points]
-            )
-            with torch.no_grad():
-                likelihood.log_scale.copy_((2.0 * made.log_scales).exp().mean(0).log() / 2.0)
-        return made
-
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""
-        means = super().outputs(inputs, samples, prediction)
-        if self.log_scales is None:
-            return means
-        number, seed = prediction.samples, prediction.options.seed
-        taken = torch.tensor([self.chosen(index, number, seed) for index in samples])
-        noise = log_variance(self.log_scales[taken.to(self.log_scales.device)])
-        return torch.cat([means, noise.to(means).unsqueeze(1).expand_as(means)], -1)
-
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        if self.log_scales is None:
-            return super()._predictive(outputs, spent)
-        known = Gaussian("predicted")  # the noise comes with the outputs
-        known.shape = getattr(self.likelihood, "shape", None)
-        if spent is None:
-            return known.predictive(outputs)
-        return known.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
-
-    def state(self) -> dict[str, Tensor]:
-        return self.members if self.log_scales is None else {**self.members, NOISE: self.log_scales}
-
-    @classmethod
-    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        log_scales = state.pop(NOISE, None)
-        made = super().restored(point, state, settings)
-        made.log_scales = log_scales
-        return made
+        levels = [
+            point.likelihood.log_scale.detach()
+            for point in points
+            if isinstance(point.likelihood, Gaussian) and point.likelihood.noise == "learned"
+        ]
+        return cls.from_states(
+            deepcopy(points[0].model).eval(),
+            deepcopy(points[0].likelihood),
+            states,
+            history,
+            log_noise=torch.stack(levels) if levels else None,
+        )

@@ -47,6 +47,7 @@ __all__ = [
     "checks_targets",
     "first_batch",
     "learn_noise",
+    "learns_noise",
     "negative_log_likelihood",
     "optimizer_for",
     "prepare",

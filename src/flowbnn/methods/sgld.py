@@ -27,6 +27,7 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
     Logged,
     Outputs,
+    learns_noise,
     negative_log_likelihood,
     prepare,
     steps_of,
@@ -36,7 +37,7 @@ from flowbnn.methods.layers import normalizers, statistics, trained_parameters, 
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, state_of
+from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
 from flowbnn.training import Clock
 
 __all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
@@ -50,8 +51,10 @@ class SGLD(Method):
     r"""Stochastic gradient Langevin dynamics.
 
     The network's own dropout is off: it is the network as it predicts that is sampled. The noise of a Gaussian likelihood, where it is
-    learned, is learned along as one value. Snapshots of networks with BatchNorm get the statistics of a pass of their own over the
-    data: running ones lag behind weights that are shaken. A checkpoint holds the snapshots taken so far.
+    learned, is sampled with the weights: its logarithm has a normal prior of standard deviation 1 around the value that the run
+    begins with, the size of the residuals there, and each snapshot has a level of its own (``posterior.log_noise``). Snapshots of
+    networks with BatchNorm get the statistics of a pass of their own over the data: running ones lag behind weights that are shaken.
+    A checkpoint holds the snapshots taken so far.
 
     Args:
         samples: networks kept, spread over the sampling parts of the cycles.
@@ -104,15 +107,17 @@ class SGLD(Method):
             {"params": list(trained_parameters(model).values()), "weight_decay": decay}
         ]
         if learned := [p for p in likelihood.parameters() if p.requires_grad]:
-            groups.append({"params": learned, "noise": False})
+            groups.append({"params": learned, "noise": learns_noise(likelihood)})
         engine = Langevin(groups, self.lr, number, 0.0, self.preconditioned, self.damping)
         engine.temperature = self.temperature
-        snapshots = Snapshots(model, sorted(plan.kept))
+        level = likelihood.log_scale if learns_noise(likelihood) else None
+        snapshots = Snapshots(model, level, sorted(plan.kept))
 
         def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
-            snapshots.look(clock.step, model)
+            snapshots.look(clock.step)
             engine.adapts = not plan.samples_at(clock.step)
-            return negative_log_likelihood(likelihood, outputs_of, batch, clock)
+            found, logs = negative_log_likelihood(likelihood, outputs_of, batch, clock)
+            return found + snapshots.energy() / number, logs
 
         def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
             return LambdaLR(optimizer, plan.rate)
@@ -120,8 +125,9 @@ class SGLD(Method):
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
             history = train_posterior(point, loss, engine, loader, run, cosine, beside=snapshots)
-        snapshots.look(total, model)
-        posterior = SGLDPosterior(model, likelihood, snapshots.stacked(), history)
+        snapshots.look(total)
+        members = snapshots.stacked()
+        posterior = SGLDPosterior(model, likelihood, members, history, members.pop(NOISE, None))
         posterior.schedule = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
         posterior.schedule["steps"] = snapshots.steps
         if normalizers(model):
@@ -241,23 +247,42 @@ class Plan:
 
 
 class Snapshots(nn.Module):
-    """Networks kept on the way, each as a step finds it before it changes anything; buffers, so that a checkpoint has them."""
+    """Networks kept on the way, each as a step finds it before it changes anything; buffers, so that a checkpoint has them.
 
-    def __init__(self, model: nn.Module, steps: list[int]) -> None:
+    Args:
+        model: the network that is sampled.
+        level: the logarithm of the noise that is sampled with it, if any; the center of its prior is the value it has now.
+        steps: when to keep a network.
+    """
+
+    def __init__(self, model: nn.Module, level: Tensor | None, steps: list[int]) -> None:
         super().__init__()
-        self.steps, self.names = steps, list(state_of(model))
-        for number, value in enumerate(state_of(model).values()):
+        self.steps, self.present = steps, lambda: _sampled(model, level)
+        self.names = list(self.present())
+        for number, value in enumerate(self.present().values()):
             self.register_buffer(str(number), value.new_zeros(len(steps), *value.shape))
+        self.level = (level,)  # in a tuple it is no parameter of this module
+        self.register_buffer("center", torch.zeros(()) if level is None else level.detach().clone())
 
-    def look(self, step: int, model: nn.Module) -> None:
+    def energy(self) -> Tensor | float:
+        """Minus the log-density of the noise's logarithm, up to a constant."""
+        level = self.level[0]
+        return 0.0 if level is None else 0.5 * (level - self.get_buffer("center")).square().sum()
+
+    def look(self, step: int) -> None:
         """Keep the network if it is time."""
         if step in self.steps:
-            for kept, value in zip(self.buffers(), state_of(model).values(), strict=True):
-                kept[self.steps.index(step)] = value
+            for number, value in enumerate(self.present().values()):
+                self.get_buffer(str(number))[self.steps.index(step)] = value
 
     def stacked(self) -> dict[str, Tensor]:
         """All of them, ``{name: [M, ...]}``."""
-        return dict(zip(self.names, self.buffers(), strict=True))
+        return {name: self.get_buffer(str(number)) for number, name in enumerate(self.names)}
+
+
+def _sampled(model: nn.Module, level: Tensor | None) -> dict[str, Tensor]:
+    """A copy of everything that is sampled, and of the network's buffers."""
+    return state_of(model) if level is None else {**state_of(model), NOISE: level.detach().clone()}
 
 
 class SGLDPosterior(MemberPosterior):

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Gaussian, Likelihood, with_level
 from flowbnn.options import Count, Interval, check, checked
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
 
 __all__ = [
+    "NOISE",
     "Exchange",
     "MemberPosterior",
     "StandIns",
@@ -173,8 +174,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+NOISE = "noise of the members"  # in a file; no weight has spaces in its name
+
+
 class MemberPosterior(WeightPosterior):
-    """Networks of one architecture that count alike.
+    r"""Networks of one architecture that count alike.
 
     A prediction with as many samples as there are members takes each once, which is the default; with fewer it takes members spread
     evenly over the list, with more it begins anew. Where it is given a seed, this chooses the member that comes first.
@@ -184,6 +188,9 @@ class MemberPosterior(WeightPosterior):
         likelihood: the observation model of the outputs.
         members: weights (and buffers) ``{name: [M, ...]}``.
         history: the training record.
+        log_noise: logarithms ``[M, D]`` of the members' own noise :math:`\sigma_m`, where a Gaussian likelihood learns it: the
+            predictive is the mixture :math:`\frac1M \sum_m \mathcal N(f_m(x), \sigma_m^2)`, and ``likelihood`` gets the noise of
+            the mean variance.
     """
 
     kind: ClassVar[str] = "members"
@@ -194,9 +201,14 @@ class MemberPosterior(WeightPosterior):
         likelihood: Likelihood,
         members: Mapping[str, Tensor],
         history: History | None = None,
+        log_noise: Tensor | None = None,
     ) -> None:
         super().__init__(model, likelihood, history)
         self.check_members(members)
+        self.log_noise = log_noise
+        if log_noise is not None and isinstance(likelihood, Gaussian):
+            with torch.no_grad():
+                likelihood.log_scale.copy_(log_noise.double().mul(2.0).exp().mean(0).log() / 2.0)
         self.members, self.size = dict(members), len(next(iter(members.values())))
         self.default_samples = self.size
 
@@ -253,6 +265,23 @@ class MemberPosterior(WeightPosterior):
         for index in samples:
             yield self.weights(self.chosen(index, prediction.samples, prediction.options.seed), 0)
 
+    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
+        """Outputs of one member after the other, with the log-variance of each one's noise beside them where it has its own."""
+        means = super().outputs(inputs, samples, prediction)
+        if self.log_noise is None:
+            return means
+        taken = [self.chosen(index, prediction.samples, prediction.options.seed) for index in samples]
+        return with_level(means, self.log_noise[taken].to(means).unsqueeze(1))
+
+    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+        if self.log_noise is None:
+            return super()._predictive(outputs, spent)
+        each = Gaussian("predicted")  # the noise comes with the outputs
+        each.shape = getattr(self.likelihood, "shape", None)
+        if spent is None:
+            return each.predictive(outputs)
+        return each.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+
     def sample(self, seed: int | None = None) -> nn.Module:
         """One of the networks, at random."""
         return self.member(self.chosen(0, 1, new_seed() if seed is None else seed))
@@ -263,11 +292,12 @@ class MemberPosterior(WeightPosterior):
         return self.network_of(self.weights(index, 0))
 
     def state(self) -> dict[str, Tensor]:
-        return self.members
+        return self.members if self.log_noise is None else {**self.members, NOISE: self.log_noise}
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        return cls(point.model, point.likelihood, state, point.history)
+        log_noise = state.pop(NOISE, None)
+        return cls(point.model, point.likelihood, state, point.history, log_noise=log_noise)
 
 
 def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:

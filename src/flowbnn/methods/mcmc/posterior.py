@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.likelihoods import Gaussian, Likelihood
-from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights, with_level
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
 from flowbnn.noise.layout import layout_of
-from flowbnn.posterior.base import Posterior, Prediction
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
@@ -93,33 +92,15 @@ class ChainPosterior(MemberPosterior):
         record: Mapping[str, Tensor],
         sampler: Mapping[str, Any],
     ) -> None:
-        super().__init__(model, likelihood, members, history)
+        levels = record.get(LOG_NOISE)
+        super().__init__(
+            model, likelihood, members, history, None if levels is None else levels.flatten(0, 1)
+        )
         self.record, self.sampler = dict(record), dict(sampler)
 
     def __repr__(self) -> str:
         chains, draws = self.record["energy"].shape
         return f"{type(self).__name__}({self.sampler['method']}, {chains} chains of {draws} draws, {self.likelihood!r})"
-
-    @property
-    def log_noise(self) -> Tensor | None:
-        """The logarithm of each member's noise, ``[C * S, D]``, where it was sampled."""
-        levels = self.record.get(LOG_NOISE)
-        return None if levels is None else levels.flatten(0, 1)
-
-    def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
-        outputs, levels = super().outputs(inputs, samples, prediction), self.log_noise
-        if levels is None:
-            return outputs
-        seed = prediction.options.seed
-        taken = [self.chosen(index, prediction.samples, seed) for index in samples]
-        return with_level(outputs, levels[taken].to(outputs).unsqueeze(1))
-
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
-        if self.log_noise is None or not isinstance(self.likelihood, Gaussian):
-            return super()._predictive(outputs, spent)
-        each = Gaussian("predicted")
-        each.shape = self.likelihood.shape
-        return PointPosterior(self.model, each)._predictive(outputs, spent)
 
     @property
     def chains(self) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch.func import functional_call, vmap
 
 from flowbnn.batches import check_finite_batch, device_of, dtype_of, join, move, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, log_variance
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, with_level
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
@@ -33,7 +33,6 @@ __all__ = [
     "gather",
     "noise_sites",
     "noisy_weights",
-    "with_level",
 ]
 
 ROWS = 4096  # examples in one pass
@@ -59,11 +58,6 @@ def noisy_weights(sites: Sites, noise: Mapping[str, Tensor]) -> dict[str, Tensor
         f"{name}.weight" if name else "weight": weight * weight_scale(module, noise[name].to(weight))
         for name, (module, weight) in sites.items()
     }
-
-
-def with_level(outputs: Tensor, log_noise: Tensor) -> Tensor:
-    """Outputs of a regression with the logarithm of their noise's variance beside them, as ``Gaussian("predicted")`` takes them."""
-    return torch.cat([outputs, log_variance(log_noise).to(outputs).expand_as(outputs)], -1)
 
 
 class NetworkPotential:
