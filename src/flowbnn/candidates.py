@@ -122,7 +122,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("mnf", "Multiplicative flows", MNF, cost=5),
     Candidate("laplace", "Laplace, last layer", Laplace, own=_PRIOR, cost=1.5),
     Candidate("laplace-all", "Laplace, all layers", Laplace, {"layers": "all"}, _PRIOR, cost=2),
-    Candidate("sgld", "SGLD", SGLD, own=("optimizer",), cost=3, short=_short_sgld),
+    Candidate("sgld", "SGLD", SGLD, own=("optimizer", "schedule"), cost=3, short=_short_sgld),
     Candidate("hmc", "HMC", HMC, {**_CHAIN, "steps": 16}, cost=30, most_weights=HOURS),
     Candidate("nuts", "NUTS", NUTS, {**_CHAIN, "max_depth": 4}, cost=30, most_weights=HOURS),
     Candidate("node-noise-gaussian", "Node noise, Gaussian", NodeNoise, {"kind": "gaussian"}, _PRIOR, cost=2),

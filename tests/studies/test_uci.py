@@ -48,13 +48,15 @@ def test_a_set_that_is_not_there_says_how_to_get_it(yacht):
 
 def test_the_study_runs(yacht, tmp_path):
     study = get_study("uci")
-    settings = study.make_settings(quick=True, methods=("mle", "mc-dropout"))
+    settings = study.make_settings(quick=True, methods=("mle", "mc-dropout", "hmc"), chain_rows=49)
     results = run_study(study, settings=settings, seeds=2, out=tmp_path / "out", progress=False)
     dropout = next(row for row in results["rows"] if row["key"] == "mc-dropout")["values"]
     assert set(dropout) == {"log_likelihood_yacht", "rmse_yacht", "coverage_90_yacht"}
     assert len(dropout["rmse_yacht"]["per_seed"]) == 2
     assert dropout["log_likelihood_yacht"]["published"] == PUBLISHED["mc-dropout"]["yacht"][0]
     assert "yacht" in results["answer"]
+    assert {row["key"] for row in results["rows"]} == {"mle", "mc-dropout"}
+    assert any("HMC and NUTS" in note for note in results["notes"])
 
 
 def test_seeds_without_a_split_do_not_count():

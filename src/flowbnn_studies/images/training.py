@@ -90,7 +90,7 @@ def fit_variant(
         "weight_decay": training.weight_decay,
     }
     given: dict[str, Any] = {
-        **{name: value for name, value in options.items() if name != "optimizer"},
+        **options,
         "validation": [pictures.test] if curve_samples else None,
         "epochs": training.epochs,
     }

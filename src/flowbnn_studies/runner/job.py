@@ -3,12 +3,10 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from flowbnn.convert import to_stochastic
@@ -102,7 +100,7 @@ class Job:
             noisy = to_stochastic(network, rules)
             posterior = fit(noisy, loader, weight_lr=weight_lr, noise_lr=noise_lr, **options)
         else:
-            own = {name: options.pop(name) for name in ("epochs", "optimizer", "schedule")}
+            own = {name: options.pop(name) for name in ("epochs", "schedule")}
             posterior = MLE(lr=weight_lr, **own).fit(network, loader, **options)
         posterior.save(self.posterior)
         return posterior
@@ -155,5 +153,4 @@ class Job:
             "num_nodes": self.num_nodes,
             "acceleration": self.acceleration,
             "progress": False,
-            "optimizer": partial(torch.optim.Adam, fused=True) if self.accelerator == "cpu" else None,
         }

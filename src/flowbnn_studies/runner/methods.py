@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -60,12 +59,14 @@ def predict(posterior: Posterior, inputs: torch.Tensor, samples: int) -> Any:
 class MethodStudy(Study):
     """A study with a row for each method. Subclasses define ``evaluate`` instead of ``train``, and ``findings``.
 
-    Their settings are :class:`MethodSettings`. What single methods need beyond that stands in ``specific``.
+    Their settings are :class:`MethodSettings`. What all methods get beyond that stands in ``common``, what single ones need in
+    ``specific``.
     """
 
     partial = True
     keeps_networks = False
     seeds = 3
+    common: ClassVar[Mapping[str, Any]] = {}
     specific: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def candidates(self, settings: Any) -> list[Candidate]:
@@ -99,8 +100,7 @@ class MethodStudy(Study):
     def prepared(self, job: Job, candidate: Candidate, steps: int) -> tuple[Method, dict[str, Any]]:
         """The method, and the options of its run: seed, checkpoints, device."""
         s = job.settings
-        adam = partial(torch.optim.Adam, fused=True) if job.accelerator == "cpu" else None
-        common = {"epochs": s.epochs, "lr": s.lr, "prior_scale": s.prior, "optimizer": adam}
+        common = {"epochs": s.epochs, "lr": s.lr, "prior_scale": s.prior, **self.common}
         method = candidate.make(self.specific.get(candidate.key), batches=steps, **common)
         options = job.options(s.epochs, steps)
         return method, {name: options[name] for name in OPTIONS}
