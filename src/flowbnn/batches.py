@@ -12,37 +12,6 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = [
-    "apply",
-    "batch_size",
-    "call",
-    "check_finite",
-    "check_finite_batch",
-    "count_data",
-    "device_of",
-    "divisible",
-    "dtype_of",
-    "evaluating",
-    "explaining",
-    "fingerprint",
-    "first_nonfinite_tensor",
-    "is_batch",
-    "is_finite",
-    "join",
-    "move",
-    "named_tensors",
-    "out_of_memory",
-    "pad",
-    "pick",
-    "repeat",
-    "repeat_each",
-    "rows",
-    "shapes",
-    "split_batch",
-    "take",
-    "tensors_of",
-]
-
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """``(inputs, targets)`` of a batch; targets are None for a bare tensor.

@@ -30,20 +30,9 @@ from flowbnn.methods import (
     Posterior,
     Temperature,
 )
-from flowbnn.methods.base import LikelihoodName
+from flowbnn.methods.fitting import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.predictive import CategoricalPredictive
-
-__all__ = [
-    "CANDIDATES",
-    "PLAIN",
-    "Candidate",
-    "find_candidates",
-    "kept_numbers",
-    "measure",
-    "sample_count",
-    "warm_up",
-]
 
 PLAIN = "mle"  # times are ratios to those of the plain network
 HOURS = 100_000  # above this many weights HMC and NUTS take hours

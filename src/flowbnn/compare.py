@@ -24,7 +24,7 @@ from flowbnn.batches import device_of, fingerprint
 from flowbnn.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import Method, Temperature
-from flowbnn.methods.base import FitOptions, LikelihoodName
+from flowbnn.methods.fitting import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, Positive, Seed, checked
 from flowbnn.results import (
     CLASSIFICATION,
@@ -41,8 +41,6 @@ from flowbnn.results import (
 )
 from flowbnn.training import track
 from flowbnn.training.options import Accelerator, Precision
-
-__all__ = ["Comparison", "compare"]
 
 # fmt: off
 METRICS = (

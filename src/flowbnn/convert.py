@@ -22,8 +22,6 @@ from flowbnn.noise.fixed import FixedNoise
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
 from flowbnn.options import Hint, checked
 
-__all__ = ["Conversion", "Rule", "at_draw", "describe", "to_deterministic", "to_stochastic"]
-
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 

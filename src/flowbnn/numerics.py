@@ -5,16 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "inverse_softplus",
-    "monotone_root",
-    "safe_norm",
-    "soft_clamp",
-    "sum_rightmost",
-    "tanh_root",
-    "tanh_slope",
-]
-
 
 def sum_rightmost(value: Tensor, dims: int) -> Tensor:
     """Sum over the last ``dims`` axes.

@@ -23,8 +23,6 @@ from flowbnn.noise.batched import Divergences, ahead, divergences
 from flowbnn.noise.passes import NoisePass, current_share, pass_of
 from flowbnn.options import Count, NonNegative, checked
 
-__all__ = ["ELBO", "Terms", "warm_up"]
-
 
 def warm_up(progress: Any, length: float) -> Any:
     """Linear annealing: from 0 to 1 over the first ``length`` of the run; ``progress`` is a number or a tensor of one.

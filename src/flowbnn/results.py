@@ -16,23 +16,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.training.storage import replacing
 
-__all__ = [
-    "CLASSIFICATION",
-    "KeptParts",
-    "Metric",
-    "Parts",
-    "best_first",
-    "figure",
-    "listed",
-    "plain",
-    "pooled_bins",
-    "read_json",
-    "recorded_warnings",
-    "reliability_figure",
-    "summary",
-    "write_json",
-]
-
 Bins = list[dict[str, float | None]]
 
 

@@ -13,8 +13,6 @@ try:
 except ImportError:
     sys.exit("flowbnn: the command line needs typer: pip install flowbnn[studies]")
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     help="Trained networks made Bayesian by noise from normalizing flows.",
     add_completion=False,

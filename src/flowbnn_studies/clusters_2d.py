@@ -19,8 +19,6 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings
 
-__all__ = ["Clusters2d", "Settings"]
-
 # fmt: off
 METRICS = (
     *CLASSIFICATION[:3],

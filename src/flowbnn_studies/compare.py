@@ -21,8 +21,6 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
 from flowbnn_studies.runner.study import Findings
 
-__all__ = ["DATA", "NETWORKS", "CompareStudy", "Data", "Settings", "prepare_data"]
-
 Pair = tuple[Tensor, Tensor]
 SPREAD, RADIUS = 1.2, 18.0  # of the blobs, and of the ring about them
 HELD_OUT = 5000  # images put aside of the large sets

@@ -28,8 +28,6 @@ from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
-__all__ = ["DigitsStudy", "Settings"]
-
 # fmt: off
 METRICS = (
     *CLASSIFICATION[:3],

@@ -18,8 +18,6 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings
 
-__all__ = ["Elephant", "Settings", "accuracy_with_new", "threshold_for", "uncertainty"]
-
 UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
 MEANINGS = {
     "nll": "NLL* is minus the logarithm of the probability of the likeliest class, after the probabilities of all sampled networks are "

@@ -17,8 +17,6 @@ from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.two_clusters import ClusterSettings, points_of
 
-__all__ = ["FlowLength", "Settings"]
-
 # fmt: off
 METRICS = (
     Metric("negative_elbo", "Negative ELBO", "lower", ".4f",

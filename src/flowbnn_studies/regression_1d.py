@@ -18,8 +18,6 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings
 
-__all__ = ["Regression1d", "Settings", "growth_of", "scaled"]
-
 # fmt: off
 METRICS = (
     Metric("nll", "NLL", "lower", ".3f", "Mean negative log-density of unseen targets in the training range."),

@@ -22,8 +22,6 @@ from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
-__all__ = ["ClusterSettings", "Settings", "TwoClusters", "points_of"]
-
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
 NOISY = ("flow", "gaussian")
 BEST = cache(best_possible)  # a quadrature of a second

@@ -19,8 +19,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
-__all__ = ["effective_sample_size", "split_rhat", "standard_error"]
-
 FEWEST = 4  # draws of a chain below which halves have no variance
 
 

@@ -11,8 +11,6 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.options import Count, Seed, checked
 
-__all__ = ["LayerHealth", "health_warnings", "posterior_health"]
-
 POINT = 0.005  # a posterior narrower than this share of its prior is a point; much precise data makes it as narrow as 0.02
 PRIOR = 0.002  # nats per dimension: a posterior nearer to its prior than this has learned nothing
 

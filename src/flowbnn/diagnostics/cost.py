@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory", "clock"]
-
 
 def clock(device: torch.device | None = None) -> float:
     """Seconds: CPU time where one thread computes, so that other processes do not count; else wall time."""

@@ -11,8 +11,6 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.options import Count, Seed, Share, checked
 
-__all__ = ["Marginal", "count_modes", "marginal"]
-
 
 @dataclass(frozen=True)
 class Marginal:

@@ -17,8 +17,6 @@ from flowbnn.distributions.draws import chosen_normal, components_of, standard_n
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, NonNegative, Positive, checked
 
-__all__ = ["Base", "DiagonalNormal", "MixtureBase", "NormalBase", "NormalMixture", "as_diagonal_normal"]
-
 _LOG_2PI = math.log(2.0 * math.pi)
 
 

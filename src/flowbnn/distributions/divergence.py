@@ -11,8 +11,6 @@ from flowbnn.distributions.draws import reparameterized
 from flowbnn.distributions.flow import Flow, spread
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Divergence", "divergence"]
-
 
 class Divergence(NamedTuple):
     """Both in nats, for one event (one noise vector)."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["chosen_normal", "components_of", "reparameterized", "standard_normal", "standard_normals"]
-
 # torch fills normals one by one on these CPUs; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
 _WORTH_A_THREAD = 2**17  # numbers

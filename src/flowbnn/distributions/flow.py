@@ -18,8 +18,6 @@ from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 
-__all__ = ["Flow", "spread"]
-
 
 def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     r"""Variances of :math:`f(z)` for affine :math:`f`, ``mean`` being :math:`f(\mathrm{loc})`.

@@ -14,8 +14,6 @@ from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.permutation import Permutation
 
-__all__ = ["covers_everything", "image", "inner_point", "pull_back"]
-
 Step = tuple[Transform, bool]  # a transform, and whether it runs backwards
 
 _REAL = constraints.real

@@ -14,8 +14,6 @@ from flowbnn.options import checked
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 
-__all__ = ["TorchTransform", "from_torch"]
-
 
 @dataclass
 class _Slot:

@@ -18,8 +18,6 @@ from torch.compiler import is_compiling
 from flowbnn.kernels import reference
 from flowbnn.kernels.reference import ChainShape
 
-__all__ = ["ChainFunction", "NoContext", "serves"]
-
 Array = NDArray[Any]
 _DTYPES = (torch.float32, torch.float64)
 

@@ -15,8 +15,6 @@ from flowbnn.kernels import launch, reference
 from flowbnn.kernels.launch import Part, by_chain, flat_order, weight_names
 from flowbnn.kernels.reference import ChainShape
 
-__all__ = ["push"]
-
 
 class OperatorLists(NamedTuple):
     """What lies where in the operator's lists, as numbers, which is what torch's operators can be given."""

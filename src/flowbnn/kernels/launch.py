@@ -19,8 +19,6 @@ from torch import Tensor
 
 from flowbnn.kernels.reference import ChainShape
 
-__all__ = ["Part", "backward", "flat_order", "forward", "kept_numbers", "weight_names"]
-
 Arguments = dict[str, Any]
 
 SLOTS = 16  # chains of one launch at most

@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from flowbnn.numerics import soft_clamp, tanh_root, tanh_slope
 
-__all__ = ["ChainShape", "constrain", "forward", "gradients", "inverse", "solve", "triangles"]
-
 
 class ChainShape(NamedTuple):
     """What a chain consists of.

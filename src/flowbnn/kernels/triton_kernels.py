@@ -7,14 +7,6 @@ that differ between flows are masked; what is compiled in is the largest, as a p
 
 from types import SimpleNamespace
 
-__all__ = [
-    "factors_backward",
-    "planar_backward",
-    "planar_forward",
-    "planar_weights",
-    "triangle",
-]
-
 # mypy: disable-error-code="no-untyped-def"
 
 

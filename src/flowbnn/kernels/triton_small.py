@@ -11,8 +11,6 @@ from flowbnn.kernels.triton_kernels import (
     triton,
 )
 
-__all__ = ["small_backward", "small_forward"]
-
 # mypy: disable-error-code="no-untyped-def"
 
 

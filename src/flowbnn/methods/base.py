@@ -47,7 +47,6 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.fitting import (
     NOISE_RATE,
     FitOptions,
-    LikelihoodName,
     Schedule,
     check_loader,
     learn_noise,
@@ -61,8 +60,6 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-
-__all__ = ["METHODS", "FitOptions", "LikelihoodName", "Method", "register_method"]
 
 METHODS: dict[str, type["Method"]] = {}
 

@@ -41,8 +41,6 @@ from flowbnn.posterior.recording import outcome
 from flowbnn.posterior.weights import StandIns, generator_of
 from flowbnn.training import History
 
-__all__ = ["DropoutPosterior", "MCDropout"]
-
 
 @register_method
 @options(repr=False)

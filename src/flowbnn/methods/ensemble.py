@@ -25,8 +25,6 @@ from flowbnn.training import History
 from flowbnn.training.randomness import loader_generators
 from flowbnn.units import SCALE, set_units
 
-__all__ = ["DeepEnsemble", "EnsemblePosterior", "initialize_anew"]
-
 
 @register_method
 @options(repr=False)

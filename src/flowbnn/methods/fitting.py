@@ -34,29 +34,6 @@ from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 from flowbnn.units import far_from_units, learn_units
 
-__all__ = [
-    "NOISE_RATE",
-    "Called",
-    "FitOptions",
-    "LikelihoodName",
-    "Logged",
-    "Objective",
-    "Outputs",
-    "Schedule",
-    "check_loader",
-    "checks_targets",
-    "first_batch",
-    "learn_noise",
-    "learns_noise",
-    "negative_log_likelihood",
-    "optimizer_for",
-    "prepare",
-    "steps_of",
-    "train_posterior",
-    "undisturbed",
-    "validator",
-]
-
 NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
 

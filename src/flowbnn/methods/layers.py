@@ -11,8 +11,6 @@ from flowbnn.batches import call, device_of, dtype_of, evaluating, move, split_b
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.training import is_main_process, track
 
-__all__ = ["normalizers", "own_dropout", "refresh", "statistics", "trained_parameters", "without_dropout"]
-
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

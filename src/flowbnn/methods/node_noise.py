@@ -21,8 +21,6 @@ from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, options, takes
 from flowbnn.posterior.noise import NoisePosterior
 
-__all__ = ["NodeNoise"]
-
 
 @register_method
 @options(repr=False)

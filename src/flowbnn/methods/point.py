@@ -15,8 +15,6 @@ from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.options import options, takes
 from flowbnn.posterior.point import PointPosterior
 
-__all__ = ["MAP", "MLE"]
-
 
 @register_method
 @options(kw_only=True, repr=False)

@@ -26,8 +26,6 @@ from flowbnn.posterior.weights import WeightPosterior, check_members, generator_
 from flowbnn.training import Clock, History
 from flowbnn.units import units_of
 
-__all__ = ["SWAG", "SWAGPosterior"]
-
 
 @register_method
 @options(repr=False)

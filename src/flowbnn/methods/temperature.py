@@ -27,8 +27,6 @@ from flowbnn.posterior.base import Posterior, Prediction, PredictOptions, load_p
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
 from flowbnn.training.storage import TensorFile
 
-__all__ = ["Temperature", "TemperedPosterior", "held_out", "temper"]
-
 
 @register_method
 @options(repr=False)

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["average", "check_classes", "check_probabilities", "check_scored", "check_scores", "check_values"]
-
 
 def average(values: Tensor) -> float:
     """Mean as a Python number, summed in double precision."""

@@ -10,16 +10,6 @@ from torch import Tensor
 from flowbnn.metrics.checks import average, check_scored
 from flowbnn.options import Count, Ge, Hint, check, checked
 
-__all__ = [
-    "ReliabilityBin",
-    "accuracy",
-    "brier_score",
-    "calibration_error",
-    "calibration_floor",
-    "negative_log_likelihood",
-    "reliability",
-]
-
 
 @checked
 def accuracy(probabilities: Tensor, targets: Tensor) -> float:

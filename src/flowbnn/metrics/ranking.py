@@ -10,8 +10,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics.checks import check_scores
 from flowbnn.options import Interval, checked
 
-__all__ = ["RiskCoverage", "novelty_aupr", "novelty_auroc", "risk_coverage"]
-
 
 @checked
 def novelty_auroc(known_scores: Tensor, novel_scores: Tensor) -> float:

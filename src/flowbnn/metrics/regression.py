@@ -9,8 +9,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.metrics.checks import average, check_values
 from flowbnn.options import checked
 
-__all__ = ["interval_coverage", "root_mean_squared_error"]
-
 
 @checked
 def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:

@@ -20,17 +20,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import Mode, NoisePass, Setting, Share, Sizes, Source, Unfolded, new_key, pass_of
 
-__all__ = [
-    "BLOCK",
-    "DropoutNoise",
-    "Noise",
-    "Site",
-    "blocks",
-    "layers_with_noise",
-    "noise_layers",
-    "settings_of",
-]
-
 Site = Literal["channel", "position"]
 BLOCK = 32  # shared draws that come from one seed
 

@@ -21,8 +21,6 @@ from flowbnn.noise.batched_gaussian import Gaussians, draw
 from flowbnn.noise.batched_mixture import Mixtures
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
-__all__ = ["Divergences", "NoiseGroup", "ahead", "divergences", "shared_draws"]
-
 
 class NoiseGroup:
     """The noise of one network. Hooks on the network's root say when a forward pass begins and ends.

@@ -18,8 +18,6 @@ from flowbnn.kernels import Group
 from flowbnn.noise.passes import Share, Source
 from flowbnn.numerics import soft_clamp
 
-__all__ = ["Frame", "Gaussians", "draw", "frame_of", "gather", "summarize"]
-
 _NORMAL_ENTROPY = 0.5 * (1.0 + math.log(2.0 * math.pi))  # of a standard normal, in nats
 
 

@@ -17,8 +17,6 @@ from flowbnn.noise.batched_gaussian import centers
 from flowbnn.noise.passes import Share, Source
 from flowbnn.numerics import soft_clamp
 
-__all__ = ["Mixtures"]
-
 # numbers of a layer from which on it had better draw by itself: sums of gradients then take longer than launches
 MANY = 2**17
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -8,8 +8,6 @@ from torch import Tensor
 from flowbnn.noise.base import Noise
 from flowbnn.noise.passes import Setting, Sizes, Source
 
-__all__ = ["FixedNoise", "constant"]
-
 
 def constant(make: Callable[[], Tensor]) -> Tensor:
     """What ``make`` gives, as a plain tensor also while ``torch.export`` traces: a constant of the graph, not operations in it."""

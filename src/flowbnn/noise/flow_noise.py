@@ -24,9 +24,6 @@ from flowbnn.noise.passes import NoisePass, Share, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform
 
-__all__ = ["InputNoise"]
-
-
 PARTS = frozenset({"base", "transform", "prior"})
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Layout", "absorbs", "layout_of", "register_layer", "untouched", "weight_scale", "wrappable"]
-
 FORWARD: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

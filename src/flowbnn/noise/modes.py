@@ -16,17 +16,6 @@ from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_
 from flowbnn.noise.passes import Mode, NoisePass
 from flowbnn.options import Count, NonNegative, checked
 
-__all__ = [
-    "align_batch_axes",
-    "freeze",
-    "hold_noise",
-    "noise_mode",
-    "noise_parameters",
-    "parameter_groups",
-    "unfreeze",
-    "weight_parameters",
-]
-
 Part = Literal["weights", "noise"]
 FROZEN = "_frozen_by_flowbnn"
 

@@ -17,23 +17,6 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = [
-    "Forward",
-    "Mode",
-    "NoisePass",
-    "Setting",
-    "Share",
-    "Sizes",
-    "Source",
-    "Unfolded",
-    "current_share",
-    "governing",
-    "innermost",
-    "new_key",
-    "pass_of",
-    "share_batch",
-]
-
 Mode = Literal["sample", "shared", "mean", "off"]
 Sizes = tuple[int, ...]
 Source = torch.Generator | None  # of random numbers; None is torch's own

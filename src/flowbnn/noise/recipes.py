@@ -25,21 +25,6 @@ from flowbnn.transforms import (
 )
 from flowbnn.transforms.affine import Affine
 
-__all__ = [
-    "Dropout",
-    "FlowNoise",
-    "NormalAffine",
-    "NormalCoupling",
-    "NormalGlow",
-    "NormalInvConv",
-    "NormalPlanar",
-    "NormalRadial",
-    "NormalSylvester",
-    "Recipe",
-    "recipe_from_dict",
-]
-
-
 Size = Annotated[int, Interval(ge=1, le=10_000)]
 Length = Annotated[int, Interval(ge=0, le=10_000)]
 

@@ -17,8 +17,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.options import Ge, Interval, NonNegative, Positive, Probability, options
 from flowbnn.predictive import CategoricalPredictive, Predictive
 
-__all__ = ["Adaptive", "adaptive_outputs"]
-
 Draw = Callable[[Any, range], Tensor]
 
 

@@ -66,8 +66,6 @@ from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
 
-__all__ = ["Posterior", "PredictOptions", "Prediction", "load_posterior"]
-
 # methods that read the network, beside predict and save
 TAKES_TURNS = {"sample", "draws", "log_prob", "member"}
 

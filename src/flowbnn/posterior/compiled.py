@@ -27,16 +27,6 @@ from flowbnn.posterior.recording import Recording
 from flowbnn.posterior.weights import StandIns
 from flowbnn.training.device import quiet_compiler, unlimited_recompiles
 
-__all__ = [
-    "CompiledPasses",
-    "Form",
-    "GivenDraws",
-    "HalfWeights",
-    "compiled_outputs",
-    "form_for",
-    "pass_given",
-]
-
 ROW_BYTES = {"cpu": 2**25, "cuda": 2**28}  # of the draws that wait for their passes
 MAPS = 16  # samples whose maps are drawn at a time: while their passes run, the next ones are launched
 ALIGNED = 16  # numbers: every slice of a row begins where wide loads may

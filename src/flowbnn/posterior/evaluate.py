@@ -10,8 +10,6 @@ from flowbnn.metrics import novelty_aupr, novelty_auroc
 from flowbnn.options import checked, takes
 from flowbnn.posterior.base import Posterior, PredictOptions
 
-__all__ = ["evaluate"]
-
 
 @takes(PredictOptions)
 @checked

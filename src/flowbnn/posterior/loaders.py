@@ -16,8 +16,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.distributed import WorkerLost, is_connection_loss, pick_rows
 from flowbnn.training.randomness import Randomness, loader_generators
 
-__all__ = ["Collected", "Share", "expected_rows", "grouped", "sharing"]
-
 MOST_BYTES = 2**28  # of inputs that wait to go through together
 
 

@@ -40,8 +40,6 @@ from flowbnn.posterior.recording import Recording, TrialDraws, outcome
 from flowbnn.posterior.weights import StandIns, stand_in
 from flowbnn.training.storage import TensorFile
 
-__all__ = ["NoisePosterior", "Sampler", "SamplingPlan", "plan_for"]
-
 # products of feature maps cost some hundredths of a pass on a CPU, and a fifth or more on a GPU, which waits for its memory
 LATE_SHARE = {"cpu": 0.05, "cuda": 0.2}  # of the work, before the first noise
 LEAST_WORK = {"cpu": 5e8, "cuda": 2e11}  # floating-point operations of a pass for one sample

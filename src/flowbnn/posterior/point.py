@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, Prediction
 
-__all__ = ["PointPosterior"]
-
 
 class PointPosterior(Posterior):
     """One network, behind the same interface as all other posteriors, so that it is evaluated by the same code."""

@@ -33,17 +33,6 @@ from flowbnn.posterior.views import View
 from flowbnn.training.device import MIXED, keep_memory
 from flowbnn.training.options import MixedPrecision
 
-__all__ = [
-    "Kept",
-    "PredictOptions",
-    "Prediction",
-    "casting",
-    "check_rows",
-    "compiled",
-    "even",
-    "new_seed",
-]
-
 Result = TypeVar("Result")
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together

@@ -16,8 +16,6 @@ from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.passes import NoisePass
 
-__all__ = ["Recording", "TrialDraws", "outcome", "record"]
-
 Result = TypeVar("Result")
 
 

@@ -9,8 +9,6 @@ from flowbnn.batches import explaining, rows
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 
-__all__ = ["View", "averaged"]
-
 View = Callable[[Any], Any]
 Outputs = Callable[[Any, range, Any], Tensor]
 

@@ -18,18 +18,6 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
 
-__all__ = [
-    "NOISE",
-    "Exchange",
-    "MemberPosterior",
-    "StandIns",
-    "WeightPosterior",
-    "check_members",
-    "generator_of",
-    "stand_in",
-    "state_of",
-]
-
 
 def generator_of(seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
     """The generator of one sample, so that samples can be drawn in any order and in parts."""

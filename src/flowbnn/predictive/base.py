@@ -12,8 +12,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Hint, Interval, check
 
-__all__ = ["NotFinite", "Predictive", "check_finite", "check_samples", "quantile_levels"]
-
 
 class Predictive(ABC):
     """What every predictive can do: be cut along its inputs, be moved, and name its uncertainties.

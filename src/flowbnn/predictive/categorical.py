@@ -14,8 +14,6 @@ from flowbnn.metrics.checks import average, check_classes, check_probabilities
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
-__all__ = ["ABSTAIN", "CategoricalPredictive"]
-
 ABSTAIN = -1
 """The label of an input that :meth:`CategoricalPredictive.decide` declines to answer."""
 

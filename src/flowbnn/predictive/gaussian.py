@@ -15,8 +15,6 @@ from flowbnn.numerics import monotone_root
 from flowbnn.options import Count, Probability, checked
 from flowbnn.predictive.base import Predictive, check_finite, check_samples, quantile_levels
 
-__all__ = ["Decision", "GaussianPredictive", "Interval"]
-
 
 class Decision(NamedTuple):
     """Predicted ``values`` and, in the same shape, whether to abstain from them."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from flowbnn.batches import first_nonfinite_tensor
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 
-__all__ = ["check_weights", "kinds_of", "name_below", "warn_of_other_kinds"]
-
 
 def name_below(name: str, root: str) -> str:
     """The name of a module or parameter as seen from the submodule ``root``; one outside it keeps its name.

@@ -20,8 +20,6 @@ from flowbnn.training.progress import History
 from flowbnn.training.randomness import Randomness
 from flowbnn.training.storage import TensorFile, decode_state, keep_as, save_state
 
-__all__ = ["Position", "State"]
-
 # of an optimizer: how it computes, which is no state
 HOW = ("foreach", "fused", "capturable", "differentiable")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "eps", "weight_decay", "nesterov", "alpha")

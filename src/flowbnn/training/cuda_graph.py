@@ -23,8 +23,6 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.options import Clock, TrainingOptions
 
-__all__ = ["Recorder", "is_fused", "make_recorder"]
-
 _WARM = 3  # steps taken one by one before the recording: allocations, autotuning, the optimizer's state
 _WITNESSES = 2**28  # bytes of batches kept to find out which one was bad
 

@@ -12,16 +12,6 @@ from torch import Tensor, nn
 from flowbnn.training.launch import device_kind
 from flowbnn.training.options import TrainingOptions
 
-__all__ = [
-    "MIXED",
-    "Process",
-    "keep_memory",
-    "kept_modes",
-    "move_batch",
-    "quiet_compiler",
-    "unlimited_recompiles",
-]
-
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 

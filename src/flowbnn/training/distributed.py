@@ -29,19 +29,6 @@ from flowbnn.training.options import TrainingOptions
 from flowbnn.training.randomness import seed_all
 from flowbnn.training.storage import is_alive
 
-__all__ = [
-    "SharedLoader",
-    "Terminated",
-    "Worker",
-    "WorkerLost",
-    "is_connection_loss",
-    "pick_rows",
-    "share_of",
-    "shared_dropout",
-    "synchronised_statistics",
-    "take_rows",
-]
-
 Pick = Callable[[int, int], tuple[int, int]]
 
 

@@ -16,8 +16,6 @@ from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock
 
-__all__ = ["GradientGate", "Guard", "LossGate", "first_nonfinite_layer"]
-
 
 class Guard:
     """Watches the losses and gradients of one run, whose parameters are on the device of its process."""

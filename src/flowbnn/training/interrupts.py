@@ -7,8 +7,6 @@ from typing import Any
 
 from flowbnn.training.distributed import Terminated
 
-__all__ = ["Interrupts"]
-
 
 class Interrupts:
     """While installed, Ctrl-C inside ``with interrupts:`` is raised at the end of that block; a second one at once.

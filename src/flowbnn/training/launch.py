@@ -12,8 +12,6 @@ from torch import distributed
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.options import TrainingOptions
 
-__all__ = ["alone", "connect", "device_kind", "is_main_process", "launched", "planned", "processes"]
-
 MOST_PER_CORE = 16  # processes for each core of a machine
 
 

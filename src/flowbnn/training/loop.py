@@ -29,8 +29,6 @@ from flowbnn.training.progress import Display, History, open_tensorboard, termin
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all
 from flowbnn.training.storage import check_writable
 
-__all__ = ["train"]
-
 Validate = Callable[[], Mapping[str, float]]
 END = object()  # of an epoch
 

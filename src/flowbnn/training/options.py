@@ -12,18 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, options
 
-__all__ = [
-    "Accelerator",
-    "Clock",
-    "EarlyStop",
-    "MixedPrecision",
-    "Precision",
-    "TrainingOptions",
-    "check_arguments",
-    "check_result",
-    "length_of",
-]
-
 Accelerator = Literal["auto", "cpu", "cuda", "gpu", "mps"]
 MixedPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]  # with the weights as they are
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true"]

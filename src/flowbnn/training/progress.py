@@ -19,8 +19,6 @@ from flowbnn.training.storage import check_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Display", "History", "open_tensorboard", "terminal", "track"]
-
 SHORT = {"log_likelihood": "log-lik", "kl": "KL", "elbo": "ELBO"}
 FIRST = ("elbo", "log_likelihood", "kl", "loss")
 SECONDS_BETWEEN = 0.1

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Randomness", "loader_generators", "seed_all"]
-
 
 def seed_all(seed: int) -> None:
     """Seed torch (all devices), numpy's global generator and ``random``."""

@@ -29,19 +29,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import checked
 
-__all__ = [
-    "TensorFile",
-    "check_writable",
-    "decode_state",
-    "encode_state",
-    "is_alive",
-    "keep_as",
-    "load_tensors",
-    "replacing",
-    "save_state",
-    "save_tensors",
-]
-
 FORMAT = 3
 HEADER = "flowbnn"
 KIND = "__kind__"

@@ -7,8 +7,6 @@ from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["Affine"]
-
 
 class Affine(Transform):
     r"""Elementwise affine map :math:`x = c + t + e^{s} \odot (z - c)` with :math:`\log|\det| = \sum_i s_i`.

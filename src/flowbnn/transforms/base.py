@@ -37,8 +37,6 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Transform", "check_tensor", "check_vectors"]
-
 
 class Transform(nn.Module):
     """A bijection with a tractable log-determinant. The contract is at the top of this file."""

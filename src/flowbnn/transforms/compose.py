@@ -10,8 +10,6 @@ from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Hint, checked
 from flowbnn.transforms.base import Transform, check_tensor
 
-__all__ = ["Compose", "Inverse"]
-
 
 class Compose(Transform):
     r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.

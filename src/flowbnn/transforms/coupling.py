@@ -13,8 +13,6 @@ from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["MLP", "AdditiveCoupling", "AffineCoupling", "Coupling"]
-
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 

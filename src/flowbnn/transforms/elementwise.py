@@ -16,8 +16,6 @@ from flowbnn.options import Positive, checked
 from flowbnn.transforms.base import Transform, check_tensor
 from flowbnn.transforms.compose import Inverse
 
-__all__ = ["Exp", "LeakyReLU", "Logit", "Sigmoid", "Softplus", "Tanh"]
-
 
 def _below_one(value: Tensor) -> float:
     """The largest number of the value's type that is less than one."""

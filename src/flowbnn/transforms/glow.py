@@ -11,8 +11,6 @@ from flowbnn.transforms.coupling import AffineCoupling, AtLeastTwo, Mask
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm
 
-__all__ = ["GlowStep"]
-
 
 class GlowStep(Compose):
     r"""ActNorm, then an invertible linear map, then an affine coupling (Kingma & Dhariwal 2018, figure 2).

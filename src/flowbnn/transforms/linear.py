@@ -7,8 +7,6 @@ from flowbnn.kernels.reference import solve, triangles
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["LULinear"]
-
 
 class LULinear(Transform):
     r"""Linear map in factored form, :math:`x = P L U z + b`, with :math:`\log|\det| = \sum_i d_i`.

@@ -10,8 +10,6 @@ from flowbnn.options import Count, Interval, Positive, checked
 from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["ActNorm", "BatchNorm"]
-
 
 class ActNorm(Affine):
     r"""Elementwise affine map, :math:`x = e^{s} \odot z + t`, that starts by normalising its data.

@@ -9,8 +9,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["Permutation", "Reverse", "Shuffle"]
-
 
 class Permutation(Transform):
     r"""A fixed reordering, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.

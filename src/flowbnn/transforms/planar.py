@@ -12,8 +12,6 @@ from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 from flowbnn.transforms.linear import LULinear
 
-__all__ = ["Planar", "PlanarLU"]
-
 
 class PlanarLU(Transform):
     r"""Planar and LU maps one after the other: ``Compose`` of :class:`Planar` and :class:`LULinear` maps, in fewer steps.

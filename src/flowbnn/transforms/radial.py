@@ -8,8 +8,6 @@ from flowbnn.numerics import safe_norm
 from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["Radial"]
-
 
 class Radial(Transform):
     r"""Pushes away from a centre, or draws towards it: :math:`x = z + \frac{\beta}{\alpha + r} (z - z_0)`.

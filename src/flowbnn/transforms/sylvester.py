@@ -10,8 +10,6 @@ from flowbnn.numerics import tanh_root, tanh_slope
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
-__all__ = ["HouseholderSylvester", "OrthogonalSylvester", "TriangularSylvester"]
-
 BOUND = 0.995
 """Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
 

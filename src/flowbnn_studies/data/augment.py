@@ -9,8 +9,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Ge, Interval, check, checked, options
 
-__all__ = ["CORRUPTIONS", "CropAndFlip", "Moved", "corrupt", "mirrored", "novel_noise"]
-
 
 @options
 class CropAndFlip:

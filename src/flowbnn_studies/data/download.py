@@ -17,8 +17,6 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.progress import track
 from flowbnn_studies.data.sources import Download
 
-__all__ = ["checksum", "extract", "fetch"]
-
 CHUNK = 1 << 16
 
 

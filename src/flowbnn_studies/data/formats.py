@@ -15,8 +15,6 @@ import numpy as np
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["damaged", "read_cifar_binary", "read_cifar_pickle", "read_idx"]
-
 REMEDY = "delete it and load again with download=True, or copy it anew"
 KINDS = {1: "labels", 3: "images"}
 

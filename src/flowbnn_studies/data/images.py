@@ -11,8 +11,6 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, checked
 
-__all__ = ["ImageSet", "Normalize", "device_loader"]
-
 
 class Normalize:
     r"""Images in bytes, or in real numbers from 0 to 1, to :math:`(x - \text{mean}) / \text{deviation}` of each channel.

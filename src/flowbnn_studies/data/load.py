@@ -15,8 +15,6 @@ from flowbnn_studies.data.formats import damaged, read_cifar_binary, read_cifar_
 from flowbnn_studies.data.images import ImageSet
 from flowbnn_studies.data.sources import SOURCES, Piece, Source
 
-__all__ = ["data_folder", "load_images", "load_source"]
-
 
 def load_images(name: str, split: str = "train", root: File | None = None, download: bool = True) -> ImageSet:
     """The images of a published set, from a folder as torchvision lays it out.

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["SOURCES", "Download", "Piece", "Source"]
-
 FileFormat = Literal["idx", "cifar"]
 
 

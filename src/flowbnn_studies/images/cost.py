@@ -23,8 +23,6 @@ from flowbnn_studies.images.evaluation import predict
 from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
 
-__all__ = ["measure_cost"]
-
 Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
 
 STEPS, PASSES, FEW = 100, 4, 12

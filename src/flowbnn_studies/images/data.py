@@ -19,8 +19,6 @@ from flowbnn_studies.data import (
 )
 from flowbnn_studies.images.settings import ImageSettings, Training
 
-__all__ = ["KINDS", "STRENGTHS", "Pictures", "generated_images", "load_pictures"]
-
 KINDS = tuple(CORRUPTIONS)
 STRENGTHS = tuple(range(1, 6))
 SPLIT_SEED = 0  # the same images are put aside for every seed and every method

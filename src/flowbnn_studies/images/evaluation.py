@@ -16,8 +16,6 @@ from flowbnn_studies.images.data import KINDS, STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.figures import histogram
 
-__all__ = ["RULE", "evaluate", "image_metrics", "predict"]
-
 RULE = Adaptive()
 ROWS = 16384  # in one pass on a GPU, whose memory several jobs share
 MIRROR = (

@@ -11,8 +11,6 @@ from flowbnn_studies.images.settings import NAMES, split_key
 from flowbnn_studies.runner.figures import curve, histogram_panels, panel
 from flowbnn_studies.runner.study import Variant
 
-__all__ = ["figures"]
-
 PANELS = {
     "negative_elbo": ("Negative ELBO", "nats per image"),
     "log_likelihood": ("Log-likelihood", "nats per image"),

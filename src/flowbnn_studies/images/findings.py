@@ -12,8 +12,6 @@ from flowbnn_studies.images.settings import METHODS, SITES, ImageSettings, split
 from flowbnn_studies.runner.statistics import Paired, counted, paired
 from flowbnn_studies.runner.study import Variant
 
-__all__ = ["RECIPES", "answer", "comparisons", "notes", "present", "rows"]
-
 RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe"}
 PLAIN = {"xiong": "xiong-longer", "best": "best-plain"}
 MAIN = ("accuracy", "nll", "ece")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["EPOCHS", "FASHION", "LENET_CIFAR10", "VGG16_CIFAR10", "Published"]
-
 Curves = dict[str, tuple[float, ...]]
 
 # Where the curves of figures 5 and 6 of Xiong's report were read off, to the precision of their pixels.

@@ -10,9 +10,6 @@ from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Re
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
 from flowbnn_studies.runner.study import Variant
 
-__all__ = ["FLOWS", "GROUPS", "METHODS", "QUICK", "ImageSettings", "Training"]
-__all__ += ["image_variants", "make_network", "rules_for", "split_key"]
-
 SITES = ("position", "channel")
 GROUPS = (
     "plain",

@@ -23,8 +23,6 @@ from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
-__all__ = ["IMAGE_STUDIES", "ImageStudy"]
-
 SEEDS = (3, 5)  # of Xiong's recipe and of the best one
 
 

@@ -14,8 +14,6 @@ from flowbnn.methods import MLE, FitOptions, Posterior, fit
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.settings import Training, rules_for
 
-__all__ = ["fit_variant", "make_optimizer", "make_schedule", "rate_at"]
-
 
 def make_optimizer(training: Training) -> Callable[..., Optimizer]:
     """From parameter groups, which bring their own rates, to the optimizer; fused kernels throughout."""

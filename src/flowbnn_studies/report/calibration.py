@@ -10,8 +10,6 @@ from matplotlib.ticker import FuncFormatter
 from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
 from flowbnn_studies.report.style import CLASSES, decimal, light
 
-__all__ = ["field", "reliability"]
-
 Data = dict[str, Any]
 FEW = 0.01  # the share of inputs below which a bin is drawn faint: its accuracy is mostly chance
 KEYS = [

@@ -25,9 +25,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from flowbnn_studies.report.style import COLOURS, RC, light, tick
 
-__all__ = ["DASHED", "Group", "Key", "Panel", "Plot", "Sheet"]
-__all__ += ["extent", "numbers", "pattern", "set_ticks", "to_png", "to_svg"]
-
 Sheet = Figure | SubFigure
 DASHED = (0, (4, 3))
 

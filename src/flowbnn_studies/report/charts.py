@@ -23,8 +23,6 @@ from flowbnn_studies.report.canvas import (
 )
 from flowbnn_studies.report.style import CLASSES, KINDS, assign_colours, decimal, kind_of, light
 
-__all__ = ["bars", "curves", "front_of", "histogram", "pareto"]
-
 Data = dict[str, Any]
 Style = tuple[str, str]  # colour and dashes
 DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")

@@ -10,8 +10,6 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
 from flowbnn_studies.report.style import CLASSES, decimal, light, tick
 
-__all__ = ["bands", "density", "draws", "images", "maps", "mass_levels"]
-
 Data = dict[str, Any]
 WIDE = 2.0  # standard deviations to either side
 BLANK = 0.03  # a map whose greatest value is below this share of the scale shows no colour, and says so

@@ -26,8 +26,6 @@ from flowbnn_studies.report.tables import (
 )
 from flowbnn_studies.report.text import write_file
 
-__all__ = ["PLOTS", "make_plot", "page_colours", "save_figures", "write_report"]
-
 Data = dict[str, Any]
 PLOTS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
     **{plot.__name__: plot for plot in (bands, bars, curves, density, draws, field, histogram, images)},

@@ -9,8 +9,6 @@ import numpy as np
 
 from flowbnn.errors import FlowBNNError, nearest
 
-__all__ = ["FIGURES", "SCHEMA", "find_results", "load_results"]
-
 FILE = "results.json"
 SCHEMA = 1
 Source = Path | str | dict[str, Any]

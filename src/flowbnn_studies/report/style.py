@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-__all__ = ["CLASSES", "COLOURS", "KINDS", "RC", "Kind"]
-__all__ += ["assign_colours", "decimal", "duration", "kind_of", "light", "tick"]
-
 # Each name is a custom property of the page: (light scheme, dark scheme). Figures are drawn in the light value and the page replaces it
 # by the name, so that a figure follows the reader's scheme. Hues are those of Okabe and Ito (2008), darkened to stand out on white.
 COLOURS: dict[str, tuple[str, str]] = {

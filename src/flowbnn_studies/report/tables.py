@@ -7,18 +7,6 @@ from typing import Any
 
 from flowbnn_studies.report.style import decimal
 
-__all__ = [
-    "SOURCES",
-    "Cell",
-    "Table",
-    "best_numbers",
-    "compare_table",
-    "definitions",
-    "flatten",
-    "headline_metrics",
-]
-__all__ += ["make_tables", "row_name", "uneven"]
-
 Data = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}
 HEADLINE = ("accuracy", "nll", "ece", "auroc", "negative_elbo", "log_likelihood", "kl")

@@ -22,8 +22,6 @@ from flowbnn_studies.report.tables import (
     uneven,
 )
 
-__all__ = ["console_lines", "write_file", "write_markdown"]
-
 Data = dict[str, Any]
 WIDTH = 110
 

@@ -11,9 +11,6 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.results import Parts, figure, summary
 
-__all__ = ["curve", "density_figure", "density_pair", "density_panels", "histogram", "histogram_panels"]
-__all__ += ["panel", "short", "training_figure"]
-
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
     """Values rounded to ``digits`` decimals: a picture needs no more, and the file stays small.

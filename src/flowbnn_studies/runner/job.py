@@ -14,8 +14,6 @@ from flowbnn.methods import MLE, PointPosterior, Posterior, fit
 from flowbnn.noise import Recipe
 from flowbnn.results import plain, read_json, write_json
 
-__all__ = ["Job"]
-
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
 

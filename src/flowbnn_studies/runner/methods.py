@@ -16,8 +16,6 @@ from flowbnn.results import Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
 
-__all__ = ["MethodSettings", "MethodStudy", "predict", "shuffled"]
-
 OPTIONS = ("seed", "accelerator", "precision", "progress", "checkpoint", "checkpoint_every", "resume")
 
 

@@ -21,8 +21,6 @@ from flowbnn_studies.runner.job import GPUS, Job
 from flowbnn_studies.runner.study import Study, Variant
 from flowbnn_studies.runner.workers import Workers, open_workers
 
-__all__ = ["best_place", "run_study"]
-
 EARLIER = "earlier"  # folder of finished trainings that a new run put aside
 SCHEMA = 1
 

@@ -10,8 +10,6 @@ from scipy.special import stdtrit
 
 from flowbnn.errors import FlowBNNError
 
-__all__ = ["Paired", "counted", "paired", "sign_flip"]
-
 
 def counted(number: int, noun: str = "seed") -> str:
     """A number with its noun.

@@ -14,8 +14,6 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.runner.job import Job
 
-__all__ = ["STUDIES", "Findings", "Study", "Variant", "get_study", "register_study", "studies"]
-
 
 @dataclass(frozen=True)
 class Variant:

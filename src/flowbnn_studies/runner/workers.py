@@ -21,8 +21,6 @@ from flowbnn.training import alone, processes
 from flowbnn_studies.runner.job import GPUS, Job
 from flowbnn_studies.runner.study import get_study
 
-__all__ = ["Workers", "cores", "open_workers", "work"]
-
 
 def cores() -> int:
     """CPU cores that this process may use."""

@@ -12,8 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCKS", "Block", "Diagonal", "Full", "Kronecker", "Shapes"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -28,8 +28,6 @@ from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
 from flowbnn.methods.laplace.layers import Layers, Survey, shares_weights
 from flowbnn.methods.laplace.output_hessian import OutputHessian, output_hessian
 
-__all__ = ["Curvature", "Problem", "patches"]
-
 PATCH_BYTES = 2**26  # of a convolution's windows that are held at once
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -14,8 +14,6 @@ from flowbnn.batches import apply, call, out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import Called
 
-__all__ = ["Jacobian", "flat_outputs"]
-
 ROW_BYTES = 2**27  # of rows that are held at once
 
 

@@ -27,8 +27,6 @@ from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track
 
-__all__ = ["Laplace"]
-
 
 @register_method
 @options(repr=False)

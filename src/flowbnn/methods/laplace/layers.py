@@ -18,8 +18,6 @@ from flowbnn.batches import call, device_of, evaluating, rows, take
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods.laplace.blocks import Shapes
 
-__all__ = ["Layers", "Survey", "choose_layers", "shares_weights", "survey", "without_nested"]
-
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 Layers = dict[str, Shapes]  # the parameters of each covered layer, under their names in the network

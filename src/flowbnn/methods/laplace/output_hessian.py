@@ -10,8 +10,6 @@ from torch import Tensor
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
-__all__ = ["Exact", "OuterProducts", "OutputHessian", "check_likelihood", "output_hessian"]
-
 
 class Exact:
     r""":math:`\mathrm{diag}(v)` for outputs with targets of their own, :math:`\mathrm{diag}(p) - p p^T` for a softmax.

@@ -19,8 +19,6 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
-__all__ = ["LaplacePosterior", "PredictiveName"]
-
 PredictiveName = Literal["linearized", "sampled", "probit"]
 KEPT = 2**26  # bytes of draws that are kept from batch to batch
 

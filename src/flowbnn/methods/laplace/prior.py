@@ -23,8 +23,6 @@ from flowbnn.likelihoods import Gaussian, log_variance
 from flowbnn.methods.laplace.blocks import Block, Full
 from flowbnn.methods.laplace.curvature import Curvature, Problem
 
-__all__ = ["Prior", "Quadratic", "make_louder", "newton_step", "with_prior"]
-
 LEAST, MOST = 1e-10, 1e10  # of a prior precision
 QUIETER, LOUDER = 1e-8, 1e4  # of the factor of the noise's variance
 ROUNDS = 500  # of MacKay's iteration

@@ -31,8 +31,6 @@ from flowbnn.methods.mcmc.hamiltonian import (
 from flowbnn.training import check_writable, is_main_process, track
 from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
-__all__ = ["Chains", "Kernel", "Warmup", "reasonable_step", "window_ends"]
-
 Kernel = Callable[[State, Tensor, Tensor, Sequence[torch.Generator]], tuple[State, Transition]]
 SECONDS_BETWEEN = 30.0
 RECORDED = ("position", "energy", *Transition._fields)

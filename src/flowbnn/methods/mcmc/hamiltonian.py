@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Potential", "State", "Transition", "begin", "hmc_kernel", "nuts_kernel", "with_gradient"]
-
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 Source = torch.Generator | Sequence[torch.Generator]
 DIVERGENT = 1000.0  # a change of energy that no useful step size makes

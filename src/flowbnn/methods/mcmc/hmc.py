@@ -27,8 +27,6 @@ from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, ga
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
 from flowbnn.posterior.weights import generator_of
 
-__all__ = ["HMC", "NUTS"]
-
 MANY = 1_000_000  # weights
 
 

@@ -17,8 +17,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
-__all__ = ["ChainDiagnostics", "ChainPosterior", "NoiseChainPosterior"]
-
 RHAT = 1.05
 ENOUGH = 100  # draws of a chain from which on its R-hat is worth a warning
 COLUMNS = 4096  # weights whose chains are compared at once

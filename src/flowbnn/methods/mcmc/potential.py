@@ -25,16 +25,6 @@ from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
 
-__all__ = [
-    "LOG_NOISE",
-    "Data",
-    "NetworkPotential",
-    "Sites",
-    "gather",
-    "noise_sites",
-    "noisy_weights",
-]
-
 ROWS = 4096  # examples in one pass
 LOG_NOISE = "log_noise"  # of a regression, where it is learned
 Data = tuple[Any, Tensor]  # the inputs and targets of all training examples

@@ -52,8 +52,6 @@ from flowbnn.training import Clock, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
 
-__all__ = ["FLOWS", "Variational", "fit", "fit_elbo"]
-
 VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
 FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has no flow

@@ -40,8 +40,6 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
-__all__ = ["BayesByBackprop", "GaussianWeightPosterior"]
-
 
 @register_method
 @options(repr=False)

@@ -15,8 +15,6 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 
-__all__ = ["Gain", "gain", "log_likelihoods", "plain_log_likelihoods", "warn_of_memory"]
-
 BATCHES = 10  # of the training data that are looked at
 SAMPLES = 64
 

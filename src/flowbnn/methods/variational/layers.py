@@ -31,27 +31,6 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
 from flowbnn.noise.passes import Share
 
-__all__ = [
-    "DrawnNetwork",
-    "LayerChoice",
-    "Way",
-    "Ways",
-    "apply_weights",
-    "base_scales",
-    "chosen_weights",
-    "flipout_noise",
-    "full_precision",
-    "gaussian_kl",
-    "is_linear_map",
-    "local_noise",
-    "owners",
-    "rows_of",
-    "seen_by",
-    "tied",
-    "title",
-    "ways_of",
-]
-
 Way = Literal["reparameterization", "local", "flipout"]
 _LEAST = {torch.float64: 1e-60}  # variance: below it, the root has no slope to speak of
 _CHANNELS = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}

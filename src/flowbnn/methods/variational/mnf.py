@@ -61,8 +61,6 @@ from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 from flowbnn.transforms import Transform
 
-__all__ = ["MNF", "MNFPosterior"]
-
 
 @register_method
 @options(repr=False)
