@@ -6,9 +6,9 @@ Layers keep their class, name and weights: noise is a child module of its layer,
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ def to_stochastic(
         Mapping[Rule, Recipe | None], Hint('from layers to recipes, such as {"*": NormalAffine()}')
     ],
     *,
+    joint: Literal["full", "chain", "low-rank", "layers"] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
     """Let layers of a network multiply their input by learned noise.
@@ -72,6 +73,8 @@ def to_stochastic(
         rules: from a layer's name, a glob (``"encoder.*"``), a module class or a predicate ``(name, module) -> bool`` to a
             recipe, or to ``None`` for a layer that stays plain. The most exact rule wins: a name over a predicate, that over
             a class, that over a glob, a longer glob over a shorter one; of equals the later one.
+        joint: let all layers that have the same recipe share one vector with one posterior; see
+            :class:`~flowbnn.noise.Recipe`. The same as ``joint`` in each recipe.
         inplace: wrap the given network itself instead of a copy.
 
     A ``TransformerEncoder`` is kept off torch's nested tensors, which bypass its layers: what it gives at padded positions is then
@@ -110,8 +113,19 @@ def to_stochastic(
             ) from error
         layers = _candidates(model)
     chosen = _choose(model, layers, rules)
+    groups: list[tuple[Recipe, list[str]]] = []
     for name, recipe in chosen.items():
-        _wrap(layers[name], recipe.build(_layout(model, name, layers[name], recipe)), recipe)
+        recipe = recipe if joint is None else replace(recipe, joint=joint)
+        same = [names for other, names in groups if recipe.joint is not None and other == recipe]
+        if same:
+            same[0].append(name)
+        else:
+            groups.append((recipe, [name]))
+    for recipe, names in groups:
+        layouts = [_layout(model, name, layers[name], recipe) for name in names]
+        parts = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
+        for name, part in zip(names, parts, strict=True):
+            _wrap(layers[name], part, recipe)
     _gather(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:

@@ -11,6 +11,7 @@ from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
+from flowbnn.transforms.triangular import BlockTriangular
 
 __all__ = ["CASES"]
 
@@ -63,6 +64,20 @@ CASES: list[Case] = [
     Case("leaky-relu", LeakyReLU, lambda dim: LeakyReLU(0.2)),
     Case("lu-linear", LULinear, LULinear),
     Case("lu-linear-permuted", LULinear, lambda dim: LULinear(dim, bias=True, permute=True), dim=5),
+    Case("block-triangular", BlockTriangular, lambda dim: BlockTriangular((dim,))),
+    *(
+        Case(
+            f"block-triangular-{across}",
+            BlockTriangular,
+            lambda dim, across=across: BlockTriangular(
+                (1, 1) if dim == 2 else (2, dim - 3, 1), across, rank=2, loc=1.0, scale=0.5
+            ),
+            dim=5,
+            quadrature=(2,),
+            no_quadrature="one dimension has no two blocks",
+        )
+        for across in ("none", "chain", "low-rank")
+    ),
     Case("permutation", Permutation, cyclic),
     Case("reverse", Reverse, Reverse),
     Case("shuffle", Shuffle, Shuffle, dim=5),

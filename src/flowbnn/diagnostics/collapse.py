@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNWarning, some_of
-from flowbnn.noise import noise_layers
-from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.joint import independent_vectors
 from flowbnn.options import Count, Seed, checked
 
 POINT = 0.005  # a posterior narrower than this share of its prior is a point; much precise data makes it as narrow as 0.02
@@ -73,14 +72,12 @@ def posterior_health(model: nn.Module, samples: Count = 512, seed: Seed = 0) -> 
     ['prior']
     """
     healths = []
-    for name, noise in noise_layers(model).items():
-        if not isinstance(noise, InputNoise):
-            continue
+    for noise, names in independent_vectors(model):
         prior = noise.prior.distribution()
         generator = torch.Generator(prior.mean.device).manual_seed(seed)
         spread = float((noise.draw((samples,), generator).std(0) / prior.variance.sqrt()).mean())
         kl = float(noise.divergence(samples, generator).kl)
         per_dim = kl / noise.layout.dim / noise.count
         state = "point" if spread < POINT else "prior" if per_dim < PRIOR else "healthy"
-        healths.append(LayerHealth(name, kl, per_dim, spread, state))
+        healths.append(LayerHealth(names[0] if len(names) == 1 else "joint", kl, per_dim, spread, state))
     return healths

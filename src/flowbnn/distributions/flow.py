@@ -17,6 +17,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.triangular import BlockTriangular
 
 
 def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
@@ -26,6 +27,8 @@ def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tens
     """
     if transform.linearity == "diagonal" and scale.ndim == loc.ndim:
         return (transform(loc + scale, context)[0] - mean).square()
+    if isinstance(transform, BlockTriangular) and scale.ndim == loc.ndim == 1:
+        return transform.variances(scale)
     factor = torch.diag_embed(scale) if scale.ndim == loc.ndim else scale
     # the columns stand on a leading axis, where draws would, so that a context broadcasts
     return (transform(loc + factor.movedim(-1, 0), context)[0] - mean).square().sum(0)

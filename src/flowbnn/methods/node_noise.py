@@ -28,23 +28,28 @@ class NodeNoise(Variational):
     r"""Every layer multiplies its input by noise whose posterior is fitted by the ELBO: this library's own method.
 
     Args:
-        kind: ``"gaussian"``, ``"mixture"`` (Trinh et al. 2020), or a flow after a Gaussian: ``"planar"``, ``"radial"``,
+        kind: ``"gaussian"``, ``"joint"`` (a Gaussian over all layers' noise with a full covariance), ``"mixture"`` (Trinh et al. 2020),
+            or a flow after a Gaussian: ``"planar"``, ``"radial"``,
             ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; or a recipe, for all layers; or rules as
             :func:`~flowbnn.to_stochastic` takes them.
         components: of the mixture.
         site: ``"channel"`` or ``"position"``.
+        joint: one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`; a flow then acts on all of it.
         base_scale: standard deviation of the noise at the start.
         noise_lr, schedule, beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
         prior_scale: standard deviation of the prior of the noise, which is around one.
     """
 
     kind: (
-        Literal["gaussian", "mixture", "planar", "radial", "sylvester", "coupling", "invconv", "glow"]
+        Literal[
+            "gaussian", "joint", "mixture", "planar", "radial", "sylvester", "coupling", "invconv", "glow"
+        ]
         | Recipe
         | Mapping[Any, Recipe | None]
     ) = "gaussian"
     components: Count = field(default=16, kw_only=True)
     site: Literal["channel", "position"] = field(default="channel", kw_only=True)
+    joint: Literal["full", "chain", "low-rank", "layers"] | None = field(default=None, kw_only=True)
     base_scale: Positive = field(default=0.1, kw_only=True)
     noise_lr: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
     schedule: Schedule | Literal["cosine"] | None = field(default="cosine", kw_only=True)  # type: ignore[assignment]
@@ -59,7 +64,9 @@ class NodeNoise(Variational):
             return self.kind
         if isinstance(self.kind, Recipe):
             return {"*": self.kind}
-        common = {name: getattr(self, name) for name in ("site", "prior_scale", "base_scale")}
+        common = {name: getattr(self, name) for name in ("site", "prior_scale", "base_scale", "joint")}
+        if self.kind == "joint":
+            return {"*": NormalAffine(**{**common, "joint": self.joint or "full"})}
         if self.kind == "mixture":
             return {"*": NormalAffine(components=self.components, **common)}
         return {"*": FLOWS[self.kind](**common)}

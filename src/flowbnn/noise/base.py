@@ -58,6 +58,11 @@ class Noise(nn.Module, ABC):
         """The mode that :func:`~flowbnn.noise.hold_noise` has set."""
         return self.setting.mode
 
+    @property
+    def whole(self) -> "Noise":
+        """The noise that this is a part of: itself, unless layers share one vector."""
+        return self
+
     # -------------------- what a kind of noise defines
 
     @abstractmethod
@@ -393,6 +398,8 @@ def settings_of(
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         generator = torch.Generator(device).manual_seed(seed)
     settings: dict[int, Setting] = {}
+    places: dict[int, int] = {}
     for index, layer in enumerate(layers.values()):
-        settings[layer.key] = Setting(mode, samples, ((seed or 0) * 1_000_003 + index) % 2**63, generator)
+        place = places.setdefault(id(layer.whole), index)
+        settings[layer.key] = Setting(mode, samples, ((seed or 0) * 1_000_003 + place) % 2**63, generator)
     return settings

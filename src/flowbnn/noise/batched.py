@@ -19,6 +19,7 @@ from flowbnn.kernels import Group
 from flowbnn.noise.base import BLOCK, Noise, blocks
 from flowbnn.noise.batched_gaussian import Gaussians, draw
 from flowbnn.noise.batched_mixture import Mixtures
+from flowbnn.noise.joint import JointPart
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
 
@@ -69,6 +70,12 @@ class NoiseGroup:
         """This pass's draw of a layer for ``rows`` examples, ``[rows, dim]``."""
         forward, generator = state.forward, state.settings[noise.key].generator
         assert forward is not None
+        if isinstance(noise, JointPart):
+            drawn = noise.whole.draw_rows(rows, (), generator, state.share)
+            for layer in self.layers:
+                if layer.whole is noise.whole and isinstance(layer, JointPart):
+                    forward.draws[layer.key] = drawn[:, layer.span]
+            return forward.draws[noise.key]
         kind, block, generators = _kind(noise), [], []
         for layer in self.layers if kind is not None else ():
             if _kind(layer) is kind and batchable(layer, state) and layer.key not in forward.draws:
@@ -159,7 +166,7 @@ def _completed(
             if part is None:
                 continue
             totals.append(part)
-        named[name] = part
+        named["joint" if isinstance(noise, JointPart) else name] = part
     if len(totals) > 1:
         kls, entropies = zip(*totals, strict=True)
         totals = [Divergence(torch.stack(kls).sum(), torch.stack(entropies).sum())]

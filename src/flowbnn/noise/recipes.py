@@ -11,10 +11,12 @@ from flowbnn.distributions import Base, MixtureBase, NormalBase
 from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.joint import join
 from flowbnn.noise.layout import Layout
 from flowbnn.options import Count, Interval, Positive, check, descendants, options
 from flowbnn.transforms import (
     AffineCoupling,
+    BlockTriangular,
     Compose,
     GlowStep,
     HouseholderSylvester,
@@ -44,6 +46,10 @@ class Recipe:
         kl_samples: fresh draws for each estimate of a KL that has no closed form.
         batch_axis: the axis of the examples in the layer's input, or ``"none"`` where it has none; None finds it (axis 0, or 1
             inside torch's sequence-first layers) and lets ``fit`` correct it from the first batch.
+        joint: all layers that have this same recipe share one vector, whose Gaussian has a ``"full"`` covariance; or one that is full
+            within a layer, and across layers a ``"chain"``, ``"low-rank"``, or nothing (``"layers"``). The recipe's flow, if it has
+            one, acts on the whole vector, before the covariance. None: every layer has noise of its own, which begins factorized.
+        rank: of ``joint="low-rank"``.
     """
 
     site: Site = "channel"
@@ -55,6 +61,8 @@ class Recipe:
     positions: Count | Literal["mean"] = "mean"
     kl_samples: Count = 16
     batch_axis: int | Literal["none"] | None = None
+    joint: Literal["full", "chain", "low-rank", "layers"] | None = None
+    rank: Count = 16
 
     def transforms(self, dim: int) -> Sequence[Transform]:
         """The flow for vectors of length ``dim``, after the learnable Gaussian that every recipe begins with."""
@@ -62,19 +70,36 @@ class Recipe:
 
     def build(self, layout: Layout) -> Noise:
         """The noise module for one layer."""
-        dim = layout.dim
-        base: Base = NormalBase(dim, self.base_loc, self.base_scale)
+        affine = Affine(layout.dim, center=self.base_loc)
+        return self._noise(
+            layout, Compose(affine, *self.transforms(layout.dim)), self.base_loc, self.base_scale
+        )
+
+    def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
+        """The noise modules of layers that share one vector."""
+        if self.site == "position":
+            raise FlowBNNError(
+                f"joint={self.joint!r} is for one vector a layer; leave out site='position'",
+                kind="site",
+                argument="joint",
+            )
+        sizes = tuple(layout.dim for layout in layouts)
+        dim = sum(sizes)
+        blocks, across = (sizes, self.joint or "layers") if self.joint != "full" else ((dim,), "layers")
+        covariance = BlockTriangular(
+            blocks, "none" if across == "layers" else across, self.rank, self.base_loc, self.base_scale
+        )
+        flow = self.transforms(dim)
+        transform = Compose(*flow, covariance) if flow else covariance
+        return join(self._noise(Layout(dim), transform, 0.0, 1.0), layouts)
+
+    def _noise(self, layout: Layout, transform: Transform, loc: float, scale: float) -> InputNoise:
+        base: Base = NormalBase(layout.dim, loc, scale)
         if self.components != 1:
-            base = MixtureBase(dim, self.components, self.base_loc, self.base_scale)
+            base = MixtureBase(layout.dim, self.components, loc, scale)
+        prior = NormalBase(layout.dim, self.prior_loc, self.prior_scale)
         return InputNoise(
-            base,
-            Compose(Affine(dim, center=self.base_loc), *self.transforms(dim)),
-            NormalBase(dim, self.prior_loc, self.prior_scale),
-            layout,
-            self.site,
-            self.positions,
-            self.kl_samples,
-            str(self),
+            base, transform, prior, layout, self.site, self.positions, self.kl_samples, str(self)
         )
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.joint import independent_vectors
 from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
@@ -108,12 +109,15 @@ class NoisePosterior(Posterior):
         layers, given = noise_layers(self.model), set(values)
         trouble = "" if given == set(layers) else "log_prob takes the noise of every layer, as draws gives it"
         for name, layer in layers.items():
-            if not trouble and not isinstance(layer, InputNoise):
+            if not trouble and not isinstance(layer.whole, InputNoise):
                 trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
         if trouble:
             raise FlowBNNError(trouble, kind="unsupported")
         with torch.no_grad():
-            each = [layers[name].posterior().log_prob(value) for name, value in values.items()]  # type: ignore[operator]
+            each = [
+                vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))
+                for vector, names in independent_vectors(self.model)
+            ]
         return torch.stack(each).sum(0)
 
     def document(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
+from flowbnn.transforms.triangular import BlockTriangular
 
 __all__ = [
     "ActNorm",
@@ -19,6 +20,7 @@ __all__ = [
     "Affine",
     "AffineCoupling",
     "BatchNorm",
+    "BlockTriangular",
     "Compose",
     "Exp",
     "GlowStep",

@@ -1,0 +1,197 @@
+"""Affine maps with a matrix that is triangular in blocks: what makes a Gaussian of independent numbers a correlated one."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.numerics import soft_clamp
+from flowbnn.options import Count, Positive, checked
+from flowbnn.transforms.base import Transform, check_vectors
+
+__all__ = ["BlockTriangular"]
+
+
+class BlockTriangular(Transform):
+    r"""Affine map :math:`x = b + M z` of a vector in blocks, :math:`M` lower triangular, :math:`\log|\det M| = \sum_i s_i`.
+
+    Within a block the map is triangular, :math:`D_l (I + N_l)` with a positive diagonal :math:`D_l = e^{s}`, softly bounded.
+    Across blocks it is one of
+
+    ============  ==============================================================================================
+    ``"none"``    nothing: the blocks of a normal base stay independent
+    ``"chain"``   a block is linear in the block before, :math:`y_l = D_l (I + N_l) z_l + A_l y_{l-1}`: a Markov chain
+    ``"low-rank"``  linear in all blocks before, through ``rank`` numbers: :math:`y_l = D_l (I + N_l) z_l + U_l \sum_{k<l} V_k^\top z_k`
+    ============  ==============================================================================================
+
+    A single block has a full covariance. It starts as :math:`b + s z`, without correlation (``"low-rank"``: with very little).
+
+    Args:
+        sizes: lengths of the blocks.
+        across: how the blocks depend on each other.
+        rank: of ``"low-rank"``.
+        loc, scale: shift and diagonal at the start.
+        bound: largest size of :math:`s` around its start.
+
+    >>> x, log_det = BlockTriangular((2, 3), "chain")(torch.ones(4, 5))
+    >>> x.shape, log_det.shape
+    (torch.Size([4, 5]), torch.Size([4]))
+    """
+
+    linearity = "affine"
+
+    @checked
+    def __init__(
+        self,
+        sizes: Sequence[Count],
+        across: Literal["none", "chain", "low-rank"] = "none",
+        rank: Count = 16,
+        loc: float = 0.0,
+        scale: Positive = 1.0,
+        bound: Positive = 8.0,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.across, self.scale, self.bound = tuple(sizes), across, scale, bound
+        dim = sum(sizes)
+        self.shift = nn.Parameter(torch.full((dim,), loc))
+        self.raw_log_scale = nn.Parameter(torch.zeros(dim))
+        blocks = {str(number): torch.zeros(size, size) for number, size in enumerate(sizes) if size > 1}
+        self.within = nn.ParameterDict(blocks)
+        self.links, self.readers = nn.ParameterList(), nn.ParameterList()
+        if across == "chain":
+            self.links.extend(torch.zeros(after, size) for size, after in pairwise(sizes))
+        elif across == "low-rank":  # small, but not zero, so that gradients reach both factors
+            source = torch.Generator().manual_seed(0)
+            start = 0.01 * scale / dim**0.5
+            self.links.extend(start * torch.randn(after, rank, generator=source) for after in sizes[1:])
+            self.readers.extend(torch.randn(size, rank, generator=source) / rank for size in sizes[:-1])
+
+    @property
+    def log_scale(self) -> Tensor:
+        return soft_clamp(self.raw_log_scale, self.bound)
+
+    def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Number, diagonal and strictly lower triangle of each block."""
+        scales = (self.log_scale.exp() * self.scale).split(self.sizes)
+        for number, scale in enumerate(scales):
+            lower = self.within[str(number)].tril(-1) if len(scale) > 1 else scale.new_zeros(1, 1)
+            yield number, scale, lower
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, len(self.shift), self, self.shift)
+        results: list[Tensor] = []
+        read: Tensor | None = None
+        for (number, scale, lower), part in zip(self._blocks(), z.split(self.sizes, -1), strict=True):
+            y = (part + part @ lower.mT) * scale
+            if number and self.across == "chain":
+                y = y + results[-1] @ self.links[number - 1].mT
+            elif self.across == "low-rank":
+                y = y if read is None else y + read @ self.links[number - 1].mT
+                if number < len(self.readers):
+                    one = part @ self.readers[number]
+                    read = one if read is None else read + one
+            results.append(y)
+        return torch.cat(results, -1) + self.shift, self._log_det().expand(z.shape[:-1])
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(x, len(self.shift), self, self.shift)
+        results: list[Tensor] = []
+        before: Tensor | None = None  # the block before, or what has been read of all before
+        for (number, scale, lower), part in zip(
+            self._blocks(), (x - self.shift).split(self.sizes, -1), strict=True
+        ):
+            y = part if before is None else part - before @ self.links[number - 1].mT
+            unit = lower + torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+            z = torch.linalg.solve_triangular(
+                unit.mT, (y / scale).reshape(-1, len(lower)), upper=True, left=False
+            )
+            results.append(z.reshape(part.shape))
+            if self.across == "chain":
+                before = part
+            elif self.across == "low-rank" and number < len(self.readers):
+                one = results[-1] @ self.readers[number]
+                before = one if before is None else before + one
+        return torch.cat(results, -1), -self._log_det().expand(x.shape[:-1])
+
+    def _log_det(self) -> Tensor:
+        return self.log_scale.sum() + len(self.shift) * math.log(self.scale)
+
+    def variances(self, scale: Tensor) -> Tensor:
+        r"""Variances of :math:`x` where the entries of :math:`z` are independent with deviations ``scale``."""
+        results: list[Tensor] = []
+        before: Tensor | None = None  # covariance of the block before, or of what has been read
+        for (number, own, lower), width in zip(self._blocks(), scale.split(self.sizes, -1), strict=True):
+            factor = (
+                (lower + torch.eye(len(lower), dtype=lower.dtype, device=lower.device)) * width * own[:, None]
+            )
+            extra = None if before is None else self.links[number - 1] @ before
+            variance = factor.square().sum(-1)
+            if extra is not None:
+                variance = variance + (extra * self.links[number - 1]).sum(-1)
+            results.append(variance)
+            if self.across == "chain":
+                before = factor @ factor.mT
+                before = before if extra is None else before + extra @ self.links[number - 1].mT
+            elif self.across == "low-rank" and number < len(self.readers):
+                one = self.readers[number] * width[:, None]
+                before = one.mT @ one if before is None else before + one.mT @ one
+        return torch.cat(results)
+
+    @torch.no_grad()
+    def match(self, mean: Tensor, covariance: Tensor) -> None:
+        """Become the map of standard normal numbers to a Gaussian, or to one as near to it as the structure allows.
+
+        Args:
+            mean: ``[D]``.
+            covariance: ``[D, D]``, positive definite.
+        """
+        self.shift.copy_(mean)
+        factor = torch.linalg.cholesky(covariance.double())
+        starts = torch.tensor((0, *self.sizes)).cumsum(0).tolist()
+        logs: list[Tensor] = []
+        for number, (low, high) in enumerate(pairwise(starts)):
+            own = factor[low:high, low:high]
+            if self.across == "none" and len(self.sizes) > 1:
+                # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
+                own = _inverse_factor(torch.cholesky_inverse(factor)[low:high, low:high])
+            elif self.across == "chain" and number:
+                last = starts[number - 1]
+                link = torch.linalg.solve(
+                    covariance[last:low, last:low].double(), covariance[last:low, low:high].double()
+                ).mT
+                self.links[number - 1].copy_(link)
+                rest = (
+                    covariance[low:high, low:high].double() - link @ covariance[last:low, low:high].double()
+                )
+                own = torch.linalg.cholesky(rest)
+            diagonal = own.diagonal()
+            logs.append((diagonal / self.scale).log())
+            if len(own) > 1:
+                self.within[str(number)].copy_((own / diagonal[:, None]).tril(-1))
+        if self.across == "low-rank" and len(self.sizes) > 1:
+            self._match_low_rank(factor, starts)
+        wanted = torch.cat(logs).clamp(-0.99 * self.bound, 0.99 * self.bound)
+        self.raw_log_scale.copy_(self.bound * torch.atanh(wanted / self.bound))
+
+    def _match_low_rank(self, factor: Tensor, starts: list[int]) -> None:
+        """The leading directions of what lies below the blocks."""
+        below = factor.clone()
+        for low, high in pairwise(starts):
+            below[low:high, low:high] = 0.0
+        rank = self.readers[0].shape[1]
+        left, size, right = torch.linalg.svd(below, full_matrices=False)
+        for number, (low, high) in enumerate(pairwise(starts)):
+            keep = min(rank, len(size))
+            root = size[:keep].sqrt()
+            if number:
+                self.links[number - 1].zero_()[:, :keep] = left[low:high, :keep] * root
+            if number < len(self.readers):
+                self.readers[number].zero_()[:, :keep] = right[:keep, low:high].mT * root
+
+
+def _inverse_factor(precision: Tensor) -> Tensor:
+    """The lower triangular factor of the inverse of a precision matrix."""
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
