@@ -23,8 +23,6 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings
 
-__all__ = ["Settings", "Uci", "load_uci"]
-
 FOLDERS = {
     "boston": "bostonHousing",
     "concrete": "concrete",

@@ -40,8 +40,6 @@ from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
 from flowbnn.training import Clock
 
-__all__ = ["SGLD", "Langevin", "Plan", "SGLDPosterior"]
-
 SHORTEST = 100  # steps of which a preconditioner knows at least
 
 

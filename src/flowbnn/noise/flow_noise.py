@@ -7,15 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowbnn.distributions import (
-    Base,
-    Divergence,
-    Flow,
-    MixtureBase,
-    NormalBase,
-    NormalMixture,
-    divergence,
-)
+from flowbnn.distributions import Base, Divergence, Flow, MixtureBase, NormalBase, NormalMixture, divergence
 from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
@@ -116,12 +108,7 @@ class InputNoise(Noise):
             return self.push(start, False, half is not None)[0]
 
     def begin_rows(
-        self,
-        rows: int,
-        at: Sizes,
-        generator: Source,
-        share: Share | None,
-        half: torch.dtype | None = None,
+        self, rows: int, at: Sizes, generator: Source, share: Share | None, half: torch.dtype | None = None
     ) -> Tensor:
         """What the draws of :meth:`draw_rows` start from: drawn for the whole batch, of which the flow sees the rows that are here."""
         if share is None:

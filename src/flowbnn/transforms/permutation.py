@@ -32,8 +32,7 @@ class Permutation(Transform):
         index = torch.as_tensor(order)
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
             raise FlowBNNError(
-                "a permutation names every position from 0 to dim - 1 exactly once",
-                argument="order",
+                "a permutation names every position from 0 to dim - 1 exactly once", argument="order"
             )
         index = index.to(torch.long)
         self.register_buffer("order", index.clone())
