@@ -241,7 +241,7 @@ def answer(settings: Settings, parts: Parts, chosen: Sequence[Candidate]) -> str
         reached = [name for name in settings.sets if _reaches(parts, one.key, name)]
         if any(parts.values(one.key, f"log_likelihood_{name}") for name in settings.sets):
             text += (
-                f" {one.label} is within a standard error of the published dropout and deep ensembles, or above both, on "
+                f"\n{one.label} is within a standard error of the published dropout and deep ensembles, or above both, on "
                 f"{len(reached)} of {len(settings.sets)} sets{' (' + ', '.join(reached) + ')' if reached else ''}."
             )
     return text
