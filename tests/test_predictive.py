@@ -311,8 +311,8 @@ def test_more_numbers_than_torch_quantile_takes() -> None:
     assert CategoricalPredictive._of(logs).quantiles(0.5)[0, -1].tolist() == [0.5, 0.5]
 
 
-def test_a_variance_of_another_shape_is_torchs_own_error() -> None:
-    with pytest.raises(RuntimeError, match="expanded size"):
+def test_a_variance_of_another_shape_is_told() -> None:
+    with pytest.raises(FlowBNNError, match="does not broadcast to the mean"):
         GaussianPredictive(torch.zeros(2, 3, 1), torch.ones(4, 1))
 
 

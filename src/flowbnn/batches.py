@@ -192,8 +192,13 @@ def is_batch(inputs: Any) -> bool:
 def check_finite(inputs: Any, what: str = "inputs") -> None:
     """Refuse inputs that hold NaN or infinity."""
     for tensor in tensors_of(inputs):
-        if tensor.layout is not torch.strided:
-            raise FlowBNNError(f"the {what} are a tensor of {tensor.layout}; give a dense one, x.to_dense()")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            odd = (
+                "meta, without numbers"
+                if tensor.is_meta
+                else f"{tensor.layout}, x.to_dense() gives a dense one"
+            )
+            raise FlowBNNError(f"the {what} are a tensor of {odd}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()
             raise FlowBNNError(

@@ -306,6 +306,8 @@ def true_curve(inputs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         shapes = f"noise must have the shape of inputs, {list(inputs.shape)}, not {list(noise.shape)}"
         raise FlowBNNError(shapes, argument="noise")
     moved = inputs + noise
+    if bool((moved.abs() > 1e30).any()):
+        raise FlowBNNError("inputs beyond 1e30 have no place on the curve", kind="value", argument="inputs")
     return moved + 0.3 * torch.sin(2 * math.pi * moved) + 0.3 * torch.sin(4 * math.pi * moved)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, Positive, checked
 from flowbnn.predictive import CategoricalPredictive, GaussianPredictive
+from flowbnn.predictive.base import check_samples
 
 __all__ = [
     "Bernoulli",
@@ -137,7 +138,7 @@ class Bernoulli(Likelihood):
 
     @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        rows = outputs.reshape(len(outputs), -1) if outputs.ndim else outputs
+        rows = outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(-1)
         return CategoricalPredictive.from_bernoulli(rows, spent)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
@@ -228,6 +229,7 @@ class Gaussian(Likelihood):
 
     @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> GaussianPredictive:
+        outputs, _ = check_samples(outputs, "outputs", "[S, B, D]")
         return GaussianPredictive(*self.moments(outputs), spent, self.shape)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:

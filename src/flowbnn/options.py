@@ -61,6 +61,7 @@ __all__ = [
     "check",
     "checked",
     "descendants",
+    "made_by",
     "options",
     "takes",
 ]
@@ -145,6 +146,22 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     raise FlowBNNError(text, argument=name)
 
 
+def made_by(function: Callable[..., Any], *given: Any, name: str, kind: type) -> Any:
+    """What a user's function makes of these arguments: of this kind, or one line that names the setting.
+
+    >>> made_by(dict, name="optimizer", kind=torch.optim.Optimizer)
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: optimizer must be an Optimizer (which the function returns), got a dict
+    """
+    try:
+        made = function(*given)
+    except (TypeError, ValueError) as error:
+        text = f"{name} must be a function that returns {_describe(kind)}, and fails: {error}"
+        raise FlowBNNError(text.splitlines()[0], argument=name) from error
+    check(name, made, Annotated[kind, Hint("which the function returns")])
+    return made
+
+
 def _allows(annotation: Any, value: Any) -> bool:
     if annotation is Any or isinstance(annotation, TypeVar | str):
         return True
@@ -167,7 +184,7 @@ def _allows(annotation: Any, value: Any) -> bool:
     kind = dict if is_typeddict(annotation) else origin or annotation
     if kind is Callable:
         return callable(value)
-    if kind in (Sequence, Iterable) and isinstance(value, str | bytes):
+    if kind in (Sequence, Iterable) and (isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0):
         return False
     if not isinstance(kind, type):
         return True

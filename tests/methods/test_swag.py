@@ -83,6 +83,17 @@ def test_an_interrupted_walk_goes_on_where_it_was(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_run_that_was_killed_before_its_walk_draws_on_from_the_training(tmp_path):
+    def fit(resume):
+        source = torch.Generator().manual_seed(0)
+        data = fb.data.TensorLoader(*lines().tensors, batch_size=8, shuffle=True, generator=source)
+        return fb.SWAG(epochs=4).fit(small(2), data, seed=2, checkpoint=tmp_path, resume=resume, **QUIET)
+
+    whole = fit(resume=False)
+    (tmp_path / "walk.safetensors").unlink()
+    assert torch.equal(fit(resume=True).mean, whole.mean)
+
+
 def test_every_draw_has_the_statistics_of_the_data_under_it(tmp_path):
     data = blobs()
     method = fb.SWAG(epochs=8, batch_norm_samples=3, swag_lr=0.05)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.options import Count, Seed, Share, checked
+from flowbnn.options import Count, Ge, Seed, Share, checked
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def count_modes(density: Tensor, prominence: Share = 0.1) -> int:
 
 @checked
 @torch.no_grad()
-def marginal(model: nn.Module, layer: str, dimension: int, samples: Count = 4000, seed: Seed = 0) -> Marginal:
+def marginal(
+    model: nn.Module, layer: str, dimension: Annotated[int, Ge(0)], samples: Count = 4000, seed: Seed = 0
+) -> Marginal:
     """The marginal density of one dimension of a layer's noise, from draws.
 
     >>> from flowbnn.noise import NormalAffine
@@ -82,7 +85,7 @@ def marginal(model: nn.Module, layer: str, dimension: int, samples: Count = 4000
     """
     layers = {name: noise for name, noise in noise_layers(model).items() if isinstance(noise, InputNoise)}
     problem = "" if layer in layers else f"no layer {layer!r} carries flow noise{nearest(layer, layers)}"
-    if not problem and not 0 <= dimension < (size := layers[layer].layout.dim):
+    if not problem and not dimension < (size := layers[layer].layout.dim):
         problem = f"the noise of layer {layer!r} has dimensions 0 to {size - 1}, not {dimension}"
     if problem:
         raise FlowBNNError(problem, layer=layer)

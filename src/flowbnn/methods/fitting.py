@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from flowbnn.batches import (
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers, noise_mode
-from flowbnn.options import Count, Hint, check, options
+from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
@@ -59,7 +59,10 @@ class FitOptions(TrainingOptions):
 
     def count(self, loader: Iterable[Any]) -> int:
         """The number of training examples."""
-        return count_data(loader) if self.num_data is None else self.num_data
+        number = count_data(loader) if self.num_data is None else self.num_data
+        if not number:
+            raise FlowBNNError("the loader gives no examples", kind="loader", argument="loader")
+        return number
 
     def part(self, name: str, description: str, **changes: Any) -> "FitOptions":
         """The options of one of several trainings, whose file lies by its name in the folder ``checkpoint``."""
@@ -315,8 +318,7 @@ def optimizer_for(
     groups = [group for group in groups if group["params"]]
     if optimizer is None:
         return torch.optim.Adam(groups, fused=True)
-    made = optimizer(groups)
-    check("optimizer", made, Annotated[torch.optim.Optimizer, Hint("which the function returns")])
+    made: torch.optim.Optimizer = made_by(optimizer, groups, name="optimizer", kind=torch.optim.Optimizer)
     return made
 
 
@@ -351,12 +353,16 @@ def train_posterior(
     validate = validator(posterior, options.validation, samples)
     model = posterior.model if around is None else around
     model.train()
+    planned = None
+    if schedule is not None:
+        steps = steps_of(loader, options.epochs, "a learning-rate schedule")
+        planned = made_by(schedule, engine, steps, name="schedule", kind=torch.optim.lr_scheduler.LRScheduler)
     history = train(
         Objective(model, posterior.likelihood, loss, check_batch, beside),
         engine,
         loader,
         options,
-        schedule=schedule and schedule(engine, steps_of(loader, options.epochs, "a learning-rate schedule")),
+        schedule=planned,
         validate=validate,
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from flowbnn.metrics.checks import average, check_scored
+from flowbnn.metrics.checks import average, check_probabilities, check_scored
 from flowbnn.options import Count, Ge, Hint, check, checked
 
 
@@ -156,6 +156,7 @@ def calibration_floor(
     0.2422
     """
     if isinstance(given, Tensor):
+        given = check_probabilities(given)
         given, number = reliability(given, given.argmax(-1), bins), len(given)
     counted = Annotated[int, Ge(1), Hint("give the number of inputs that the bars were counted on")]
     check("number", number, counted)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Hint, Interval, check
+from flowbnn.options import Hint, Interval, check, checked
 
 
 class Predictive(ABC):
@@ -120,6 +120,7 @@ class Predictive(ABC):
     def nll(self, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each input's target, ``[B]``."""
 
+    @checked
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log-likelihood of each input's target in the mixture, ``[B]``."""
         return -self.nll(targets)

@@ -58,7 +58,12 @@ class GaussianPredictive(Predictive):
     ) -> None:
         self.shape = shape
         mean, self._spent = check_samples(mean, "mean", "[S, B, D]", spent)
-        variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device).expand(mean.shape)
+        variance = torch.as_tensor(variance, dtype=mean.dtype, device=mean.device)
+        try:
+            variance = variance.expand(mean.shape)
+        except RuntimeError:
+            shapes = f"{list(variance.shape)} does not broadcast to the mean's, {list(mean.shape)}"
+            raise FlowBNNError(f"variance: {shapes}", kind="shape", argument="variance") from None
         self._tensors = (mean, variance)
         present, spread = self._present(mean, 0.0), self._present(variance, 1.0)
         check_finite(~(torch.isfinite(present) & torch.isfinite(spread)))

@@ -132,7 +132,9 @@ class Run:
         self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(warn=self.main)
-            if process.processes == 1 and not self.finished:
+            if self.finished and self.state.random_now is not None:
+                self.randomness.restore(self.state.random_now)  # what comes after the run draws on from there
+            elif process.processes == 1:
                 self.state.compare_data(lambda: next(self.batches(0), END))
         else:
             if options.seed is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import soft_clamp
-from flowbnn.options import Count, Ge, Hint, Positive, checked
+from flowbnn.options import Count, Ge, Hint, Positive, checked, made_by
 from flowbnn.transforms.base import Transform, check_vectors
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
@@ -234,7 +234,7 @@ class MLP(nn.Module):
         self.context_dim = context_dim
         layers: list[nn.Module] = []
         for before, after in pairwise(widths[:-1]):
-            layers += [nn.Linear(before, after), activation()]
+            layers += [nn.Linear(before, after), made_by(activation, name="activation", kind=nn.Module)]
         last = nn.Linear(widths[-2], dim_out)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)

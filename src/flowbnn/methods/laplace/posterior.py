@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, dtype_of, evaluating, explaining, move, take
+from flowbnn.batches import call, check_finite, device_of, dtype_of, evaluating, explaining, move, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
@@ -107,6 +107,7 @@ class LaplacePosterior(WeightPosterior):
     @torch.no_grad()
     def functional_variance(self, inputs: Any, diagonal: bool = False) -> Tensor:
         r"""Covariance :math:`J \Sigma J^T` of the outputs of the linearized network, ``[B, C, C]``, or its diagonal ``[B, C]``."""
+        check_finite(inputs)
         inputs, block = move(inputs, device_of(self.model), dtype_of(self.model)), self.blocks[0]
         with evaluating(self.model), explaining(inputs):
             if self.direct is not None and isinstance(block, Diagonal | Kronecker):
