@@ -114,7 +114,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "TensorLoader.*": lambda: [vectors(5, 3), vectors(5, 1)], "TensorLoader.batch_size": lambda: 2,
     "Compose.*": lambda: [fb.transforms.Affine(3), fb.transforms.Reverse(3)], "MLP.hidden": lambda: (4,),
     "draws.samples": lambda: 3, "world": lambda: 2, "rank": lambda: 1, "compare.methods": lambda: ["mle"],
-    "compare.epochs": lambda: 1,
+    "compare.epochs": lambda: 1, "sizes": lambda: [2, 1],
 }
 # fmt: on
 # of Gaussian kinds, whose targets are real numbers
@@ -142,7 +142,7 @@ INTERNAL = """
     from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
-    Bernoulli.log_prob
+    Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 
