@@ -61,15 +61,16 @@ def real_nvp(dim: int, layers: int, compress: bool = True, seed: int = 0) -> Com
 
 
 @pytest.mark.parametrize(
-    ("layers", "rate", "data_scale"),
-    [(8, 1e-3, 1.0), (8, 1e-3, 10.0), (8, 1e-2, 1.0), (8, 1e-2, 10.0), (32, 1e-3, 10.0)],
+    ("layers", "rate", "data_scale", "starts", "steps"), [(8, 1e-2, 1.0, 3, 25), (32, 1e-3, 10.0, 1, 20)]
 )
-def test_a_trained_real_nvp_finds_its_way_back(layers: int, rate: float, data_scale: float) -> None:
+def test_a_trained_real_nvp_finds_its_way_back(
+    layers: int, rate: float, data_scale: float, starts: int, steps: int
+) -> None:
     # fast training amplifies the last bits, which differ from machine to machine: the median of three starts is what is held
     errors = []
-    for seed in range(5 if rate > 1e-3 else 1):
+    for seed in range(starts):
         flow = real_nvp(19, layers, seed=seed)
-        losses = train(flow, bent_data(19, 128, data_scale), rate=rate)
+        losses = train(flow, bent_data(19, 128, data_scale), steps, rate)
         assert losses[-1] < 0.9 * losses[0]
         errors.append(max(worst_round_trip(flow, 19, scale) for scale in (1, 10, 100)))
     assert all(error < 1e-4 for error in errors)  # none is lost; NaN would be
@@ -79,7 +80,7 @@ def test_a_trained_real_nvp_finds_its_way_back(layers: int, rate: float, data_sc
 def test_the_trap_is_real() -> None:
     """The same stack, its nets reading far points as they are, does not come back from them."""
     flow = real_nvp(19, 32, compress=False)
-    train(flow, bent_data(19, 128, 1.0))
+    train(flow, bent_data(19, 128, 10.0), steps=20)
     assert worst_round_trip(flow, 19, 1) < 1e-5
     assert worst_round_trip(flow, 19, 100) > 1.0
 
@@ -106,10 +107,9 @@ def test_a_fresh_glow_step_at_scale_100() -> None:
 
 
 @pytest.mark.parametrize("data_start", [False, True], ids=["from-identity", "from-data"])
-@pytest.mark.parametrize("data_scale", [1.0, 10.0])
-def test_a_trained_glow_step_at_scale_100(data_scale: float, data_start: bool) -> None:
+def test_a_trained_glow_step_at_scale_100(data_start: bool) -> None:
     flow = glow(19, 4, data_start)
-    losses = train(flow, bent_data(19, 128, data_scale))
+    losses = train(flow, bent_data(19, 128, 1.0))
     assert losses[-1] < losses[0]
     assert max(worst_round_trip(flow, 19, scale) for scale in (1, 10, 100)) < 1e-5
 
