@@ -1,12 +1,7 @@
-"""Fits a small network, alone or in two processes, of which one may die in the middle.
-
-Run as a script by test_devices.py: ``dying_run.py FOLDER FATE``, in two processes; FATE is one of :class:`Mortal`'s.
-"""
+"""Fits a small network, alone or in two processes, of which one may die in the middle."""
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -42,8 +37,3 @@ def fit(folder, fate="lives", **options):
     model = fb.to_stochastic(network, {"0": fb.noise.NormalPlanar(1), "*": fb.noise.NormalAffine()})
     usual = {"accelerator": "cpu", "seed": 1, "epochs": 3, "noise_lr": 0.02, "progress": False}
     return fb.fit(model, loader, checkpoint=folder, checkpoint_every=3, **usual, **options)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    fit(Path(sys.argv[1]), sys.argv[2], devices=2)

@@ -1,6 +1,7 @@
 """Trains several small networks, alone or in several processes, and stores where each process ended.
 
-Run as a script by test_devices.py, under torchrun: ``shared_run.py FOLDER``.
+Run as a script by test_devices.py, which starts itself again in two processes: ``shared_run.py FOLDER``. There they also run a
+study, and at last the second one is killed in the middle of a fit.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +20,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import PointPosterior
-from flowbnn.training import EarlyStop, TrainingOptions, save_tensors
+from flowbnn.training import EarlyStop, TrainingOptions, connect, launched, save_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dying_run import fit as mortal_fit
@@ -208,13 +210,40 @@ def train_all(folder):
             predictions(posterior, folder, rank)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    train_all(place)
-    try:  # at last, the second process fails and the first one hears of it
-        mortal_fit(place / "failing", "raises")
+def fail(folder):
+    """In children of both processes, which meet in a file of their own: the second fails, the first one hears of it."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+        meeting = f"file://{folder.absolute() / 'meeting'}"
+        torch.distributed.init_process_group("gloo", meeting, rank=int(os.environ["RANK"]), world_size=2)
+        mortal_fit(folder / "failing", "raises", devices=2)
     except ArithmeticError:
         os._exit(0)
     except FlowBNNError as error:
-        (place / "message.txt").write_text(str(error))
+        (folder / "message.txt").write_text(str(error))
+    os._exit(0)
+
+
+def run_study(folder):
+    from flowbnn_studies.cli import app
+
+    if torch.distributed.get_rank() == 0:
+        print("a study", flush=True)
+    words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
+    app([*words, "--out", str(folder)], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    if launched():
+        fail(place)  # ahead of all threads, for which a fork is none
+    connect(TrainingOptions(accelerator="cpu", devices=2))
+    train_all(place)
+    run_study(place / "study")
+    (place / "begun").touch()
+    mortal_fit(place / "run", "killed", devices=2)

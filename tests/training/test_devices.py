@@ -25,30 +25,29 @@ def module(name):
     return found
 
 
-def launch(*words, seconds=240):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=seconds, env=environment
-    )
-
-
-def test_two_processes_of_torchrun_reach_what_one_reaches(tmp_path):
+def test_two_processes_reach_what_one_reaches_and_end_when_one_of_them_dies(tmp_path):
+    """One start of two processes, whose imports take longer than all that they do, serves several tests."""
     one, two = tmp_path / "one", tmp_path / "two"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(HERE / "shared_run.py"), str(two)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert time.time() - (two / "begun").stat().st_mtime < 120
+    trained, studied = done.stdout.split("a study\n")
+    assert trained == ""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         module("shared_run").train_all(one)
     finally:
         torch.set_num_threads(threads)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = launch(*torchrun, HERE / "shared_run.py", two)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    failing = two / "failing" / "last.safetensors"
-    message = (two / "message.txt").read_text()
-    assert message.startswith("worker 1 of 2 died in epoch 2, step 7, which ends the run")
-    assert f"'{failing}', resume=True" in message
-    assert load_tensors(failing)[1]["position"]["step"] == 6
+    compare_runs(one, two)
+    check_the_failed(two)
+    check_the_killed(two, done.stderr)
+    check_the_study(two / "study" / "two-clusters", studied, done.stderr)
+
+
+def compare_runs(one, two):
     names = [path.name.removesuffix("-0.safetensors") for path in sorted(one.glob("*-0.safetensors"))]
     assert len(names) == 11
     for name in names:
@@ -81,31 +80,32 @@ def test_two_processes_of_torchrun_reach_what_one_reaches(tmp_path):
                     assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-7)  # a KL of thousands is a float32
 
 
-def test_a_worker_that_dies_ends_the_run_and_leaves_a_checkpoint(tmp_path):
-    fit = module("dying_run").fit
-    begun = time.monotonic()
-    done = launch(HERE / "dying_run.py", tmp_path / "run", "killed")
-    assert done.returncode == 1
-    assert time.monotonic() - begun < 120
-    lines = [line for line in done.stderr.splitlines() if "FlowBNNError: " in line]
-    assert len(lines) == 1, done.stderr
-    checkpoint = tmp_path / "run" / "last.safetensors"
+def check_the_failed(place):
+    """The second process raised an error of the user's own and ended."""
+    checkpoint = place / "failing" / "last.safetensors"
+    message = (place / "message.txt").read_text()
+    assert message.startswith("worker 1 of 2 died in epoch 2, step 7, which ends the run")
+    assert f"'{checkpoint}', resume=True" in message
+    assert load_tensors(checkpoint)[1]["position"]["step"] == 6
+
+
+def check_the_killed(place, errors):
+    fit, checkpoint = module("dying_run").fit, place / "run" / "last.safetensors"
+    lines = [line for line in errors.splitlines() if "FlowBNNError: " in line]
+    assert len(lines) == 1, errors
     assert "worker 1 of 2 died in epoch 2, step 7" in lines[0]
     assert f"its state is in '{checkpoint}', resume=True" in lines[0]
     assert load_tensors(checkpoint)[1]["position"]["step"] == 6
-    resumed, peaceful = fit(tmp_path / "run", resume=True), fit(tmp_path / "peaceful")
+    resumed, peaceful = fit(place / "run", resume=True), fit(place / "peaceful")
     assert resumed.history.epochs == 3
     for left, right in zip(resumed.model.parameters(), peaceful.model.parameters(), strict=True):
         assert (left - right).abs().max() < 1e-5
 
 
-def test_a_study_on_two_devices(tmp_path):
-    words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
-    done = launch("-m", "flowbnn_studies.cli", *words, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n  one seed\n") == 1
-    lines = [line for line in done.stderr.splitlines() if " done (" in line]
+def check_the_study(folder, shown, told):
+    assert shown.count("\n  one seed\n") == 1
+    lines = [line for line in told.splitlines() if " done (" in line]
     assert len(lines) == len(set(lines)) > 1
-    results = (tmp_path / "two-clusters" / "results.json").read_text()
+    results = (folder / "results.json").read_text()
     assert "2 processes" in results
     assert "--devices 2" in results

@@ -1,7 +1,6 @@
 """A batch shared out: the same noise, the same masks and the same examples as in one process. Refusals in one line."""
 
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,18 +239,33 @@ def test_machines_without_torchrun_and_scripts_that_are_none(monkeypatch):
         connect(TrainingOptions(devices=2, accelerator="cpu"))
 
 
-def test_a_missing_gpu_is_one_line_on_the_command_line():
-    code = (
-        "import torch; torch.cuda.is_available = lambda: False; from flowbnn_studies.cli import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "run", "digits", "--device", "cuda"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "--device" in done.stderr
-    assert "asks for a GPU and torch sees none here" in done.stderr
+def test_a_module_and_a_script_are_run_again_under_torchrun(monkeypatch):
+    def replaced(program, command):
+        raise SystemExit(" ".join(command[1:]))
+
+    monkeypatch.setattr("os.execv", replaced)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("sys.argv", [__file__, "run", "digits"])
+    for spec, again in (
+        (SimpleNamespace(name="flowbnn_studies.__main__"), "-m flowbnn_studies"),
+        (None, __file__),
+    ):
+        monkeypatch.setattr("__main__.__spec__", spec)
+        with pytest.raises(SystemExit) as started:
+            connect(TrainingOptions(devices=3, accelerator="cpu"))
+        torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3"
+        assert started.value.code == f"{torchrun} {again} run digits"
+
+
+def test_a_missing_gpu_is_one_line_on_the_command_line(monkeypatch, capsys):
+    from flowbnn_studies.cli import app
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "digits", "--device", "cuda"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert "--device" in shown.err
+    assert "asks for a GPU and torch sees none here" in shown.err
