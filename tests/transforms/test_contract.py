@@ -20,6 +20,15 @@ FRESH_OR_TRAINED = pytest.mark.parametrize("trained", [False, True], ids=["fresh
 PRECISION = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 ROUND_TRIP = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
+MADE_OF_OTHERS = (  # what their gradients are traced through, other cases are traced through too
+    "affine-coupling-custom",
+    "compose",
+    "glow-step",
+    "lu-linear",
+    "planar-lu-linear",
+    "planar-lu-planar",
+    "sylvester-reversed",
+)
 
 
 def build(
@@ -131,7 +140,7 @@ def test_density_integrates_to_one_in_the_plane(case: Case, trained: bool) -> No
     with torch.no_grad():
         image = transform(torch.cartesian_prod(side, side))[0]
         low, high = image.amin(0), image.amax(0)
-        middles = (torch.arange(500, dtype=torch.float64) + 0.5) / 500
+        middles = (torch.arange(300, dtype=torch.float64) + 0.5) / 300
         x = low + (high - low) * torch.cartesian_prod(middles, middles)
         z, log_det = transform.inverse(x)
     mass = ((standard_normal(z) * log_det.exp()).mean() * (high - low).prod()).item()
@@ -263,9 +272,8 @@ def test_compiles_without_a_graph_break(case: Case, direction: str, monkeypatch:
     )
     torch._dynamo.reset()
     # tracing is what can break; generating code as well would take minutes
-    compiled = torch.compile(
-        function, fullgraph=True, backend="aot_eager" if direction == "forward" else "eager"
-    )
+    gradients_too = direction == "forward" and case.name not in MADE_OF_OTHERS
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager" if gradients_too else "eager")
     for ours, theirs in zip(compiled(start), function(start), strict=True):
         close(ours, theirs, 1e-12)
 
