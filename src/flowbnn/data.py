@@ -125,6 +125,9 @@ class TensorLoader:
                 block = [tensor[shares[0]] for tensor in block]
             if self.prepare is not None:
                 block[0] = self.prepare(block[0])
+            if len(shares) == 1:
+                yield tuple(block)
+                continue
             lengths = [rows.stop - rows.start for rows in shares]
             yield from zip(*(tensor.split(lengths) for tensor in block), strict=True)
 

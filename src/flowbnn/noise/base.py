@@ -126,9 +126,11 @@ class Noise(nn.Module, ABC):
         if mode == "sample":
             vectors = self._sampled(state, rows, at)
             if self.site == "channel" and axis == 0:
-                shape = [1] * (len(at) + 2)
-                shape[0], shape[self.layout.feature_axis] = rows, dim
-                return vectors.view(shape).to(x.dtype)
+                if at:
+                    shape = [1] * (len(at) + 2)
+                    shape[0], shape[self.layout.feature_axis] = rows, dim
+                    vectors = vectors.view(shape)
+                return vectors.to(x.dtype)
         elif mode == "mean":
             if (self.key, "mean") not in held:
                 with torch.no_grad():
@@ -177,7 +179,7 @@ class Noise(nn.Module, ABC):
             drawn = forward.draws.get(self.key)
             if drawn is None or len(drawn) != examples:
                 drawn = forward.group.draw_for(self, examples, state)
-            drawn = drawn.view(examples, *at, self.layout.dim)
+            drawn = drawn.view(examples, *at, self.layout.dim) if at else drawn
         else:
             self.ask(state, at)
             drawn = forward.draws.pop(self.key, None)  # serves once, since each call draws anew

@@ -100,10 +100,10 @@ class Gaussians:
         """Draws for ``rows`` rows, and KL and entropy on fresh draws of the flows, in one go."""
         normal = self._shared(rows, self.fresh, generator, share)
         both, log_dets = self.sample(normal, rows)
-        draws = self._by_key([x[:rows] for x in both])
         if not self.flows:
-            return draws, *self.summary(None, [], None)
+            return self._by_key(both), *self.summary(None, [], None)
         ends = [x[rows:] for x in both[self.plain :]]
+        draws = self._by_key([x[:rows] for x in both])
         return draws, *self.summary(normal[rows:, self.frame.cut :], ends, log_dets)
 
     def summary(
@@ -183,7 +183,9 @@ def gather(frame: Frame, shifts: list[Tensor], raws: list[Tensor]) -> tuple[Tens
 
 def draw(mean: Tensor, deviation: Tensor, normal: Tensor, first: int = 0) -> Tensor:
     r""":math:`\mu + \sigma \epsilon` for the numbers from ``first`` on; ``normal`` has the draws on its first axis."""
-    return torch.addcmul(mean[first:], normal, deviation[first:])
+    if first:
+        mean, deviation = mean[first:], deviation[first:]
+    return torch.addcmul(mean, normal, deviation)
 
 
 def summarize(
@@ -207,8 +209,10 @@ def summarize(
         ends: the flows' draws :math:`x`, one tensor each.
     """
     cut, loc, width = frame.cut, frame.prior_loc, frame.prior_scale
-    square = (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
-    if normal is not None:
+    if normal is None:
+        square = (deviation / width).square() + ((mean - loc) / width).square() - 1
+    else:
+        square = (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
         x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
         sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
         square = torch.cat([square, sampled]) if cut else sampled

@@ -26,8 +26,9 @@ class Guard:
         together = all(parameter.device == process.device for parameter in state.parameters)
         self.loss_gate = LossGate() if cuda else None
         self.gradient_gate: GradientGate | None = None
+        self.nonfinite = NonFinite(process.device)
         if cuda and together and process.scaler is None:
-            self.gradient_gate = GradientGate(state.optimizer, process.device)
+            self.gradient_gate = GradientGate(state.optimizer, self.nonfinite)
 
     def check_last_step(self, recorder: Recorder | None, wait: bool = False) -> None:
         """Refuse to go on from a step that was not finite, where a CUDA device says so only afterwards."""
@@ -139,35 +140,50 @@ class LossGate:
         return bool(self.answer.item())
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class NonFinite:
+    """Whether any of some gradients is not finite: a tensor of one number, above 0 if so, which the next call overwrites."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        self.found.zero_()
+        kinds = {(gradient.dtype, gradient.layout) for gradient in gradients}
+        if len(kinds) == 1 and gradients[0].is_floating_point() and not gradients[0].is_sparse:
+            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
+        else:
+            for gradient in gradients:
+                self.found.logical_or_(~torch.isfinite(dense(gradient)).all())
+        return self.found
+
+
 class GradientGate:
     """Was the gradient finite? Asked on CUDA, and answered when the next step begins, so that the device never idles.
 
     The fused optimizers of torch take the answer on the device and leave the weights alone when it is no (``found_inf``).
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, nonfinite: NonFinite) -> None:
+        self.optimizer, self.nonfinite = optimizer, nonfinite
         self.skips = is_fused(optimizer)
-        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.answer = torch.empty((), pin_memory=True)
         self.event = torch.cuda.Event()
         self.asked = False
 
     def update(self, gradients: list[Tensor]) -> None:
         """The optimizer's step, after the question whether its gradients are finite."""
-        self.found.zero_()
-        if len({gradient.dtype for gradient in gradients}) == 1 and not any(g.is_sparse for g in gradients):
-            # one kernel over all gradients: the one that loss scaling uses, here with a scale of 1
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.one)
-        else:
-            for gradient in gradients:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                self.found.logical_or_(~torch.isfinite(values).all())
-        self.answer.copy_(self.found, non_blocking=True)
+        found = self.nonfinite(gradients)
+        self.answer.copy_(found, non_blocking=True)
         self.event.record()
         self.asked = True
         if self.skips:
-            self.optimizer.found_inf = self.found  # type: ignore[attr-defined]
+            self.optimizer.found_inf = found  # type: ignore[attr-defined]
         try:
             self.optimizer.step()
         finally:

@@ -64,7 +64,7 @@ class Randomness:
         cuda: list[torch.Tensor] = []
         if self.device is not None and self.device.type == "cuda":
             cuda = [torch.cuda.get_rng_state(self.device)]
-        elif self.device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        elif self.device is None and torch.cuda.is_initialized():
             cuda = torch.cuda.get_rng_state_all()
         own = list(map(torch.Generator.get_state, self.generators))
         return {"torch": torch.get_rng_state(), "cuda": cuda, "generators": own}
