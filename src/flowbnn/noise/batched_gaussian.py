@@ -212,7 +212,9 @@ def summarize(
     if normal is None:
         square = (deviation / width).square() + ((mean - loc) / width).square() - 1
     else:
-        square = (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
+        square = (
+            (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
+        )
         x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
         sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
         square = torch.cat([square, sampled]) if cut else sampled

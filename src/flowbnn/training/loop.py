@@ -287,7 +287,9 @@ class Run:
             self.guard.explain_gradient(str(self.position))
         if largest is not None:
             # the formula of torch.nn.utils.get_total_norm without its sorting by device, which costs more than the sum
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([dense(one) for one in gradients])))
+            norm = torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm([dense(one) for one in gradients]))
+            )
             # NaN leaves the gradients as they are, so that the one at fault can be named
             clip_grads_with_norm_(self.parameters, largest, torch.where(torch.isnan(norm), 0.0, norm))
         self.updating = True

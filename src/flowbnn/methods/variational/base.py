@@ -163,7 +163,8 @@ def fit(
     Args:
         model: from :func:`~flowbnn.to_stochastic`; it is trained in place.
         loader: batches of ``(inputs, targets)``.
-        epochs: passes over the loader; by default as many as make 500 steps, at least 5 and at most 100.
+        epochs: passes over the loader; by default as many as make 500 steps, at least 5; with fewer than 10 batches 50, or as
+            many as make 200 steps, at most 100.
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
             noise's is by default 10 over the number of steps, within 0.002 and 0.05: enough for the noise to settle, whatever the
             number of steps. For real-valued targets it is 0.05, since precise ones leave the noise far narrower than it begins.
@@ -299,10 +300,15 @@ def pace(loader: Any, epochs: int | None, noise_lr: float | None) -> tuple[int, 
 
     >>> pace([None] * 50, None, None), pace([None] * 50, 2, None), pace([None] * 500, None, 0.01)
     ((10, 0.02), (2, 0.05), (5, 0.01))
+    >>> [pace([None] * batches, None, None)[0] for batches in (1, 4, 10)]
+    [100, 50, 50]
     """
     steps = length_of(loader) or 25
     if epochs is None:
-        epochs = min(100, max(5, math.ceil(500 / steps)))
+        wanted = min(
+            500, max(200, 50 * steps)
+        )  # small data: in about the time that their plain training takes
+        epochs = min(100, max(5, math.ceil(wanted / steps)))
     return epochs, min(FASTEST, max(0.002, 10 / (steps * epochs))) if noise_lr is None else noise_lr
 
 
