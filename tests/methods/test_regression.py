@@ -1,6 +1,8 @@
 """Regression with defaults: the noise level is that of the residuals, units are the user's, intervals hold what they say."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.training import EarlyStop
@@ -71,7 +74,8 @@ def test_a_frozen_noise_stays():
     held = fb.likelihoods.Gaussian()
     nn.init.constant_(held.log_scale, -1.0)
     held.log_scale.requires_grad_(False)
-    fitted = fb.MLE(epochs=1).fit(network(), batches(), likelihood=held, seed=0, **QUIET).likelihood
+    with pytest.warns(FlowBNNWarning, match="noise level is 0.368, but the residuals"):
+        fitted = fb.MLE(epochs=1).fit(network(), batches(), likelihood=held, seed=0, **QUIET).likelihood
     assert torch.equal(fitted.log_scale, held.log_scale)
 
 
@@ -208,6 +212,52 @@ def test_the_mean_has_the_shape_of_the_targets(method, shape, tmp_path):
     assert fb.evaluate(posterior, (x, y), progress=False) == fb.evaluate(
         posterior, (x, y.reshape(40, 1)), progress=False
     )
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_small_batches_tell_the_units_of_the_targets_too(size):
+    x, y = curve(60, 0, 1e3, 5e3)
+    fitted = fb.MLE(epochs=1, lr=0.02).fit(network(), TensorLoader(x, y, batch_size=size), seed=0, **QUIET)
+    assert fitted.model.flowbnn_loc.item() == pytest.approx(y.mean().item())
+    assert fitted.model.flowbnn_scale.item() == pytest.approx(y.std(correction=0).item(), rel=1e-4)
+    few = [(x[None], y[None]) for x, y in zip(*curve(5, 0, 1e3, 5e3), strict=True)]
+    assert fb.MLE(epochs=1).fit(network(), few, seed=0, **QUIET).model.flowbnn_scale.item() > 100
+
+
+def fixed(noise):
+    return {"likelihood": Gaussian(noise=noise), "seed": 0, **QUIET}
+
+
+METHODS = [
+    fb.MLE(epochs=20, lr=0.02),
+    fb.BayesByBackprop(epochs=20, lr=0.02),
+    fb.NodeNoise(epochs=20, lr=0.02),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_noise_level_that_is_not_that_of_the_residuals_is_named(method):
+    """Residuals are 0.1 to 0.6 after so short a fit."""
+    method = replace(method, epochs=5)
+    for noise, word in ((1.0, "wide"), (0.005, "narrow")):
+        with pytest.warns(FlowBNNWarning, match=f"noise level is {noise:g}, .*too {word}") as caught:
+            method.fit(network(), batches(), **fixed(noise))
+        named = next(
+            one.message for one in caught if getattr(one.message, "fields", {}).get("kind") == "noise_level"
+        )
+        assert named.fields["level"] == pytest.approx(noise)
+        assert not 1 / 1.5 < named.fields["residuals"] / noise < 1.5
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_noise_level_that_is_that_of_the_residuals_is_not_warned_of(method):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted = method.fit(network(), batches(), seed=0, **QUIET)
+        size = residual(fitted.sample(0), curve(500, 0))
+        for factor in (0.8, 1.25):
+            fb.MLE(epochs=0).fit(fitted.sample(0), batches(), **fixed(factor * size))
+    assert not [one for one in caught if "noise level" in str(one.message)]
 
 
 def test_members_with_and_without_units_make_one_ensemble():

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -34,6 +33,7 @@ from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import loader_generators
 from flowbnn.units import far_from_units, learn_units
 
+ROWS = 8  # of real-valued targets, which tell their units
 NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
 
@@ -189,11 +189,25 @@ def _is_pair(data: Any) -> bool:
 
 def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "training") -> tuple[Any, Any]:
     """Inputs and targets of the first batch; torch's generator is left as it was. The same seed gives the same batch."""
+    return first_batches(loader, seed, 1, use)[0]
+
+
+def first_batches(
+    loader: Iterable[Any], seed: int | None = None, rows: int = 1, use: str = "training"
+) -> list[tuple[Any, Any]]:
+    """Inputs and targets of the first batches: where targets are real numbers, so many that they have ``rows`` rows, else one."""
     check_loader(loader, use)
+    found: list[tuple[Any, Any]] = []
     with undisturbed(loader, seed):
-        batches = list(islice(loader, 1))
-    check_loader(batches, use)
-    return split_batch(batches[0])
+        for batch in loader:
+            check_loader([batch], use)
+            found.append(split_batch(batch))
+            targets = found[-1][1]
+            rows -= len(targets) if targets.is_floating_point() else rows
+            if rows <= 0:
+                return found
+    check_loader(found, use)
+    return found
 
 
 def prepare(
@@ -204,18 +218,26 @@ def prepare(
     A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one. Where real-valued
     targets are far from what a fresh network gives, the network takes their units (:mod:`flowbnn.units`).
     """
-    inputs, targets = first_batch(loader, seed)
+    batches = first_batches(loader, seed, ROWS)
     device = device_of(model)
-    inputs = move(inputs, device, dtype_of(model))
+    looked_at = [move(inputs, device, dtype_of(model)) for inputs, _ in batches]
+    inputs, targets = looked_at[0], batches[0][1]
+
+    def outputs_of_all() -> Tensor:
+        return torch.cat([_outputs(model, some, "first batch") for some in looked_at])
+
     with evaluating(model), at_the_mean(model), torch.random.fork_rng(_cuda(device)):
         outputs = _outputs(model, inputs, "first batch")
         chosen = deepcopy(make_likelihood(likelihood, outputs, targets)).to(device)
         chosen.check(outputs, targets)
+        if len(batches) > 1:
+            outputs, targets = outputs_of_all(), torch.cat([truth for _, truth in batches])
+            chosen.check(outputs, targets)
         far = far_from_units(model, chosen, outputs, targets)
         if bool(far.any()):
             with undisturbed(loader, seed):
                 learn_units(model, chosen, far, loader)
-            outputs = _outputs(model, inputs, "first batch")
+            outputs = outputs_of_all()
     _warn_of_probabilities(model, chosen, outputs)
     _warn_of_units(chosen, outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))

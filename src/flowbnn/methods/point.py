@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.noise_level import warn_of_level
 from flowbnn.options import options, takes
 from flowbnn.posterior.point import PointPosterior
 
@@ -31,7 +32,9 @@ class MLE(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
         """As :meth:`Method.fit`."""
         model, run = self.setup(network, loader, given)
-        return self.start(model, loader, run, weight_decay=0.0)
+        posterior = self.start(model, loader, run, weight_decay=0.0)
+        warn_of_level(posterior, loader, run.seed)
+        return posterior
 
 
 @register_method
@@ -46,4 +49,6 @@ class MAP(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
         """As :meth:`Method.fit`."""
         model, run = self.setup(network, loader, given)
-        return self.start(model, loader, run)
+        posterior = self.start(model, loader, run)
+        warn_of_level(posterior, loader, run.seed)
+        return posterior

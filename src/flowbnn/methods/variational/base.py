@@ -28,6 +28,7 @@ from flowbnn.methods.fitting import (
     undisturbed,
     validator,
 )
+from flowbnn.methods.noise_level import warn_of_level
 from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_of_memory
 from flowbnn.noise import (
     NormalAffine,
@@ -135,6 +136,7 @@ def fit_elbo(
         settings=settings,
         check_batch=check,
     )
+    warn_of_level(posterior, loader, run.seed)
 
 
 @checked
@@ -271,6 +273,8 @@ def fit(
     if level is not None:
         with undisturbed(loader, run.seed or 0):
             learn_noise(model, chosen, loader)
+    else:
+        warn_of_level(posterior, loader, run.seed)
     if is_main_process():
         called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):

@@ -1,0 +1,60 @@
+"""Whether the noise level of a regression is the size of its residuals."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flowbnn.batches import split_batch
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.fitting import learns_noise, undisturbed
+from flowbnn.posterior.base import Posterior
+
+__all__ = ["warn_of_level"]
+
+APART = 1.5
+ROWS = 4096  # examples whose residuals are looked at
+DRAWS = 8
+
+
+@torch.no_grad()
+def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None) -> None:
+    """Warn where the noise level and the residuals of networks drawn from a posterior are more than a factor of 1.5 apart.
+
+    A noise that is predicted from the inputs has no level to be looked at.
+    """
+    likelihood = posterior.likelihood
+    if not isinstance(likelihood, Gaussian) or likelihood.noise == "predicted":
+        return
+    batches: list[Any] = []
+    rows = 0
+    with undisturbed(loader, seed or 0):
+        for batch in loader:
+            batches.append(batch)
+            rows += len(split_batch(batch)[1])
+            if rows >= ROWS:
+                break
+    samples = min(DRAWS, posterior.default_samples)
+    predictive, targets = posterior.predict_with_targets(batches, samples, seed=0, progress=False)
+    outputs, variances = predictive.samples.double(), predictive.sample_variances.double()
+    truth = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
+    sizes, levels = (value.mean((0, 1)).sqrt() for value in ((truth - outputs).square(), variances))
+    sizes = torch.maximum(sizes, 1e-4 * truth.std(0, correction=0))  # below which no level is learned
+    worst = int((sizes / levels).log().abs().argmax())
+    size, level = float(sizes[worst]), float(levels[worst])
+    if (level <= APART * size and size <= APART * level) or not size:
+        return
+    which = f" of target {worst}" if len(sizes) > 1 else ""
+    longer = "fit longer (epochs=...)"
+    advice = longer if learns_noise(likelihood) else f"{longer}, or let it be learned (likelihood='gaussian')"
+    warnings.warn(
+        FlowBNNWarning(
+            f"the noise level{which} is {level:.3g}, but the residuals on the training data are {size:.3g}: intervals will be too "
+            f"{'narrow' if size > level else 'wide'}; {advice}",
+            kind="noise_level",
+            level=level,
+            residuals=size,
+        )
+    )
