@@ -35,6 +35,19 @@ def network(outputs=1):
     return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, outputs))
 
 
+def solved(x, y):
+    """A network whose last layer is that of least squares, which no training has to find."""
+    net = network()
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+        hidden = torch.cat([net[:2](x), torch.ones_like(x)], 1).double()
+        normal = hidden.T @ hidden + 1e-4 * len(x) * torch.eye(51, dtype=torch.float64)
+        weights = torch.linalg.solve(normal, hidden.T @ y.double())
+        net[2].weight.copy_(weights[:-1].T)
+        net[2].bias.copy_(weights[-1])
+    return net
+
+
 def best_nll(rmse):
     """Of the best noise level for residuals of this size."""
     return math.log(rmse) + 0.5 * math.log(2 * math.pi) + 0.5
@@ -59,6 +72,13 @@ def test_the_noise_of_a_point_is_the_size_of_its_residuals(method):
     scales = posterior.log_noise if settings else [posterior.likelihood.log_scale]
     for own, log_scale in zip(networks, scales, strict=True):
         assert log_scale.exp().item() == pytest.approx(residual(own, curve(500, 0)), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [fb.BayesByBackprop, fb.MNF])
+def test_the_noise_of_weights_is_the_size_of_the_residuals_of_their_draws(method):
+    posterior = method(epochs=2).fit(network(), batches(), seed=0, **QUIET)
+    sizes = [residual(posterior.sample(seed), curve(500, 0)) ** 2 for seed in range(200)]
+    assert posterior.likelihood.log_scale.exp().item() ** 2 == pytest.approx(sum(sizes) / 200, rel=0.1)
 
 
 def test_the_noise_is_that_of_the_weights_an_early_stop_restores():
@@ -96,14 +116,13 @@ def test_noise_and_weights_of_a_resumed_fit_are_the_same_to_the_bit(tmp_path, se
 def test_noise_fitted_on_a_plain_network_keeps_its_noise_level():
     """The README's pattern: the fit begins at the noise level of the given network, not at that of the network with noise.
 
-    On one data set the coverage is off by chance (0.905 to 0.935 over five); what must be right is its mean.
+    On one data set the coverage is off by chance; what must be right is its mean.
     """
     coverages = []
-    for seed in range(4):
+    for seed in range(2):
         loader = TensorLoader(*curve(500, seed), batch_size=50, shuffle=True)
-        plain = fb.MLE(epochs=60, lr=0.01).fit(network(), loader, seed=seed, **QUIET)
-        model = fb.to_stochastic(plain.model, {"*": fb.noise.NormalAffine()})
-        posterior = fb.fit(model, loader, seed=seed, **QUIET)
+        model = fb.to_stochastic(solved(*curve(500, seed)), {"*": fb.noise.NormalAffine()})
+        posterior = fb.fit(model, loader, epochs=50, seed=seed, **QUIET)
         level = residual(fb.to_deterministic(posterior.model, absorb=True), curve(500, seed))
         assert posterior.likelihood.log_scale.exp().item() == pytest.approx(level, rel=1e-3)
         report = fb.evaluate(posterior, curve(2000, 1000 + seed), progress=False)

@@ -1,4 +1,4 @@
-"""Whether the noise level of a regression is the size of its residuals."""
+"""The noise level of a regression and the size of its residuals."""
 
 import warnings
 from collections.abc import Iterable
@@ -11,12 +11,23 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.fitting import learns_noise, undisturbed
 from flowbnn.posterior.base import Posterior
-
-__all__ = ["warn_of_level"]
+from flowbnn.training import is_main_process
 
 APART = 1.5
 ROWS = 4096  # examples whose residuals are looked at
 DRAWS = 8
+
+
+@torch.no_grad()
+def learn_level(posterior: Posterior, loader: Iterable[Any], seed: int | None) -> bool:
+    """Set a learned noise to what maximises the ELBO, the size of the residuals of networks drawn. False if none is learned."""
+    likelihood = posterior.likelihood
+    if not learns_noise(likelihood):
+        return False
+    with undisturbed(loader, seed or 0):
+        predictive, targets = posterior.predict_with_targets(loader, DRAWS, seed=0, progress=False)
+    likelihood.settle((outputs, torch.as_tensor(targets)) for outputs in predictive.samples)
+    return True
 
 
 @torch.no_grad()
@@ -44,7 +55,7 @@ def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None)
     sizes = torch.maximum(sizes, 1e-4 * truth.std(0, correction=0))  # below which no level is learned
     worst = int((sizes / levels).log().abs().argmax())
     size, level = float(sizes[worst]), float(levels[worst])
-    if (level <= APART * size and size <= APART * level) or not size:
+    if (level <= APART * size and size <= APART * level) or not size or not is_main_process():
         return
     which = f" of target {worst}" if len(sizes) > 1 else ""
     longer = "fit longer (epochs=...)"

@@ -28,7 +28,7 @@ from flowbnn.methods.fitting import (
     undisturbed,
     validator,
 )
-from flowbnn.methods.noise_level import warn_of_level
+from flowbnn.methods.noise_level import learn_level, warn_of_level
 from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_of_memory
 from flowbnn.noise import (
     NormalAffine,
@@ -136,7 +136,8 @@ def fit_elbo(
         settings=settings,
         check_batch=check,
     )
-    warn_of_level(posterior, loader, run.seed)
+    if not learn_level(posterior, loader, run.seed):
+        warn_of_level(posterior, loader, run.seed)
 
 
 @checked
