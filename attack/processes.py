@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from attack import Budget, Tally
 from attack.kills import PATIENCE, files, in_child, same, train
 from flowbnn.methods import METHODS
@@ -30,16 +32,21 @@ def start(name: str, folder: Path) -> int:
 
 def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -> Tally:
     """Methods in turn."""
-    tally, dice = Tally("processes", seed), random.Random(seed)
+    tally, dice, seconds = Tally("processes", seed), random.Random(seed), dict[str, float]()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         while hasattr(os, "fork") and budget.allows(tally):
             name = names[tally.tries % len(names)]
             quiet, folder = Path(place) / name, Path(place) / "two"
-            began = time.monotonic()
-            if not quiet.exists() and in_child(lambda: train(name, quiet)) != "done":  # noqa: B023
-                tally.add("failed", f"{name}: fails alone")
-                continue
-            moment = dice.uniform(0.0, time.monotonic() - began + 0.3)
+            if name not in seconds:
+                train(name, folder)  # what is imported late is imported once, here
+                shutil.rmtree(folder)
+                began = time.monotonic()
+                if in_child(lambda: train(name, quiet)) != "done":  # noqa: B023
+                    tally.add("failed", f"{name}: fails alone")
+                    continue
+                seconds[name] = time.monotonic() - began
+            moment = dice.uniform(0.0, 2.0 * seconds[name])
             victim, survivor = start(name, folder), start(name, folder)
             time.sleep(moment)
             os.kill(victim, signal.SIGKILL)

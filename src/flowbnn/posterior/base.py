@@ -300,15 +300,24 @@ class Posterior:
     def load(cls, path: "str | Path | TensorFile", network: nn.Module) -> "Posterior":
         """Read a saved posterior of this kind into a copy of ``network``, the plain network it was made from."""
         file = opened(path, network, [cls.kind])
-        point = Posterior.restore(deepcopy(network), file)
-        state = _part(file.tensors, "posterior")
+        device = device_of(network)
         with reading(file):
-            moved = {name: value.to(device_of(network)) for name, value in state.items()}
-            return cls.restored(point, moved, file.document["settings"])
+            settings = dict(file.document["settings"])
+        point = Posterior.restore(deepcopy(network).cpu(), file, read=False)
+        with reading(file):  # what does not fit is refused before it is read
+            known = cls.restored(point, _part(file.views, "posterior"), settings).tensors()
+        file.check_names(known)
+        point = Posterior.restore(deepcopy(network), file)
+        state = {name: value.to(device) for name, value in _part(file.tensors, "posterior").items()}
+        with reading(file):
+            return cls.restored(point, state, settings)
 
     @classmethod
-    def restore(cls, model: nn.Module, file: TensorFile) -> "Posterior":
-        """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit."""
+    def restore(cls, model: nn.Module, file: TensorFile, read: bool = True) -> "Posterior":
+        """Network, likelihood and history of a file; ``model`` stays untouched if its tensors do not fit.
+
+        Unless the file is to be ``read``, only shapes are looked at, and the weights stay those of ``model``.
+        """
         with reading(file):
             likelihood = make_likelihood(file.document["likelihood"])
             history = History.from_dict(file.document["history"])
@@ -320,6 +329,8 @@ class Posterior:
             )
         for part, target in filled.items():
             check_weights(target, _part(file.views, part), file.path)
+        if not read:
+            return cls(model, likelihood, history)
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
         if bad:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")

@@ -143,6 +143,7 @@ class NoisePosterior(Posterior):
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
+        file.check_names(cls.restore(network, file, read=False).tensors())
         restored = cls.restore(network, file)
         for layer in noise_layers(restored.model).values():
             layer.fitted = True

@@ -176,9 +176,11 @@ class State:
         trouble, changed = "is no checkpoint of a training run: name another file", []
         if file.document.get("kind") == "training":
             # shapes before anything is read
-            for finite, tensors in (((), file.views), (self.names, file.tensors)):
-                stored = decode_state(file.document, tensors)
-                for weights in (stored["weights"], stored["best_weights"] or stored["weights"]):
+            for finite, tensors in (((), "views"), (self.names, "tensors")):
+                with file.reading():
+                    stored = decode_state(file.document, getattr(file, tensors))
+                    kept = stored["weights"], stored["best_weights"] or stored["weights"]
+                for weights in kept:
                     check_weights(self.objective, weights, path, self.names_below, finite)
             position = Position.from_dict(stored["position"])
             begun = position.epoch + (position.batches > 0)

@@ -12,7 +12,7 @@ import socket
 import zipfile
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -91,7 +91,7 @@ class TensorFile:
 
     def __init__(self, path: str | Path, weights: int | None = None) -> None:
         self.path = Path(path)
-        with self._reading():
+        with self.reading():
             trouble = self._misfit(weights)
             if trouble:
                 raise FlowBNNError(f"'{path}' {trouble}", kind="file")
@@ -115,12 +115,20 @@ class TensorFile:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, read and checked."""
-        with self._reading():
+        with self.reading():
             if self.checksum != _checksum(self.stored, self.content):  # of the views, which take no memory
                 text = f"'{self.path}' is damaged: its bytes are not those that were written"
                 raise FlowBNNError(text, kind="file")
             read = {name: view.clone() for name, view in self.stored.items()}
             return read | {name: read[of] for name, of in self.aliases.items()}
+
+    def check_names(self, known: Iterable[str]) -> None:
+        """Refuse a file that has other tensors besides."""
+        unknown = sorted(self.views.keys() - set(known))
+        if unknown:
+            raise FlowBNNError(
+                f"'{self.path}' has tensors that belong to nothing, such as {unknown[0]!r:.80}", kind="file"
+            )
 
     def holding(self, document: dict[str, Any]) -> "TensorFile":
         """The same tensors with a part of the document."""
@@ -149,7 +157,8 @@ class TensorFile:
         return ""
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
+        """Whatever goes wrong inside says that the file is damaged."""
         try:
             yield
             return
