@@ -108,7 +108,7 @@ def test_the_public_surface_exists_and_is_sorted():
 
 def test_importing_changes_nothing_global():
     program = """
-import random, warnings
+import logging, random, sys, warnings
 import numpy, torch
 import torch.distributions as d
 before = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
@@ -121,9 +121,12 @@ after = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, 
          d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
          torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
          torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-         torch.backends.cuda.matmul.allow_tf32)
-assert before[:-1] == after
-assert "matplotlib.pyplot" not in __import__("sys").modules
+         torch.backends.cuda.matmul.allow_tf32, list(warnings.filters))
+assert before == after
+assert not {"matplotlib.pyplot", "rich"} & set(sys.modules)
+assert not logging.root.handlers
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -89,7 +89,7 @@ class Case:
 
 
 TRAINED: dict[str, Any] = {"epochs": 12, "lr": 0.03}
-SETTLED: dict[str, Any] = {"epochs": 600, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
+SETTLED: dict[str, Any] = {"epochs": 250, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
 
 CASES: dict[str, Case] = {
     "mle": Case(
@@ -99,7 +99,11 @@ CASES: dict[str, Case] = {
         "it has no prior and is one network",
     ),
     "map": Case(
-        lambda **more: fb.MAP(**TRAINED | more), lambda: fb.MAP(**SETTLED), "point", "it is one network"
+        lambda **more: fb.MAP(**TRAINED | more),
+        lambda: fb.MAP(**SETTLED),
+        "point",
+        "it is one network",
+        slow=True,
     ),
     "mc-dropout": Case(
         lambda **more: fb.MCDropout(**TRAINED | more),
@@ -107,6 +111,7 @@ CASES: dict[str, Case] = {
         "near",
         "its spread is that of dropped inputs, w^2 p / (1 - p), whatever the data say",
         samples=400,
+        slow=True,
         refuses=(
             {"rate": 0.0},
             {"rate": 1.0},
@@ -116,10 +121,11 @@ CASES: dict[str, Case] = {
     ),
     "deep-ensemble": Case(
         lambda **more: fb.DeepEnsemble(2, **TRAINED | more),
-        lambda: fb.DeepEnsemble(2, **SETTLED),
+        lambda: fb.DeepEnsemble(2, **SETTLED | {"epochs": 600}),
         "point",
         "where the loss has one minimum, all members end there",
         samples=2,
+        slow=True,
         refuses=(
             {"members": 0},
             {"members": -1},
@@ -149,7 +155,7 @@ CASES: dict[str, Case] = {
     ),
     "temperature": Case(
         lambda **more: fb.Temperature(fb.MAP(**TRAINED | more), share=0.3),
-        lambda: fb.Temperature(fb.MAP(**SETTLED | {"epochs": 250})),
+        lambda: fb.Temperature(fb.MAP(**SETTLED)),
         "point",
         "it is what it is on top of, here MAP",
         slow=True,
@@ -216,7 +222,7 @@ CASES: dict[str, Case] = {
     ),
     "hmc": Case(
         lambda **more: fb.HMC(
-            **{**TRAINED, "samples": 6, "warmup": 30, "chains": 2, "steps": 6, "target_accept": 0.9} | more
+            **{**TRAINED, "samples": 6, "warmup": 16, "chains": 2, "steps": 6, "target_accept": 0.9} | more
         ),
         lambda: fb.HMC(samples=150, warmup=100, chains=4, steps=6, epochs=0, prior_scale=PRIOR),
         "exact",
@@ -231,7 +237,7 @@ CASES: dict[str, Case] = {
     ),
     "nuts": Case(
         lambda **more: fb.NUTS(
-            **{**TRAINED, "samples": 6, "warmup": 30, "chains": 2, "max_depth": 3, "target_accept": 0.9}
+            **{**TRAINED, "samples": 6, "warmup": 16, "chains": 2, "max_depth": 3, "target_accept": 0.9}
             | more
         ),
         lambda: fb.NUTS(samples=60, warmup=60, chains=4, max_depth=4, epochs=0, prior_scale=PRIOR),

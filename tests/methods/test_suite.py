@@ -1,6 +1,7 @@
 """What every method must do, whatever it is: the contract of :mod:`flowbnn.methods.base`."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from flowbnn.noise import noise_layers
 
 # chains that are given a moment for their warm-up say so
 pytestmark = pytest.mark.filterwarnings("ignore:.*transitions diverged:flowbnn.errors.FlowBNNWarning")
+PROBLEMS = {"classes": (blobs, 3), "numbers": (lines, 2)}
 every_method = pytest.mark.parametrize("name", NAMES)
 
 
@@ -44,6 +46,13 @@ def effective(drawn: torch.Tensor, chains: int) -> float:
     walks = drawn.view(chains, -1, drawn.shape[-1])
     squares = (walks - drawn.mean(0)).square()
     return min(effective_sample_size(part, "mean").min().item() for part in (walks, squares))
+
+
+@cache
+def fitted(name: str, kind: str) -> fb.methods.Posterior:
+    """A fit that several tests look at."""
+    make, outputs = PROBLEMS[kind]
+    return case_of(name).make().fit(small(outputs), loader(make()), seed=0, **QUIET)
 
 
 def test_every_method_has_a_case():
@@ -91,22 +100,17 @@ def test_a_conjugate_regression_is_recovered(name, bias):
 
 @every_method
 def test_the_same_seed_gives_the_same_result(name):
-    case = case_of(name)
-    data = loader(lines())
-    found = []
-    for _ in range(2):
-        torch.rand(torch.randint(5, 50, ()))  # wherever torch's own generator is
-        posterior = case.make().fit(small(2), data, seed=3, **QUIET)
-        found.append(posterior.predict(lines(8).tensors[0], samples=4, seed=5))
+    first = fitted(name, "numbers")
+    torch.rand(torch.randint(5, 50, ()))  # wherever torch's own generator is
+    second = fitted.__wrapped__(name, "numbers")
+    found = [each.predict(lines(8).tensors[0], samples=4, seed=5) for each in (first, second)]
     assert torch.equal(found[0].samples, found[1].samples)
     assert torch.equal(found[0].sample_variances, found[1].sample_variances)
 
 
 @every_method
 def test_saving_and_loading_changes_no_prediction(name, tmp_path):
-    case = case_of(name)
-    inputs = blobs(16).tensors[0]
-    posterior = case.make().fit(small(), loader(blobs()), seed=0, **QUIET)
+    inputs, posterior = blobs(16).tensors[0], fitted(name, "classes")
     path = posterior.save(tmp_path / "posterior.safetensors")
     network = small()
     with torch.no_grad():
@@ -178,12 +182,10 @@ def test_tied_weights_stay_tied_and_count_once(name):
             assert len(drawn["first.weight"]) == 3
 
 
-@pytest.mark.parametrize("kind", ["classes", "numbers"])
+@pytest.mark.parametrize("kind", PROBLEMS)
 @every_method
 def test_it_is_judged_by_the_same_code(name, kind):
-    case = case_of(name)
-    make, outputs = (blobs, 3) if kind == "classes" else (lines, 2)
-    posterior = case.make().fit(small(outputs), loader(make()), seed=0, **QUIET)
+    posterior, make = fitted(name, kind), PROBLEMS[kind][0]
     report = fb.evaluate(
         posterior, loader(make()), novel=loader(make(48, far=6.0)), samples=8, progress=False
     )

@@ -9,11 +9,11 @@ import flowbnn as fb
 from flowbnn.objectives import ELBO
 
 ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 2
-A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 4, ROWS * 3 * SIDE * SIDE * 4  # bytes
+A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 8, ROWS * 3 * SIDE * SIDE * 8  # bytes of float64
 RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalInvConv()}  # of site channel
 
 
-def _network(noisy: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+def _network(noisy: bool) -> nn.Module:
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     for index in range(LAYERS):
@@ -21,7 +21,7 @@ def _network(noisy: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
         parts += [nn.Conv2d(before, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()]
     network = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, 5))
     network = fb.to_stochastic(network, RULES) if noisy else network
-    return network.to(dtype).train()
+    return network.double().train()
 
 
 def _loss(network: nn.Module, noisy: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -35,9 +35,9 @@ def _loss(network: nn.Module, noisy: bool) -> Callable[[Tensor, Tensor], Tensor]
     return loss
 
 
-def _batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def _batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(ROWS, 3, SIDE, SIDE, generator=generator, dtype=dtype)
+    images = torch.randn(ROWS, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
     return images, torch.arange(ROWS) % 5
 
 
@@ -47,8 +47,8 @@ def _compiled(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
     return torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
 
 
-def _kept(noisy: bool, compiled: bool) -> int:
-    """Bytes held for the backward pass, without parameters and batch."""
+def _kept(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor | None]]:
+    """Bytes held for the backward pass, without parameters and batch; the loss and its gradients."""
     network, batch, held = _network(noisy), _batch(), []
     loss = _loss(network, noisy)
     loss = _compiled(loss) if compiled else loss
@@ -57,42 +57,39 @@ def _kept(noisy: bool, compiled: bool) -> int:
         held.append(tensor)
         return tensor
 
+    torch.manual_seed(2)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = loss(*batch)
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     for known in (*network.parameters(), *network.buffers(), *batch):
         found.pop(known.untyped_storage().data_ptr(), None)
-    assert result.requires_grad
-    return sum(found.values())
+    result.backward()
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    return sum(found.values()), result.detach(), gradients
 
 
-def test_a_compiled_step_keeps_no_second_copy_of_the_feature_maps() -> None:
-    plain, noisy = _kept(False, compiled=True), _kept(True, compiled=True)
+def test_a_compiled_step_keeps_no_second_copy_of_the_feature_maps_and_has_the_same_gradients() -> None:
+    plain, _, _ = _kept(False, compiled=True)
+    noisy, value, grads = _kept(True, compiled=True)
     assert plain > (2 * LAYERS - 1) * A_MAP  # what a convolution gives, and what the next one is given
     assert noisy - plain - IMAGES < A_MAP / 8  # the images times their noise; else vectors, and no map
 
-
-def test_an_uncompiled_step_keeps_the_products_too() -> None:
-    """The yardstick of the test above: the products are one more copy."""
-    extra = _kept(True, compiled=False) - _kept(False, compiled=False)
-    assert (LAYERS - 1) * A_MAP <= extra < LAYERS * A_MAP
-
-
-def test_gradients_of_the_compiled_step_are_the_uncompiled_ones() -> None:
-    found = []
-    for compile_it in (False, True):
-        network = _network(True, torch.float64)
-        loss = _loss(network, True)
-        torch.manual_seed(2)
-        result = (_compiled(loss) if compile_it else loss)(*_batch(torch.float64))
-        result.backward()
-        found.append((result.detach(), {name: p.grad for name, p in network.named_parameters()}))
-    (expected, expected_grads), (value, grads) = found
-    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    network = _network(True)
+    torch.manual_seed(2)
+    expected = _loss(network, True)(*_batch())
+    expected.backward()
+    expected_grads = {name: parameter.grad for name, parameter in network.named_parameters()}
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-12)
     assert any("noise" in name for name in grads)
     for name, gradient in expected_grads.items():
         assert gradient is not None, name
         torch.testing.assert_close(grads[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_an_uncompiled_step_keeps_the_products_too() -> None:
+    """The yardstick of the test above: the products are one more copy."""
+    extra = _kept(True, compiled=False)[0] - _kept(False, compiled=False)[0]
+    assert (LAYERS - 1) * A_MAP <= extra < LAYERS * A_MAP
 
 
 def test_normals_that_half_precision_rounds_anyway_are_kept_in_half() -> None:
