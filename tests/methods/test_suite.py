@@ -100,9 +100,9 @@ def test_a_conjugate_regression_is_recovered(name, bias):
 
 @every_method
 def test_the_same_seed_gives_the_same_result(name):
-    first = fitted(name, "numbers")
+    first, network = fitted(name, "numbers"), small(2)
     torch.rand(torch.randint(5, 50, ()))  # wherever torch's own generator is
-    second = fitted.__wrapped__(name, "numbers")
+    second = case_of(name).make().fit(network, loader(lines()), seed=0, **QUIET)
     found = [each.predict(lines(8).tensors[0], samples=4, seed=5) for each in (first, second)]
     assert torch.equal(found[0].samples, found[1].samples)
     assert torch.equal(found[0].sample_variances, found[1].sample_variances)
