@@ -68,7 +68,7 @@ def here(given: argparse.Namespace) -> Iterator[Tally]:
 def elsewhere(given: argparse.Namespace, seed: int) -> list[Tally]:
     """The parts in a process of their own, with one thread for torch."""
     parts = [word for name in given.part for word in ("--part", name)]
-    limits = ["--minutes", str(given.minutes), "--tries", str(-(-given.tries // given.jobs))]
+    limits = ["--minutes", str(given.minutes), "--tries", str(given.tries / given.jobs)]
     command = [sys.executable, "-m", "attack", "--told", "--seed", str(seed), *limits, *parts]
     tallies = []
     with subprocess.Popen(
@@ -114,7 +114,7 @@ def main() -> int:
         tallies = [reduce(add, many) for many in of_part if many]
     if not given.told:
         print(table(tallies))
-    return int(not tallies or any(one.failures for one in tallies))
+    return int(not tallies or any(one.failures or not one.tries for one in tallies))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ import torch
 
 import flowbnn as fb
 from attack import Budget, Tally
-from attack.fuzz import NAN, _quiet, _trace, fitted, loader, network
+from attack.fuzz import NAN, _quiet, _trace, fitted, loader, network, small, vectors
+from flowbnn.methods import METHODS
 from flowbnn_studies.data.load import load_source
 from flowbnn_studies.data.sources import Piece, Source
 from flowbnn_studies.report.reading import load_results
@@ -82,6 +83,13 @@ def resumed(path: Path) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in posterior.model.parameters()])
 
 
+def sampled(path: Path) -> torch.Tensor:
+    """The last draws of chains that had ended."""
+    data = fb.data.TensorLoader(vectors(8, 3), torch.arange(8) % 2, batch_size=4)
+    posterior = small("hmc").fit(network(), data, seed=0, checkpoint=path.parent, resume=True, progress=False)
+    return torch.cat([value[-1].flatten() for value in posterior.members.values()])
+
+
 def subjects(place: Path) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     """Good files, and how each is read; equal files give equal answers."""
     pixels, labels = np.arange(96, dtype=np.uint8).reshape(6, 1, 4, 4), np.array([0, 1, 0, 1, 1, 0], np.uint8)
@@ -102,7 +110,7 @@ def subjects(place: Path) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
             (below / name).write_bytes(data)
         source = image_source(layout, folder, raw, (pixels, labels))
         found[kind] = below / next(iter(raw)), partial(images, source, root)
-    for name in ("mle", "node-noise", "laplace", "deep-ensemble"):
+    for name in METHODS:
         path = fitted(name).save(place / f"{name}.safetensors")
         found[name] = (
             path,
@@ -113,6 +121,8 @@ def subjects(place: Path) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     state = place / "checkpoint.safetensors"
     fb.MLE(epochs=2).fit(network(), loader(), seed=0, checkpoint=state, progress=False)
     found["checkpoint"] = state, resumed
+    sampled(place / "chains" / "chains.safetensors")
+    found["chains"] = place / "chains" / "chains.safetensors", sampled
     results = place / "results.json"
     results.write_text(json.dumps({"schema": 1, "study": "x", "rows": [], "figures": []}))
     found["results"] = results, load_results
