@@ -102,10 +102,10 @@ def test_mean_field_is_fitted_to_its_known_optimum():
     problem = Conjugate()
     model = to_stochastic(problem.layer.requires_grad_(False), {"*": NormalAffine(base_scale=0.5)})
     objective = ELBO(Gaussian(SIGMA), num_data=12)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
     x, y = problem.x.repeat(100, 1), problem.y.repeat(100)
-    for _ in range(3000):
+    for _ in range(600):
         optimizer.zero_grad()
         objective(model, x, y).loss.backward()
         optimizer.step()

@@ -41,8 +41,11 @@ def trained(data, outputs: int, epochs: int = 60) -> tuple[nn.Module, TensorLoad
     return plain.model, loader, plain
 
 
-@pytest.mark.parametrize("recipe", [NormalAffine(), NormalPlanar()], ids=["gaussian", "planar"])
-@pytest.mark.parametrize(("data", "outputs"), [(rings, 2), (curve, 1)], ids=["classes", "curve"])
+@pytest.mark.parametrize(
+    ("data", "outputs", "recipe"),
+    [(rings, 2, NormalPlanar()), (curve, 1, NormalAffine())],
+    ids=["classes-planar", "curve-gaussian"],
+)
 def test_a_trained_network_is_no_worse_after_a_fit_with_defaults(data, outputs, recipe):
     network, loader, plain = trained(data, outputs)
     test = data(2000, 2)
