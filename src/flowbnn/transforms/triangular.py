@@ -56,7 +56,7 @@ class BlockTriangular(Transform):
         super().__init__()
         self.sizes, self.across, self.scale, self.bound = tuple(sizes), across, scale, bound
         dim = sum(sizes)
-        self.shift = nn.Parameter(torch.full((dim,), loc))
+        self.shift = nn.Parameter(torch.full((dim,), float(loc)))
         self.raw_log_scale = nn.Parameter(torch.zeros(dim))
         blocks = {str(number): torch.zeros(size, size) for number, size in enumerate(sizes) if size > 1}
         self.within = nn.ParameterDict(blocks)
