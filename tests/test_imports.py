@@ -11,6 +11,7 @@ import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
+    "calibrate",
     "compare",
     "results",
     "candidates",

@@ -23,6 +23,7 @@ from flowbnn import (
     training,
     transforms,
 )
+from flowbnn.calibrate import calibrate
 from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
@@ -66,6 +67,7 @@ __all__ = [
     "NodeNoise",
     "Posterior",
     "Temperature",
+    "calibrate",
     "compare",
     "data",
     "describe",

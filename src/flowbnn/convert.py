@@ -113,19 +113,23 @@ def to_stochastic(
             ) from error
         layers = _candidates(model)
     chosen = _choose(model, layers, rules)
+    if joint is not None:
+        chosen = {name: replace(recipe, joint=joint) for name, recipe in chosen.items()}
     groups: list[tuple[Recipe, list[str]]] = []
     for name, recipe in chosen.items():
-        recipe = recipe if joint is None else replace(recipe, joint=joint)
-        same = [names for other, names in groups if recipe.joint is not None and other == recipe]
+        common = replace(
+            recipe, batch_axis=None
+        )  # layers that are joined may have their examples on different axes
+        same = [names for other, names in groups if recipe.joint is not None and other == common]
         if same:
             same[0].append(name)
         else:
-            groups.append((recipe, [name]))
+            groups.append((common, [name]))
     for recipe, names in groups:
-        layouts = [_layout(model, name, layers[name], recipe) for name in names]
+        layouts = [_layout(model, name, layers[name], chosen[name]) for name in names]
         parts = [recipe.build(layouts[0])] if recipe.joint is None else recipe.build_joint(layouts)
         for name, part in zip(names, parts, strict=True):
-            _wrap(layers[name], part, recipe)
+            _wrap(layers[name], part, chosen[name])
     _gather(model, list(noise_layers(model).values()))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:

@@ -54,6 +54,7 @@ class NoisePosterior(Posterior):
 
     kind = "node noise"
     compiles = True
+    calibration: Any = None  # what cross-validation says, where fb.calibrate fitted the noise
     gain: Any = None  # held-out log-likelihoods before and after the fit, where it was given validation data
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:

@@ -148,33 +148,24 @@ class BlockTriangular(Transform):
             mean: ``[D]``.
             covariance: ``[D, D]``, positive definite.
         """
-        self.shift.copy_(mean)
         factor = torch.linalg.cholesky(covariance.double())
         starts = torch.tensor((0, *self.sizes)).cumsum(0).tolist()
-        logs: list[Tensor] = []
-        for number, (low, high) in enumerate(pairwise(starts)):
-            own = factor[low:high, low:high]
+        roots: list[Tensor] = []
+        maps: list[Tensor] = []
+        for low, high in pairwise(starts):
+            root = factor[low:high, low:high]
             if self.across == "none" and len(self.sizes) > 1:
                 # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
-                own = _inverse_factor(torch.cholesky_inverse(factor)[low:high, low:high])
-            elif self.across == "chain" and number:
-                last = starts[number - 1]
-                link = torch.linalg.solve(
-                    covariance[last:low, last:low].double(), covariance[last:low, low:high].double()
-                ).mT
-                self.links[number - 1].copy_(link)
-                rest = (
-                    covariance[low:high, low:high].double() - link @ covariance[last:low, low:high].double()
-                )
-                own = torch.linalg.cholesky(rest)
-            diagonal = own.diagonal()
-            logs.append((diagonal / self.scale).log())
-            if len(own) > 1:
-                self.within[str(number)].copy_((own / diagonal[:, None]).tril(-1))
+                root = _inverse_factor(torch.cholesky_inverse(factor)[low:high, low:high])
+            elif self.across == "chain" and low:
+                last = low - len(roots[-1])
+                beside, own = covariance[last:low, low:high].double(), covariance[low:high, low:high].double()
+                maps.append(torch.linalg.solve(covariance[last:low, last:low].double(), beside).mT)
+                root = torch.linalg.cholesky(own - maps[-1] @ beside)
+            roots.append(root)
+        assign(self, mean, roots, maps)
         if self.across == "low-rank" and len(self.sizes) > 1:
             self._match_low_rank(factor, starts)
-        wanted = torch.cat(logs).clamp(-0.99 * self.bound, 0.99 * self.bound)
-        self.raw_log_scale.copy_(self.bound * torch.atanh(wanted / self.bound))
 
     def _match_low_rank(self, factor: Tensor, starts: list[int]) -> None:
         """The leading directions of what lies below the blocks."""
@@ -195,3 +186,19 @@ class BlockTriangular(Transform):
 def _inverse_factor(precision: Tensor) -> Tensor:
     """The lower triangular factor of the inverse of a precision matrix."""
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
+
+
+@torch.no_grad()
+def assign(
+    map_: BlockTriangular, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()
+) -> None:
+    """Give a map its values: the shift, the lower triangular matrix of each block, and the links of a chain."""
+    map_.shift.copy_(mean)
+    for number, root in enumerate(roots):
+        if len(root) > 1:
+            map_.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
+    for own, link in zip(map_.links, links, strict=False):
+        own.copy_(link)
+    logs = (torch.cat([root.diagonal() for root in roots]) / map_.scale).log()
+    limit = 0.99 * map_.bound
+    map_.raw_log_scale.copy_(map_.bound * torch.atanh(logs.clamp(-limit, limit) / map_.bound))

@@ -1,0 +1,367 @@
+"""A trained network and data that it has not seen give a calibrated Bayesian network: its noise is fitted, its weights stay.
+
+On data that the weights have memorised, a better posterior of the noise is more wrong, since the likelihood that it believes in is. On
+data that they have not seen it predicts better.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import device_of, dtype_of, move, pick
+from flowbnn.convert import Rule, to_stochastic
+from flowbnn.distributions import NormalBase
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.fitting import check_loader, prepare
+from flowbnn.methods.mcmc.potential import gather
+from flowbnn.methods.temperature import temper
+from flowbnn.methods.variational.natural import NaturalFit, Structure, fit_gaussian
+from flowbnn.metrics import calibration_error
+from flowbnn.noise import NormalAffine, Recipe, noise_layers
+from flowbnn.noise.joint import independent_vectors
+from flowbnn.noise.modes import align_batch_axes
+from flowbnn.options import Count, NonNegative, Positive, Seed, checked
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.posterior.point import PointPosterior
+from flowbnn.training.launch import device_kind
+from flowbnn.training.progress import History, terminal, track
+from flowbnn.transforms.triangular import BlockTriangular, assign
+
+__all__ = ["Calibration", "calibrate"]
+
+FULL = 6_000  # dimensions up to which a full covariance is taken
+BLOCK = 6_000  # and the most of one layer
+FEW = 20  # held-out examples
+Prior = Literal["fitted", "fixed"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What cross-validation on the held-out data says of a calibrated network, beside the plain one and temperature scaling.
+
+    Args:
+        nll: mean negative log-likelihood of an example that was left out, by ``"plain"``, ``"temperature"`` and ``"calibrated"``.
+        ece: expected calibration error of the same predictions; empty for a regression.
+        gain, error: by how much the calibrated network's log-likelihood exceeds that of temperature scaling, per example, and the
+            standard error of this difference.
+        folds: of the cross-validation.
+        examples, dimensions: of the held-out data, and of the noise.
+        structure, prior: of the posterior.
+        temperature: on all held-out data.
+    """
+
+    nll: Mapping[str, float]
+    ece: Mapping[str, float]
+    gain: float
+    error: float
+    folds: int
+    examples: int
+    dimensions: int
+    structure: str
+    prior: str
+    temperature: float
+
+    @property
+    def better(self) -> bool:
+        """Whether the calibrated network beats temperature scaling by more than two standard errors."""
+        return self.gain > 2.0 * self.error
+
+    def __str__(self) -> str:
+        lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")]
+        for name, value in self.nll.items():
+            lines.append(
+                f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
+            )
+        if not self.nll:
+            lines = []
+        found = "beats temperature scaling" if self.better else "is no better than temperature scaling"
+        if self.gain < -2.0 * self.error:
+            found = "is worse than temperature scaling, which these data suffice for"
+        lines.append(
+            f"{self.structure} posterior over {self.dimensions:,} dimensions, {self.prior} prior, {self.examples:,} held-out examples"
+        )
+        if self.nll:
+            lines.append(
+                f"By {self.folds}-fold cross-validation the noise {found} (log-likelihood {self.gain:+.4f} per example, standard "
+                f"error {self.error:.4f})."
+            )
+        return "\n".join(lines)
+
+
+@checked
+def calibrate(
+    network: nn.Module,
+    held_out: Iterable[Any],
+    *,
+    structure: Literal["auto", "full", "chain", "layers", "factorized"] = "auto",
+    prior: Literal["auto", "fitted", "fixed"] = "auto",
+    prior_scale: Positive = 0.5,
+    rules: Mapping[Rule, Recipe | None] | None = None,
+    folds: NonNegative = 4,
+    samples: Count = 64,
+    likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"] | Likelihood = "auto",
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
+    seed: Seed = 0,
+    progress: bool = True,
+) -> NoisePosterior:
+    r"""Fit the noise of a trained network, its weights untouched, to data that the weights have not seen.
+
+    The posterior is one Gaussian over the noise of all layers, fitted by natural gradients to the ELBO
+    (:mod:`flowbnn.methods.variational.natural`): ten to thirty passes over the held-out data, nothing to tune.
+
+    Args:
+        network: trained; it is copied.
+        held_out: batches of ``(inputs, targets)`` that the weights were not trained on, as for temperature scaling.
+        structure: of the covariance: ``"full"``, a ``"chain"`` of layers (each linear in the one before), independent ``"layers"``, or
+            ``"factorized"``. ``"auto"``: full up to 6,000 dimensions, else a chain, else factorized.
+        prior: of the noise: ``"fixed"``, :math:`\mathcal N(1, \mathrm{scale}^2)`; ``"fitted"``, with a mean and a width for every
+            layer that maximise the ELBO, which few examples need; ``"auto"``, what cross-validation finds better.
+        prior_scale: :math:`\mathrm{scale}`.
+        rules: which layers get noise, as in :func:`~flowbnn.to_stochastic`; all unless given.
+        folds: of the cross-validation that compares the result with the plain network and with temperature scaling; 0 leaves it
+            out.
+        samples: of the predictions in it.
+        likelihood: observation model; found from the targets.
+        accelerator: where to compute.
+        seed: of all draws.
+        progress: show what is going on, and the comparison at the end.
+
+    Returns:
+        A posterior that predicts. Its ``calibration`` (:class:`Calibration`) has the comparison, its ``history`` the ELBO.
+
+    >>> import flowbnn as fb
+    >>> source = torch.Generator().manual_seed(0)
+    >>> inputs = torch.randn(300, 2, generator=source)
+    >>> targets = (inputs.sum(1) + torch.randn(300, generator=source) > 0).long()
+    >>> network = fb.models.MLP(2, (16,), 2)
+    >>> plain = fb.MLE(epochs=200, lr=0.02).fit(network, [(inputs[:100], targets[:100])], seed=0, progress=False)
+    >>> posterior = calibrate(plain.model, [(inputs[100:], targets[100:])], progress=False)
+    >>> posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"]
+    True
+    """
+    if noise_layers(network):
+        raise FlowBNNError(
+            "this network has noise already; calibrate takes the plain one, which fb.to_deterministic gives back",
+            kind="network",
+            argument="network",
+        )
+    check_loader(held_out, "calibration")
+    plain = deepcopy(network).to(_device(network, accelerator)).eval()
+    plain.requires_grad_(False)
+    chosen, first, check = prepare(plain, held_out, likelihood, seed)
+    inputs, targets = move(gather(held_out, check, seed), device_of(plain), dtype_of(plain))
+    targets = chosen.canonical(targets).to(device_of(plain))
+    work = _Work(plain, chosen, inputs, targets, rules, prior_scale, structure, samples, seed, first)
+    folds = int(min(folds, len(targets) // 2))
+    if len(targets) < FEW:
+        warnings.warn(
+            FlowBNNWarning(
+                f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",
+                kind="examples",
+            )
+        )
+    kinds: list[Prior] = ["fixed", "fitted"] if prior == "auto" else [prior]
+    scores: dict[str, Tensor] = {}
+    report: dict[str, Any] = {"nll": {}, "ece": {}, "gain": float("nan"), "error": float("nan")}
+    if folds > 1:
+        scores, errors = work.cross_validate(kinds, folds, progress)
+        kinds.sort(key=lambda kind: float(scores[kind].mean()))
+        names = {"plain": "plain", "temperature": "temperature", "calibrated": kinds[0]}
+        difference = scores["temperature"] - scores[kinds[0]]
+        report = {
+            "nll": {name: float(scores[key].mean()) for name, key in names.items()},
+            "ece": {name: errors[key] for name, key in names.items() if key in errors},
+            "gain": float(difference.mean()),
+            "error": float(difference.std() / len(difference) ** 0.5),
+        }
+    elif prior == "auto":
+        kinds = ["fitted"]
+    everything = torch.arange(len(targets))
+    result = work.fit(everything, kinds[0])
+    posterior = work.posterior(result)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FlowBNNWarning)  # of data that are all predicted right
+        temperature = work.temperature(everything)
+    posterior.calibration = Calibration(
+        **report,
+        folds=folds,
+        examples=len(targets),
+        dimensions=len(result.gaussian.mean),
+        structure=work.structure,
+        prior=kinds[0],
+        temperature=temperature,
+    )
+    posterior.history = History([{"elbo": value / len(targets)} for value in result.trace])
+    _warn_of_memory(temperature, posterior)
+    if progress and (console := terminal()) is not None:
+        console.print(str(posterior.calibration), highlight=False)
+    return posterior
+
+
+def _device(network: nn.Module, accelerator: str) -> torch.device:
+    kind = device_kind(accelerator)
+    own = device_of(network)
+    return own if own.type == kind else torch.device(kind)
+
+
+def _warn_of_memory(temperature: float, posterior: NoisePosterior) -> None:
+    """A network is sure of itself where it was trained, and rightly so: data that ask for a lower temperature are those."""
+    if temperature < 0.8 or temperature == 1.0:  # the latter where all are predicted right
+        why = (
+            f"ask for a temperature of {temperature:.2f}" if temperature < 0.8 else "are all predicted right"
+        )
+        warnings.warn(
+            FlowBNNWarning(
+                f"the held-out data {why}, as data that the weights were trained on do; noise that is fitted "
+                "to such data is over-confident. Give data that the weights have not seen, or train on a part of the "
+                "data and calibrate on the rest",
+                kind="memorised",
+                temperature=temperature,
+            ),
+            stacklevel=3,
+        )
+
+
+class _Work:
+    """The network, the held-out data, and what is fitted to parts of them."""
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        likelihood: Likelihood,
+        inputs: Any,
+        targets: Tensor,
+        rules: Mapping[Rule, Recipe | None] | None,
+        scale: float,
+        structure: str,
+        samples: int,
+        seed: int,
+        first: Any,
+    ) -> None:
+        self.plain, self.likelihood, self.inputs, self.targets = plain, likelihood, inputs, targets
+        self.scale, self.samples, self.seed = scale, samples, seed
+        everywhere: dict[Rule, Recipe | None] = {"*": NormalAffine(prior_scale=scale)}
+        self.rules = everywhere if rules is None else rules
+        model = to_stochastic(plain, self.rules)
+        align_batch_axes(model, first)
+        sizes = [noise.layout.dim for noise in noise_layers(model).values()]
+        self.structure: Structure = structure_for(structure, sizes)
+        if self.structure != "factorized":
+            model = to_stochastic(plain, self.rules, joint=self.structure)
+            align_batch_axes(model, first)
+        self.model = model
+
+    def fit(self, index: Tensor, prior: Prior) -> NaturalFit:
+        """The Gaussian for these examples."""
+        index = index.to(self.targets.device)
+        return fit_gaussian(
+            self.model,
+            self.likelihood,
+            pick(self.inputs, index),
+            self.targets[index],
+            self.structure,
+            prior=prior,
+            scale=self.scale,
+            seed=self.seed,
+        )
+
+    @torch.no_grad()
+    def posterior(self, result: NaturalFit) -> NoisePosterior:
+        """The network with this posterior."""
+        q, low = result.gaussian, 0
+        model = deepcopy(self.model)
+        deviation = q.variances().sqrt()
+        for vector, _ in independent_vectors(model):
+            part = slice(low, low + vector.layout.dim)
+            low = part.stop
+            if isinstance(vector.transform, BlockTriangular):
+                assign(vector.transform, q.mean, q.roots, q.maps)
+            else:
+                base, affine, _ = vector.start
+                affine.shift.copy_(q.mean[part] - base.loc)
+                logs = (deviation[part] / base.scale).log()
+                affine.raw_log_scale.copy_(affine.bound * torch.atanh(logs / affine.bound))
+            assert isinstance(vector.prior, NormalBase)
+            vector.prior.loc.copy_(q.loc[part])
+            vector.prior.scale.copy_(q.variance[part].sqrt())
+        for layer in noise_layers(model).values():
+            layer.fitted = True
+        return NoisePosterior(model, deepcopy(self.likelihood))
+
+    def temperature(self, index: Tensor) -> float:
+        """The temperature for these examples."""
+        return temper(self._point(), [self._some(index)], progress=False).temperature
+
+    def _point(self) -> PointPosterior:
+        return PointPosterior(self.plain, self.likelihood)
+
+    def _some(self, index: Tensor) -> tuple[Any, Tensor]:
+        index = index.to(self.targets.device)
+        return pick(self.inputs, index), self.targets[index]
+
+    def cross_validate(
+        self, kinds: list[Prior], folds: int, show: bool
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Negative log-likelihoods of the examples, each left out once, and calibration errors, of all that is compared."""
+        order = torch.randperm(len(self.targets), generator=torch.Generator().manual_seed(self.seed))
+        losses: dict[str, list[Tensor]] = {}
+        probabilities: dict[str, list[Tensor]] = {}
+        truth: list[Tensor] = []
+        level = {name: value.clone() for name, value in self.likelihood.state_dict().items()}
+        for number in track(range(folds), "cross-validation", show):
+            out = order[number::folds]
+            kept = torch.cat([order[other::folds] for other in range(folds) if other != number])
+            rivals: dict[str, Posterior] = {
+                "plain": self._point(),
+                "temperature": temper(self._point(), [self._some(kept)], progress=False),
+            }
+            for kind in kinds:
+                rivals[kind] = self.posterior(self.fit(kept, kind))
+                self.likelihood.load_state_dict(level)
+            inputs, targets = self._some(out)
+            truth.append(targets)
+            for name, rival in rivals.items():
+                predictive = rival.predict(inputs, self.samples, seed=self.seed, progress=False)
+                losses.setdefault(name, []).append(predictive.nll(targets).double().cpu())
+                if hasattr(predictive, "probabilities"):
+                    probabilities.setdefault(name, []).append(predictive.probabilities)
+        errors = {
+            name: float(calibration_error(torch.cat(some), torch.cat(truth)))
+            for name, some in probabilities.items()
+            if some[0].ndim == 2
+        }
+        return {name: torch.cat(some) for name, some in losses.items()}, errors
+
+
+def structure_for(asked: Any, sizes: list[int]) -> Structure:
+    """The richest structure that fits, or the one asked for; one that cannot be is refused.
+
+    >>> structure_for("auto", [500, 400]), structure_for("auto", [5000, 4000]), structure_for("auto", [25_088])
+    ('full', 'chain', 'factorized')
+    """
+    most = max(sizes)
+    fits: dict[Structure, bool] = {
+        "full": sum(sizes) <= FULL,
+        "chain": most <= BLOCK,
+        "layers": most <= BLOCK,
+        "factorized": True,
+    }
+    other = next(name for name, fit in fits.items() if fit)
+    if asked == "auto":
+        return other
+    if not fits[asked]:
+        dim = sum(sizes) if asked == "full" else most
+        raise FlowBNNError(
+            f"structure={asked!r} needs matrices of {dim:,} x {dim:,} numbers, {6 * 8 * dim**2 / 2**30:.1f} GiB in all; take "
+            f"structure={other!r}, or noise on fewer layers with rules=",
+            kind="size",
+            argument="structure",
+        )
+    return asked

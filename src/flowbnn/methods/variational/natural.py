@@ -1,0 +1,364 @@
+r"""A Gaussian over the noise of a network whose weights stay as they are, fitted by natural gradients.
+
+With a diagonal prior :math:`\mathcal N(\mu, V)` of the noise and :math:`G` the generalized Gauss-Newton matrix of the negative
+log-likelihood, a step of size :math:`\rho` is
+
+.. math::
+    \Lambda &\leftarrow (1 - \rho) \Lambda + \rho \left(E_q[G(z)] + V^{-1}\right) \\
+    m &\leftarrow m + \rho \Lambda^{-1} \left(E_q[\nabla \log p(D \mid z)] - V^{-1} (m - \mu)\right)
+
+(Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has a draw of its own, so that one pass over the data estimates both
+expectations. Ten or twenty passes suffice where an optimizer of the Cholesky factor takes thousands of steps, and no rate is to be
+chosen: a step that lowers the ELBO by more than its own error is taken back and halved.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import call, evaluating, take
+from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.methods.laplace.output_hessian import output_hessian
+from flowbnn.noise.base import Noise, noise_layers, settings_of
+from flowbnn.noise.passes import NoisePass
+
+Structure = Literal["full", "chain", "layers", "factorized"]
+
+START = 0.1  # standard deviation of the noise at the start
+MOST, LEAST = 0.5, 0.01  # sizes of a step
+ROWS = 256  # examples in one pass
+EXACT = 32  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example
+CALM = 8  # passes after the ELBO has settled
+WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
+
+
+@dataclass
+class BlockGaussian:
+    r"""A Gaussian whose precision is block diagonal, or block tridiagonal where ``links`` has what lies beside the diagonal.
+
+    Args:
+        mean: ``[D]``.
+        blocks: the diagonal blocks of the precision, without the prior's part.
+        links: the blocks below them.
+        loc, variance: of the prior, ``[D]``.
+    """
+
+    mean: Tensor
+    blocks: list[Tensor]
+    links: list[Tensor]
+    loc: Tensor
+    variance: Tensor
+    maps: list[Tensor] = field(default_factory=list)  # from the deviation of a block to that of the next
+    roots: list[Tensor] = field(default_factory=list)  # lower triangular, of the conditional covariances
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(block) for block in self.blocks]
+
+    def factorize(self) -> "BlockGaussian":
+        """Conditional covariances of the blocks given the one before, from the last to the first."""
+        self.maps, self.roots = [], []
+        added = (1.0 / self.variance).split(self.sizes)
+        taken: Tensor | float = 0.0
+        for number in reversed(range(len(self.blocks))):
+            inner = self.blocks[number] + added[number].diag() - taken
+            factor = torch.linalg.cholesky(inner)
+            # the root of the inverse that is lower triangular
+            self.roots.insert(0, torch.linalg.cholesky(torch.cholesky_inverse(factor)))
+            if number and self.links:
+                solved = torch.cholesky_solve(self.links[number - 1], factor)
+                self.maps.insert(0, -solved)
+                taken = self.links[number - 1].mT @ solved
+        return self
+
+    def deviations(self, normal: Tensor) -> Tensor:
+        """What standard normal numbers ``[..., D]`` become, less the mean."""
+        parts: list[Tensor] = []
+        for number, (root, some) in enumerate(zip(self.roots, normal.split(self.sizes, -1), strict=True)):
+            part = some @ root.mT
+            parts.append(part + parts[-1] @ self.maps[number - 1].mT if number and self.maps else part)
+        return torch.cat(parts, -1)
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        """The covariance times a vector ``[D]``."""
+        parts, carried = list(vector.split(self.sizes)), None
+        for number in reversed(range(len(parts))):
+            whole = parts[number] if carried is None else parts[number] + carried
+            parts[number] = self.roots[number].mT @ whole
+            carried = self.maps[number - 1].mT @ whole if number and self.maps else None
+        return self.deviations(torch.cat(parts))
+
+    def variances(self) -> Tensor:
+        """Of every number, ``[D]``."""
+        result, before = [], None
+        for number, root in enumerate(self.roots):
+            covariance = root @ root.mT
+            if number and self.maps:
+                covariance = covariance + self.maps[number - 1] @ before @ self.maps[number - 1].mT  # type: ignore[operator]
+            result.append(covariance.diagonal())
+            before = covariance
+        return torch.cat(result)
+
+    def kl(self) -> float:
+        """To the prior, in nats."""
+        away = self.variances() + (self.mean - self.loc).square()
+        log_det = sum(float(root.diagonal().log().sum()) for root in self.roots)
+        return 0.5 * float((away / self.variance + self.variance.log() - 1.0).sum()) - log_det
+
+    def covariance(self) -> Tensor:
+        """``[D, D]``."""
+        columns = self.deviations(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
+        return columns.mT @ columns
+
+
+class NoisyNetwork:
+    """A stochastic network as a function of one noise vector for each example, and its log-likelihood's derivatives in it."""
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood) -> None:
+        self.model, self.likelihood = model.eval(), likelihood
+        self.layers: dict[str, Noise] = noise_layers(model)
+        wrong = next((name for name, noise in self.layers.items() if noise.site != "channel"), None)
+        if wrong is not None:
+            raise FlowBNNError(
+                f"the noise of layer '{wrong}' is drawn anew at every position; this takes one vector a layer, site='channel'",
+                kind="site",
+                layer=wrong,
+            )
+        self.sizes = [noise.layout.dim for noise in self.layers.values()]
+
+    def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """The network's outputs where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
+        state = NoisePass(settings_of(self.model, "sample"), shares=False)
+        state.gradients = torch.is_grad_enabled()
+        parts = vectors.split(self.sizes, -1)
+        state.prepared = {noise.key: part for noise, part in zip(self.layers.values(), parts, strict=True)}
+        with state:
+            return call(self.model, inputs)
+
+    def derivatives(
+        self, inputs: Any, targets: Tensor, vectors: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Outputs, log-likelihoods ``[B]``, the sum of their gradients ``[D]``, and ``[B K, D]`` roots of the Gauss-Newton matrix."""
+        leaf = vectors.requires_grad_()
+        with torch.enable_grad():
+            outputs = self.outputs(inputs, leaf)
+            fitted = self.likelihood.log_prob(outputs, targets)
+            (gradient,) = torch.autograd.grad(fitted.sum(), leaf, retain_graph=True)
+            flat, plain = outputs.flatten(1), outputs.detach().flatten(1)
+            columns = []
+            if plain.shape[1] <= EXACT:
+                hessian = output_hessian(self.likelihood, plain, targets, "ggn", generator)
+                columns = list(hessian.columns(0, hessian.count).unbind(1))
+            else:
+                for _ in range(EXACT):
+                    drawn = output_hessian(self.likelihood, plain, targets, "sampled", generator)
+                    columns.append(drawn.columns(0, 1)[:, 0] / EXACT**0.5)
+            roots = [
+                torch.autograd.grad(flat, leaf, column.to(flat), retain_graph=number + 1 < len(columns))[0]
+                for number, column in enumerate(columns)
+            ]
+        return outputs.detach(), fitted.detach(), gradient.sum(0), torch.cat(roots)
+
+
+@dataclass
+class Estimate:
+    """What one pass over the data tells of a Gaussian: log-likelihoods of the examples, gradient, Gauss-Newton blocks."""
+
+    fitted: Tensor
+    kl: float
+    gradient: Tensor
+    blocks: list[Tensor]
+    links: list[Tensor]
+    square: Tensor  # mean squared residuals of a regression
+
+    @property
+    def elbo(self) -> float:
+        return float(self.fitted.sum()) - self.kl
+
+
+@dataclass(frozen=True)
+class NaturalFit:
+    """What :func:`fit_gaussian` gives.
+
+    Args:
+        gaussian: over the noise of all layers, in the network's order.
+        elbo, error: in nats, on fresh draws, and its standard error.
+        trace: the ELBO of every pass.
+    """
+
+    gaussian: BlockGaussian
+    elbo: float
+    error: float
+    trace: tuple[float, ...]
+
+
+class _Problem:
+    """The data, the network and the structure of the Gaussian."""
+
+    def __init__(
+        self, network: NoisyNetwork, inputs: Any, targets: Tensor, structure: Structure, seed: int
+    ) -> None:
+        self.network, self.inputs, self.targets, self.structure = network, inputs, targets, structure
+        self.device, self.seed, self.passes = targets.device, seed, 0
+        self.generator = torch.Generator(self.device)
+        self.labels = torch.Generator().manual_seed(seed)
+        sizes = network.sizes
+        self.sizes = [sum(sizes)] if structure == "full" else sizes
+
+    def start(self, loc: float, scale: float) -> BlockGaussian:
+        dim = sum(self.sizes)
+        ones = torch.ones(dim, dtype=torch.float64, device=self.device)
+        blocks = [part.diag() for part in (ones / START**2).split(self.sizes)]
+        links = []
+        if self.structure == "chain":
+            links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
+        return BlockGaussian(loc * ones, blocks, links, loc * ones, scale**2 * ones).factorize()
+
+    def estimate(self, q: BlockGaussian) -> Estimate:
+        blocks, links = (
+            [torch.zeros_like(block) for block in q.blocks],
+            [torch.zeros_like(link) for link in q.links],
+        )
+        gradient, fitted, square = torch.zeros_like(q.mean), [], torch.zeros((), device=self.device)
+        # every second pass has the draws of the one before, mirrored: what is linear in them cancels
+        self.generator.manual_seed(self.seed + 7919 * (self.passes // 2))
+        sign, self.passes = 1.0 - 2.0 * (self.passes % 2), self.passes + 1
+        for low in range(0, len(self.targets), ROWS):
+            inputs, targets = take((self.inputs, self.targets), low, low + ROWS)
+            normal = torch.randn(
+                len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
+            )
+            vectors = (q.mean + q.deviations(sign * normal)).to(torch.get_default_dtype())
+            outputs, some, slope, roots = self.network.derivatives(inputs, targets, vectors, self.labels)
+            fitted.append(some.double())
+            gradient += slope.double()
+            parts = roots.split(self.sizes, -1)
+            for number, part in enumerate(parts):
+                if self.structure == "factorized":
+                    blocks[number] += part.double().square().sum(0).diag()
+                else:
+                    blocks[number] += (part.mT @ part).double()
+                if number and links:
+                    links[number - 1] += (part.mT @ parts[number - 1]).double()
+            if outputs.is_floating_point() and targets.is_floating_point():
+                square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
+        return Estimate(torch.cat(fitted), q.kl(), gradient, blocks, links, square / len(self.targets))
+
+    def step(self, q: BlockGaussian, seen: Estimate, size: float) -> BlockGaussian:
+        blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, seen.blocks, strict=True)]
+        links = [torch.lerp(old, new, size) for old, new in zip(q.links, seen.links, strict=True)]
+        moved = _positive(replace(q, blocks=blocks, links=links))
+        slope = seen.gradient - (q.mean - q.loc) / q.variance
+        moved.mean = q.mean + size * moved.covariance_times(slope)
+        return moved
+
+
+def _positive(q: BlockGaussian) -> BlockGaussian:
+    """The Gaussian, its links shrunk until the precision is positive definite: cutting it to a chain may make it indefinite."""
+    for _ in range(20):
+        try:
+            return q.factorize()
+        except torch.linalg.LinAlgError:
+            q = replace(q, links=[0.7 * link for link in q.links])
+    return replace(q, links=[]).factorize()
+
+
+def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: float, scale: float) -> BlockGaussian:
+    r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to those given.
+
+    .. math:: \mu_l = \frac{\sum_i m_i + \mu_0}{d_l + 1}, \qquad
+              \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - \mu_0)^2 + \sigma_0^2}{d_l + 1}
+    """
+    locs, variances = [], []
+    for mean, spread in zip(q.mean.split(list(sizes)), q.variances().split(list(sizes)), strict=True):
+        count = len(mean) + WEIGHT
+        center = (mean.sum() + WEIGHT * loc) / count
+        total = (spread + (mean - center).square()).sum() + WEIGHT * ((center - loc) ** 2 + scale**2)
+        locs.append(center.expand_as(mean))
+        variances.append((total / count).expand_as(mean))
+    return _positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
+
+
+def fit_gaussian(
+    model: nn.Module,
+    likelihood: Likelihood,
+    inputs: Any,
+    targets: Tensor,
+    structure: Structure = "full",
+    *,
+    prior: Literal["fitted", "fixed"] = "fitted",
+    loc: float = 1.0,
+    scale: float = 0.5,
+    passes: int = 60,
+    seed: int = 0,
+    tell: Callable[[float], None] | None = None,
+) -> NaturalFit:
+    """Fit a Gaussian over the noise of a stochastic network to data that its weights have not seen.
+
+    Args:
+        model: stochastic; its noise posteriors are not read and not changed.
+        likelihood: a learned noise level of a regression is fitted along.
+        inputs, targets: all the data, on the network's device.
+        structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
+        prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
+        loc, scale: of the prior.
+        passes: the most over the data.
+        tell: called with the ELBO after every pass.
+    """
+    network = NoisyNetwork(model, likelihood)
+    with evaluating(model), torch.no_grad():
+        problem = _Problem(network, inputs, targets, structure, seed)
+        current = problem.start(loc, scale)
+        seen = problem.estimate(current)
+        size, trace = 0.3, [seen.elbo]
+        calm: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
+        for number in range(passes):
+            proposal = problem.step(current, seen, size)
+            if prior == "fitted" and number > 1:
+                proposal = fit_prior(proposal, network.sizes, loc, scale)
+            if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
+                likelihood.log_scale.copy_(0.5 * seen.square.log())
+            told = problem.estimate(proposal)
+            gain = told.elbo - seen.elbo
+            error = float((told.fitted - seen.fitted).std()) * len(targets) ** 0.5
+            if not gain > -2.0 * error and size > LEAST:  # a loss beyond chance, or not a number
+                size = max(LEAST, 0.5 * size)
+                continue
+            current, seen = proposal, told
+            trace.append(seen.elbo)
+            if tell is not None:
+                tell(seen.elbo)
+            if calm or (number > 8 and settled_by(trace, error)):
+                calm.append(current)
+                size = max(0.1, 0.8 * size)
+            else:
+                size = min(MOST, 1.3 * size)
+            if len(calm) == CALM:
+                break
+        if calm:
+            current = _average(calm)
+        finals = [problem.estimate(current).elbo for _ in range(4)]
+    mean = sum(finals) / len(finals)
+    error = (sum((value - mean) ** 2 for value in finals) / (len(finals) - 1) / len(finals)) ** 0.5
+    return NaturalFit(current, mean, error, tuple(trace))
+
+
+def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
+    """The mean of means and precisions, with the last prior."""
+    mean = torch.stack([q.mean for q in some]).mean(0)
+    blocks = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.blocks for q in some), strict=True)]
+    links = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.links for q in some), strict=True)]
+    return _positive(replace(some[-1], mean=mean, blocks=blocks, links=links))
+
+
+def settled_by(trace: Sequence[float], error: float) -> bool:
+    """Whether the ELBO's last four values are no higher than the four before by more than chance."""
+    if len(trace) < 8:
+        return False
+    late, early = sum(trace[-4:]) / 4, sum(trace[-8:-4]) / 4
+    return late - early < error

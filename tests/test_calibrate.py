@@ -1,0 +1,200 @@
+"""fb.calibrate: the natural-gradient fit against closed forms, and the door with its comparison."""
+
+import math
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+import flowbnn as fb
+from flowbnn.methods.variational.natural import BlockGaussian, NoisyNetwork, fit_gaussian
+from flowbnn.noise import NormalAffine, noise_layers
+
+LEVEL, SCALE = 0.3, 0.5
+
+
+class Regression:
+    """``y = sum_i w_i z_i x_i`` with noise of known size: linear in ``z``, whose posterior is Gaussian."""
+
+    def __init__(self, rows: int = 40) -> None:
+        source = torch.Generator().manual_seed(0)
+        self.network = nn.Linear(4, 1, bias=False)
+        with torch.no_grad():
+            self.network.weight.copy_(torch.randn(1, 4, generator=source))
+        self.inputs = torch.randn(rows, 4, generator=source)
+        self.inputs[:, 1] += 0.8 * self.inputs[:, 0]
+        self.targets = 0.7 * self.network(self.inputs).detach() + LEVEL * torch.randn(
+            rows, 1, generator=source
+        )
+        design = (self.inputs * self.network.weight.detach()).double()
+        self.precision = design.mT @ design / LEVEL**2 + torch.eye(4, dtype=torch.float64) / SCALE**2
+        right = design.mT @ self.targets.double()[:, 0] / LEVEL**2 + 1.0 / SCALE**2
+        self.mean = torch.linalg.solve(self.precision, right)
+        covariance = design @ design.mT * SCALE**2 + LEVEL**2 * torch.eye(rows, dtype=torch.float64)
+        self.evidence = MultivariateNormal(design.sum(1), covariance).log_prob(self.targets.double()[:, 0])
+        self.model = fb.to_stochastic(self.network, {"*": NormalAffine()})
+        self.likelihood = fb.likelihoods.Gaussian(LEVEL)
+
+
+def test_a_linear_network_gets_its_exact_posterior_and_evidence() -> None:
+    one = Regression()
+    fit = fit_gaussian(one.model, one.likelihood, one.inputs, one.targets, "full", prior="fixed", scale=SCALE)
+    torch.testing.assert_close(fit.gaussian.covariance(), one.precision.inverse(), rtol=0.02, atol=1e-4)
+    spread = one.precision.inverse().diagonal().sqrt()
+    assert ((fit.gaussian.mean - one.mean) / spread).abs().max() < 0.2
+    assert abs(fit.elbo - float(one.evidence)) < 0.1 + 3 * fit.error  # the bound is tight
+
+
+def test_a_factorized_gaussian_has_the_precisions_of_the_exact_one() -> None:
+    one = Regression()
+    fit = fit_gaussian(
+        one.model, one.likelihood, one.inputs, one.targets, "factorized", prior="fixed", scale=SCALE
+    )
+    torch.testing.assert_close(fit.gaussian.variances(), 1.0 / one.precision.diagonal(), rtol=0.02, atol=1e-4)
+    assert fit.elbo < float(one.evidence) - 0.1
+
+
+def chain() -> BlockGaussian:
+    source = torch.Generator().manual_seed(1)
+    sizes = (2, 3, 2)
+    blocks = [torch.eye(size, dtype=torch.float64) * 5 for size in sizes]
+    links = [
+        torch.randn(after, before, generator=source, dtype=torch.float64)
+        for before, after in ((2, 3), (3, 2))
+    ]
+    ones = torch.ones(7, dtype=torch.float64)
+    return BlockGaussian(ones, blocks, links, ones, 0.25 * ones).factorize()
+
+
+def test_a_chain_is_the_gaussian_of_its_precision() -> None:
+    q = chain()
+    precision = torch.block_diag(*q.blocks) + torch.diag(1.0 / q.variance)
+    precision[2:5, :2], precision[5:, 2:5] = q.links[0], q.links[1]
+    precision = precision.tril() + precision.tril(-1).mT
+    covariance = precision.inverse()
+    torch.testing.assert_close(q.covariance(), covariance)
+    torch.testing.assert_close(q.variances(), covariance.diagonal())
+    vector = torch.arange(7, dtype=torch.float64)
+    torch.testing.assert_close(q.covariance_times(vector), covariance @ vector)
+    prior = MultivariateNormal(q.loc, q.variance.diag())
+    exact = torch.distributions.kl_divergence(MultivariateNormal(q.mean, covariance), prior)
+    assert q.kl() == pytest.approx(float(exact))
+
+
+def classes(rows: int = 240) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(2)
+    inputs = torch.randn(rows, 2, generator=source)
+    return inputs, (inputs[:, 0] * inputs[:, 1] + 0.7 * torch.randn(rows, generator=source) > 0).long()
+
+
+@pytest.fixture(scope="module")
+def memorised() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network that has memorised sixty examples, and the others."""
+    inputs, targets = classes()
+    torch.manual_seed(0)
+    network = fb.models.MLP(2, (30, 10), 2)
+    plain = fb.MLE(epochs=150, lr=0.01).fit(network, [(inputs[:60], targets[:60])], seed=0, progress=False)
+    return plain.model, inputs[60:], targets[60:]
+
+
+def test_gradients_and_gauss_newton_are_those_of_autograd(
+    memorised: tuple[nn.Module, Tensor, Tensor],
+) -> None:
+    network, inputs, targets = memorised
+    model = fb.to_stochastic(network, {"*": NormalAffine()}).double()
+    noisy = NoisyNetwork(model, fb.likelihoods.Categorical())
+    vectors = torch.rand(3, 42, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    some, truth = inputs[:3].double(), targets[:3]
+    outputs, fitted, gradient, roots = noisy.derivatives(some, truth, vectors.clone(), torch.Generator())
+    jacobian = torch.autograd.functional.jacobian(lambda z: noisy.outputs(some, z), vectors)
+    jacobian = torch.stack([jacobian[i, :, i] for i in range(3)])
+    p = outputs.softmax(-1)
+    torch.testing.assert_close(fitted, p.log().gather(1, truth[:, None])[:, 0])
+    residual = nn.functional.one_hot(truth, 2) - p
+    torch.testing.assert_close(gradient, torch.einsum("bc,bcd->d", residual, jacobian))
+    hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    torch.testing.assert_close(roots.mT @ roots, torch.einsum("bcd,bce,bef->df", jacobian, hessian, jacobian))
+
+
+@pytest.mark.parametrize("structure", ["full", "chain", "layers", "factorized"])
+def test_a_calibrated_network(structure: str, memorised: tuple[nn.Module, Tensor, Tensor], tmp_path) -> None:
+    network, inputs, targets = memorised
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    loader = fb.data.TensorLoader(inputs[:100], targets[:100], batch_size=40, shuffle=True)
+    posterior = fb.calibrate(network, loader, structure=structure, folds=2, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    report = posterior.calibration
+    assert report.nll["calibrated"] < report.nll["plain"]
+    assert (report.structure, report.examples, report.dimensions) == (structure, 100, 42)
+    assert report.temperature > 1.0
+    test = (inputs[100:], targets[100:])
+    point = fb.posterior.PointPosterior(network, posterior.likelihood)
+    assert (
+        fb.evaluate(posterior, test, progress=False)["nll"] < fb.evaluate(point, test, progress=False)["nll"]
+    )
+    loaded = fb.load_posterior(posterior.save(tmp_path / "calibrated.safetensors"), network)
+    kept = [noise.whole.prior.scale for noise in noise_layers(posterior.model).values()]
+    for noise, scale in zip(noise_layers(loaded.model).values(), kept, strict=True):
+        assert torch.equal(noise.whole.prior.scale, scale)
+    predicted = posterior.predict(inputs[:5], 8, seed=0).probabilities
+    assert torch.equal(loaded.predict(inputs[:5], 8, seed=0).probabilities, predicted)
+
+
+def test_richer_structures_have_the_larger_bound(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
+    network, inputs, targets = memorised
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    fits = [
+        fit_gaussian(model, fb.likelihoods.Categorical(), inputs, targets, structure, prior="fixed")
+        for structure in ("factorized", "layers", "full")
+    ]
+    for poorer, richer in pairwise(fits):
+        assert richer.elbo > poorer.elbo - 3 * math.hypot(richer.error, poorer.error)
+    assert fits[2].elbo > fits[0].elbo + 1.0
+
+
+def test_a_fitted_prior_has_the_larger_bound(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
+    network, inputs, targets = memorised
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    some = inputs[:40], targets[:40]
+    fixed, fitted = (
+        fit_gaussian(model, fb.likelihoods.Categorical(), *some, "full", prior=prior)
+        for prior in ("fixed", "fitted")
+    )
+    assert fitted.elbo > fixed.elbo
+    assert fitted.gaussian.variance.unique().numel() == 3  # one width a layer
+
+
+def test_a_regression_learns_its_noise_level() -> None:
+    one = Regression(200)
+    loader = fb.data.TensorLoader(one.inputs, one.targets, batch_size=50)
+    posterior = fb.calibrate(one.network, loader, folds=2, progress=False)
+    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(LEVEL, rel=0.15)
+    assert not posterior.calibration.ece
+    assert posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"] - 0.1
+
+
+def test_data_of_the_weights_are_warned_of(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
+    network, _, _ = memorised
+    inputs, targets = classes()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fb.calibrate(network, [(inputs[:60], targets[:60])], folds=0, progress=False)
+    kinds = [one.message.fields["kind"] for one in caught if isinstance(one.message, fb.FlowBNNWarning)]
+    assert "memorised" in kinds
+
+
+def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
+    network, inputs, targets = memorised
+    with pytest.raises(fb.FlowBNNError, match="has noise already"):
+        fb.calibrate(fb.to_stochastic(network, {"*": NormalAffine()}), [(inputs, targets)])
+    with pytest.raises(fb.FlowBNNError, match="empty|no batch|without"):
+        fb.calibrate(network, [])
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(7000, 2))
+    with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 numbers.*structure='factorized'"):
+        fb.calibrate(wide, [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))], structure="full")
+    rules = {"*": NormalAffine(site="position")}
+    with pytest.raises(fb.FlowBNNError, match="position"):
+        fb.calibrate(network, [(inputs, targets)], rules=rules, progress=False)
