@@ -57,6 +57,7 @@ def test_the_study_runs(yacht, tmp_path):
     assert "yacht" in results["answer"]
     assert {row["key"] for row in results["rows"]} == {"mle", "mc-dropout"}
     assert any("HMC and NUTS" in note for note in results["notes"])
+    assert "3 of 17 methods were run; not run: MAP" in results["notes"][-1]
 
 
 def test_seeds_without_a_split_do_not_count():
@@ -72,3 +73,13 @@ def test_seeds_without_a_split_do_not_count():
         parts = Parts(list(range(20)), content)
         assert parts.mean("method", "log_likelihood_protein") == pytest.approx(value + 0.002)
         assert _reaches(parts, "method", "protein") is reaches
+
+
+def test_the_published_spreads_are_standard_deviations_over_splits():
+    """Gal and Ghahramani give the dropout column with standard errors: -2.46 +- 0.06 on boston, -3.04 +- 0.02 on concrete."""
+    for name, error in (("boston", 0.06), ("concrete", 0.02), ("yacht", 0.03)):
+        assert PUBLISHED["mc-dropout"][name][1] / SPLITS[name] ** 0.5 == pytest.approx(error, abs=0.005)
+    for below, reaches in ((0.03, True), (0.1, False)):
+        value = PUBLISHED["deep-ensemble"]["boston"][0] - below
+        content = {("method", seed): {"values": {"log_likelihood_boston": value}} for seed in range(20)}
+        assert _reaches(Parts(list(range(20)), content), "method", "boston") is reaches
