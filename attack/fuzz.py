@@ -69,6 +69,7 @@ def small(name: str) -> Any:
         "nuts": {"samples": 2, "warmup": 2, "chains": 1},
         "sgld": {"samples": 2, "cycles": 1, "epochs": 4},
     }
+    few["mode-ensemble"] = {"members": 2, "steps": 2}
     few["hmc"] = {**few["nuts"], "steps": 2}
     return fb.methods.METHODS[name](**{"epochs": 1} | few.get(name, {}))
 

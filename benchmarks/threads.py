@@ -29,6 +29,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "sgld": {"samples": 6, "cycles": 2},
     "swag": {"epochs": 20},
     "deep-ensemble": {"members": 3},
+    "mode-ensemble": {"members": 3, "steps": 20},
     "temperature": {"method": fb.MAP(epochs=10)},
 }
 

@@ -26,6 +26,8 @@ from flowbnn.methods import (
     MCDropout,
     MemberPosterior,
     Method,
+    ModeEnsemble,
+    ModePosterior,
     NodeNoise,
     Posterior,
     Temperature,
@@ -105,6 +107,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True),
     Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
     Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, {"members": 5}, cost=5),
+    Candidate("mode-ensemble", "Modes of the noise, 16", ModeEnsemble, own=_PRIOR, cost=4),
     Candidate("swag", "SWAG", SWAG, cost=1.5, short=_short_swag),
     Candidate("bayes-by-backprop", "Bayes by Backprop", BayesByBackprop, cost=2),
     Candidate("bayes-by-backprop-mixture", "Bayes by Backprop, mixture prior", BayesByBackprop, {"prior": "scale-mixture"}, cost=2.5),
@@ -160,7 +163,7 @@ def kept_numbers(posterior: Posterior) -> int:
 
 def sample_count(posterior: Posterior, wanted: int) -> int:
     """Networks to average: each once where there are few (or one), else as many as wanted."""
-    few = posterior.default_samples == 1 or isinstance(posterior, MemberPosterior)
+    few = posterior.default_samples == 1 or isinstance(posterior, MemberPosterior | ModePosterior)
     return min(wanted, posterior.default_samples) if few else wanted
 
 

@@ -273,6 +273,21 @@ CASES: dict[str, Case] = {
             {"optimizer": torch.optim.Adam},
         ),
     ),
+    "mode-ensemble": Case(
+        lambda **more: fb.ModeEnsemble(4, steps=40, **TRAINED | more),
+        lambda: fb.ModeEnsemble(2, steps=100, **SETTLED),
+        "near",
+        "its members are modes of factors of the inputs, around weights that are trained before",
+        samples=2,
+        slow=True,
+        refuses=(
+            {"members": 0},
+            {"width": "wide"},
+            {"steps": 0},
+            {"batch_size": 0},
+            {"layers": 3},
+        ),
+    ),
     "node-noise": Case(
         lambda **more: fb.NodeNoise("gaussian", **TRAINED | more),
         lambda: fb.NodeNoise("gaussian", noise_lr=0.02, **SETTLED | {"epochs": 300, "lr": 0.05}),

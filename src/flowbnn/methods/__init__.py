@@ -7,6 +7,7 @@ from flowbnn.methods.laplace.laplace import Laplace
 from flowbnn.methods.laplace.posterior import LaplacePosterior
 from flowbnn.methods.mcmc.hmc import HMC, NUTS
 from flowbnn.methods.mcmc.posterior import ChainDiagnostics, ChainPosterior, NoiseChainPosterior
+from flowbnn.methods.mode_ensemble import ModeEnsemble, ModePosterior
 from flowbnn.methods.node_noise import NodeNoise
 from flowbnn.methods.point import MAP, MLE
 from flowbnn.methods.sgld import SGLD, SGLDPosterior
@@ -45,6 +46,8 @@ __all__ = [
     "MNFPosterior",
     "MemberPosterior",
     "Method",
+    "ModeEnsemble",
+    "ModePosterior",
     "NodeNoise",
     "NoiseChainPosterior",
     "PointPosterior",

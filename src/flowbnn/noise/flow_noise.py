@@ -62,7 +62,7 @@ class InputNoise(Noise):
     def _look(self) -> None:
         """What base, transform and prior allow: learnable Gaussians and mixtures are drawn for many layers at once."""
         parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
-        normal = isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
+        normal = bool(parts) and isinstance(self.prior, NormalBase) and isinstance(parts[0], Affine)
         known = (self.base, parts[0], self.prior) if normal else None
         self.start = known if isinstance(self.base, NormalBase) else None
         # a subclass may have another distribution

@@ -59,7 +59,7 @@ class Kind:
 KINDS = (
     Kind("variational weights", "crimson", ("bayes-by-backprop", "mnf")),
     Kind("Laplace", "amber", ("laplace",)),
-    Kind("ensembles", "olive", ("deep-ensemble", "swag")),
+    Kind("ensembles", "olive", ("deep-ensemble", "mode-ensemble", "swag")),
     Kind("Markov chains", "violet", ("sgld", "hmc", "nuts")),
     Kind("dropout", "green", ("mc-dropout",)),
     Kind("mixture noise", "purple", ("node-noise-mixture",)),

@@ -36,7 +36,12 @@ def test_every_method_of_every_study_has_its_colour() -> None:
         assert kind is not None, rival.label
         kinds.setdefault(rival.method.name, set()).add(kind.name)
     assert kinds.pop("node-noise") == {"Gaussian noise", "mixture noise", "flow noise"}
-    alike = [{"mle", "map", "temperature"}, {"mc-dropout"}, {"deep-ensemble", "swag"}, {"laplace"}]
+    alike = [
+        {"mle", "map", "temperature"},
+        {"mc-dropout"},
+        {"deep-ensemble", "mode-ensemble", "swag"},
+        {"laplace"},
+    ]
     alike += [{"bayes-by-backprop", "mnf"}, {"sgld", "hmc", "nuts"}]
     together = [{one for one in kinds if kinds[one] == kinds[other]} for other in kinds]
     assert all(len(names) == 1 for names in kinds.values())
