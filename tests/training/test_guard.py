@@ -69,6 +69,18 @@ def test_a_broken_weight_is_traced_to_its_layer_and_hooks_go_away_on_failure():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_default_of_float64_is_no_fault():
+    """A kernel of torch that looks at all gradients takes tensors of float32 beside them."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        batches = [(batch.double(),) for (batch,) in clean()]
+        assert fit(Root(), batches, epochs=1).steps == len(batches)
+        with pytest.raises(FlowBNNError, match="not finite"):
+            fit(Root("second"), batches, epochs=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_large_finite_numbers_are_no_fault():
     check_finite_batch([torch.full((4, 3), 3e38)], 0, 0)
     check_finite_batch([torch.full((4, 3), 6e4, dtype=torch.float16), torch.arange(4), "text", None], 0, 0)

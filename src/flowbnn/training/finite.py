@@ -149,7 +149,8 @@ class NonFinite:
     """Whether any of some gradients is not finite: a tensor of one number, above 0 if so, which the next call overwrites."""
 
     def __init__(self, device: torch.device) -> None:
-        self.found, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.found = torch.zeros((), dtype=torch.float32, device=device)  # the kernel takes no other dtype
+        self.one = torch.ones_like(self.found)
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         self.found.zero_()
