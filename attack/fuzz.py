@@ -88,6 +88,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "network": network, "model": noisy, "loader": loader, "train_loader": loader, "test_loader": loader,
     "to_stochastic.model": network, "describe.model": noisy, "rules": lambda: {"*": fb.noise.NormalAffine()},
     "likelihood": fb.likelihoods.Categorical, "posterior": lambda: fitted("mle"),
+    "pareto_k.posterior": lambda: fitted("node-noise"), "log_weights": lambda: vectors(50),
     "load_posterior.path": lambda: fitted("mle").save("saved.safetensors"),
     "load.path": lambda: fitted("mle").save("saved.safetensors"), "save.path": lambda: "new.safetensors", "layer": lambda: "0",
     "inputs": lambda: vectors(5, 3), "values": lambda: vectors(5, 3), "outputs": lambda: vectors(5, 3),

@@ -11,6 +11,7 @@ import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
+    "quality",
     "calibrate",
     "compare",
     "results",
@@ -100,6 +101,7 @@ def test_the_public_surface_exists_and_is_sorted():
         "posterior",
         "predictive",
         "diagnostics",
+        "quality",
     ):
         module = getattr(flowbnn, room)
         assert module.__all__, room

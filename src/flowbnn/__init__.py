@@ -20,6 +20,7 @@ from flowbnn import (
     noise,
     posterior,
     predictive,
+    quality,
     training,
     transforms,
 )
@@ -47,6 +48,7 @@ from flowbnn.methods import (
 from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, load_posterior
+from flowbnn.quality import diagnose
 
 __version__ = "0.1.0"
 
@@ -73,6 +75,7 @@ __all__ = [
     "compare",
     "data",
     "describe",
+    "diagnose",
     "diagnostics",
     "distributions",
     "evaluate",
@@ -86,6 +89,7 @@ __all__ = [
     "parameter_groups",
     "posterior",
     "predictive",
+    "quality",
     "to_deterministic",
     "to_stochastic",
     "training",

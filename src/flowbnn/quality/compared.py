@@ -1,0 +1,192 @@
+r"""A posterior beside long chains: predictions, draws, and the modes of the density that both are of."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.diagnostics.gaussian import sliced_wasserstein
+from flowbnn.likelihoods import Gaussian
+from flowbnn.options import Count, Positive, Seed, checked
+from flowbnn.posterior.base import Posterior
+from flowbnn.quality.chains import NoiseChains, noise_chains
+from flowbnn.quality.target import NoiseTarget, Whitened
+
+GRID = 201  # points of a target's density
+POINTS = 15  # on the way from one maximum to another
+
+
+@dataclass(frozen=True)
+class Agreement:
+    r"""A posterior's predictions and draws beside those of chains, each with the floor that two halves of the chains have.
+
+    Args:
+        agreement, agreement_floor: share of the inputs with the same most probable class; for a regression, whose predicted means are
+            within half of the chains' standard deviation.
+        variation, variation_floor: total variation :math:`\tfrac12 \int |p - p'|` of the predictive distributions, mean over inputs.
+        wasserstein, wasserstein_floor: sliced Wasserstein distance of the noise, in standard deviations.
+        certified: whether the chains have mixed.
+    """
+
+    agreement: float
+    agreement_floor: float
+    variation: float
+    variation_floor: float
+    wasserstein: float
+    wasserstein_floor: float
+    certified: bool
+
+    @property
+    def within_floor(self) -> bool:
+        """Whether predictions are as near to the chains as their halves to each other, or nearer than 0.01."""
+        return self.variation <= max(0.01, self.variation_floor)
+
+
+@checked
+def agreement(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    chains: NoiseChains | None = None,
+    samples: Count = 1000,
+    seed: Seed = 0,
+) -> Agreement:
+    """Do a posterior and long chains predict the same at the loader's inputs (Wilson et al. 2022, the measures of their competition)?
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data.
+        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given.
+        samples: draws of the posterior, and of the chains at most.
+        seed: of all draws.
+    """
+    target = NoiseTarget(posterior, loader, seed)
+    chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
+    half = len(chains.position) // 2
+    thin = -(-chains.position[..., 0].numel() // samples)
+    drawn = target.draw(samples, 96)[0]
+    position = chains.position.to(target.device)
+    halves = [part[:, ::thin].flatten(0, 1) for part in (position[:half], position[half:])]
+    outputs = [target.outputs(chains.space.vectors(part)) for part in halves]
+    same, far = _compared(target, target.outputs(drawn), torch.cat(outputs))
+    floor, least = _compared(target, *outputs)
+    own = chains.space.position(drawn)
+    return Agreement(
+        same,
+        floor,
+        far,
+        least,
+        sliced_wasserstein(own, torch.cat(halves)),
+        sliced_wasserstein(halves[0], halves[1]),
+        chains.certified,
+    )
+
+
+def _compared(target: NoiseTarget, one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Agreement and total variation of the predictions that two sets of outputs ``[S, N, ...]`` make."""
+    if not isinstance(target.likelihood, Gaussian):
+        p, q = (target.likelihood.predictive(part).probabilities for part in (one, other))
+        return float((p.argmax(-1) == q.argmax(-1)).float().mean()), 0.5 * float((p - q).abs().sum(-1).mean())
+    moments = [target.likelihood.moments(part.double()) for part in (one, other)]  # [S, N, K] each
+    means = [mean.mean(0) for mean, _ in moments]
+    spreads = [(mean.var(0, correction=0) + variance.mean(0)).sqrt() for mean, variance in moments]
+    same = float(((means[0] - means[1]).abs() < 0.5 * spreads[1]).double().mean())
+    far = torch.linspace(-8.0, 8.0, GRID, dtype=torch.float64, device=one.device)
+    total = 0.0
+    for index in range(means[0].shape[0]):  # the mixture's density on a grid around one input's targets
+        width = torch.maximum(spreads[0][index], spreads[1][index])
+        grid = 0.5 * (means[0][index] + means[1][index]) + far[:, None] * width
+        p, q = (
+            torch.distributions.Normal(mean[:, None, index], variance[:, None, index].sqrt())
+            .log_prob(grid)
+            .exp()
+            .mean(0)
+            for mean, variance in moments
+        )
+        total += 0.5 * float(((p - q).abs() * (far[1] - far[0]) * width).sum(0).mean())
+    return same, total / means[0].shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Modes:
+    r"""Distinct maxima of :math:`p(z \mid D)`, the highest first.
+
+    Args:
+        vectors: the noise at them, ``[M, D]``.
+        log_density: :math:`\log p(D, z)` there, ``[M]``.
+        found: how many of the climbs ended at each.
+        dips: ``[M, M]``, by how many nats the density falls between two, below the lower one, on the straight line.
+    """
+
+    vectors: Tensor
+    log_density: Tensor
+    found: tuple[int, ...]
+    dips: Tensor
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+@checked
+def modes(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    starts: Count = 16,
+    dip: Positive = 1.0,
+    steps: Count = 200,
+    seed: Seed = 0,
+) -> Modes:
+    r"""Distinct maxima of the density that a posterior approximates, by climbs (L-BFGS) from draws of the prior.
+
+    Two ends are one maximum where the density on the line between them falls by less than ``dip`` nats below the lower end.
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data.
+        starts: climbs.
+        dip: in nats.
+        steps: of a climb at most.
+        seed: of the starts.
+    """
+    target = NoiseTarget(posterior, loader, seed)
+    return climbed(target.whitening(), target.draw_prior(starts), dip, steps)
+
+
+def climbed(space: Whitened, starts: Tensor, dip: float, steps: int) -> Modes:
+    """:func:`modes` from these starts ``[S, D]``."""
+    ends = torch.stack([_climb(space, start, steps) for start in space.position(starts)])
+    heights = -space(ends)[0]
+    order = heights.argsort(descending=True)
+    ends, heights = ends[order], heights[order]
+    kept: list[int] = []
+    counts: list[int] = []
+    for number in range(len(ends)):
+        falls = [_dip(space, ends[number], ends[other]) for other in kept]
+        if falls and min(falls) < dip:
+            counts[falls.index(min(falls))] += 1
+        else:
+            kept.append(number)
+            counts.append(1)
+    dips = torch.zeros(len(kept), len(kept), dtype=torch.float64)
+    for row, one in enumerate(kept):
+        for column, other in enumerate(kept[:row]):
+            dips[row, column] = dips[column, row] = _dip(space, ends[one], ends[other])
+    return Modes(space.vectors(ends[kept]), heights[kept], tuple(counts), dips)
+
+
+def _climb(space: Whitened, start: Tensor, steps: int) -> Tensor:
+    from scipy.optimize import minimize  # whose import changes the filters of warnings
+
+    def energy(position: Any) -> tuple[float, Any]:
+        value, slope = space(torch.as_tensor(position).to(start)[None])
+        return float(value), slope[0].cpu().numpy()
+
+    found = minimize(energy, start.cpu().numpy(), jac=True, method="L-BFGS-B", options={"maxiter": steps})
+    return torch.as_tensor(found.x).to(start)
+
+
+def _dip(space: Whitened, one: Tensor, other: Tensor) -> float:
+    share = torch.linspace(0.0, 1.0, POINTS, dtype=one.dtype, device=one.device)[:, None]
+    heights = space.target.log_joint(space.vectors(torch.lerp(one, other, share)))
+    return float(torch.minimum(heights[0], heights[-1]) - heights.min())

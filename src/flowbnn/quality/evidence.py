@@ -1,0 +1,339 @@
+r"""How far a posterior is from the exact one, in nats: k-hat, the evidence, and the gap of the ELBO.
+
+.. math:: \mathrm{KL}[q(z) \,\|\, p(z \mid D)] = \log p(D) - \mathrm{ELBO}(q)
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowbnn.diagnostics.bridge import bridge_sampling
+from flowbnn.diagnostics.chains import effective_sample_size
+from flowbnn.diagnostics.gaussian import correlation_nats
+from flowbnn.diagnostics.pareto import FEWEST, GOOD, USABLE, pareto_smoothed
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
+from flowbnn.options import Interval, Seed, checked
+from flowbnn.posterior.base import Posterior
+from flowbnn.quality.chains import NoiseChains, noise_chains
+from flowbnn.quality.target import NoiseTarget
+
+Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
+GROUPS, PARTICLES, STEPS = (
+    4,
+    64,
+    8,
+)  # of tempering: independent groups, particles of each, leapfrog steps of a move
+
+
+@dataclass(frozen=True)
+class ParetoK:
+    r"""What importance sampling from a posterior says of it.
+
+    Args:
+        k: :math:`\hat k`, below 0.5 good, below 0.7 usable.
+        elbo, elbo_error: mean and standard error of the log-weights, in nats.
+        evidence, evidence_error: the log-evidence by Pareto-smoothed weights, trusted where ``k`` is below 0.7.
+        effective: number of draws of the exact posterior that the draws are worth.
+        samples: draws.
+    """
+
+    k: float
+    elbo: float
+    elbo_error: float
+    evidence: float
+    evidence_error: float
+    effective: float
+    samples: int
+
+    @property
+    def verdict(self) -> Literal["good", "usable", "bad"]:
+        return "good" if self.k < GOOD else "usable" if self.k < USABLE else "bad"
+
+
+@checked
+def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, seed: Seed = 0) -> ParetoK:
+    r"""How well draws of a posterior of noise can stand for the exact one, by their importance weights. Needs no chains.
+
+    .. math:: w_s = \frac{p(D \mid z_s)\, p(z_s)}{q(z_s)}, \qquad z_s \sim q
+
+    :math:`\hat k` is the shape of their tail (:mod:`flowbnn.diagnostics.pareto`). It grows with the number of dimensions for an
+    approximation that is off by the same amount in each, so a large one is a reason to look at predictions, not a verdict on them.
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data that it was fitted to.
+        samples: draws, one pass over the data each.
+        seed: of the draws.
+
+    >>> import flowbnn as fb
+    >>> inputs = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    >>> data = [(inputs, inputs.sum(1, keepdim=True))]
+    >>> method = fb.NodeNoise(fb.noise.NormalAffine(), epochs=20)
+    >>> posterior = method.fit(torch.nn.Linear(3, 1), data, seed=0, progress=False)
+    >>> pareto_k(posterior, data).samples
+    400
+    """
+    return importance(NoiseTarget(posterior, loader, seed), samples)
+
+
+def importance(target: NoiseTarget, samples: int) -> ParetoK:
+    """:func:`pareto_k` of a target."""
+    vectors, density = target.draw(samples)
+    weights = target.log_joint(vectors) - density
+    smoothed, k = pareto_smoothed(weights)
+    share = torch.softmax(smoothed, 0)
+    effective = float(1.0 / share.square().sum())
+    return ParetoK(
+        k,
+        float(weights.mean()),
+        float(weights.std()) / math.sqrt(samples),
+        float(smoothed.logsumexp(0)) - math.log(samples),
+        math.sqrt(max(0.0, 1.0 / effective - 1.0 / samples)),
+        effective,
+        samples,
+    )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    r"""A log-evidence :math:`\log p(D)` in nats, its standard error, and whether to believe it.
+
+    Args:
+        value, error: in nats.
+        method: how it was found.
+        trusted: whether k-hat is below 0.7 (``"psis"``), or R-hat at most 1.01 (``"bridge"``).
+    """
+
+    value: float
+    error: float
+    method: str
+    trusted: bool
+
+
+@checked
+def evidence(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    method: Literal["bridge", "psis", "tempered"] = "bridge",
+    chains: NoiseChains | None = None,
+    samples: Draws = 400,
+    seed: Seed = 0,
+) -> Evidence:
+    r"""The log-evidence :math:`\log \int p(D \mid z)\, p(z)\, dz` of the network with this noise, and its standard error.
+
+    ==============  =========================================================================================================
+    ``"bridge"``    bridge sampling between long chains and a Gaussian that is fitted to one half of them; the most accurate
+    ``"psis"``      the mean of Pareto-smoothed weights of the posterior's own draws; no chains, right where k-hat is below 0.7
+    ``"tempered"``  particles from the prior, through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC (Del
+                    Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x); finds what chains around one mode miss
+    ==============  =========================================================================================================
+
+    The cheaper estimates are made beside it; where two that are to be trusted differ by more than four standard errors, a
+    :class:`~flowbnn.FlowBNNWarning` of kind ``"evidence"`` says so.
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data.
+        chains: of :func:`~flowbnn.quality.noise_chains`, where there are any; of this posterior or another with the same prior.
+        samples: draws of ``"psis"``.
+        seed: of all draws.
+    """
+    if method == "bridge" and chains is None:
+        chains = noise_chains(posterior, loader, seed=seed)
+    target = NoiseTarget(posterior, loader, seed)
+    bridged = None if chains is None else _bridge(chains.checked_for(target))
+    smoothed = _psis(target, samples)
+    found = _tempered(target) if method == "tempered" else smoothed if method == "psis" else bridged
+    assert found is not None
+    for other in (bridged, smoothed):
+        warn_of_disagreement(found, other)
+    return found
+
+
+def warn_of_disagreement(one: Evidence, other: Evidence | None) -> None:
+    """Warn where two estimates that are both to be trusted differ."""
+    if other is None or not (one.trusted and other.trusted):
+        return
+    away, error = abs(one.value - other.value), math.hypot(one.error, other.error)
+    if away > 4.0 * error + 0.01:
+        warnings.warn(
+            FlowBNNWarning(
+                f"the log-evidence is {one.value:.2f} by {one.method} and {other.value:.2f} by {other.method}, {away:.2f} nats apart "
+                f"where chance explains {error:.2f}: there may be modes that one of them does not see; method='tempered' and modes() "
+                "look for them",
+                kind="evidence",
+                difference=away,
+            ),
+            stacklevel=3,
+        )
+
+
+def _psis(target: NoiseTarget, samples: int) -> Evidence:
+    found = importance(target, samples)
+    return Evidence(found.evidence, found.evidence_error, "psis", found.k < USABLE)
+
+
+def _bridge(chains: NoiseChains) -> Evidence:
+    """The first half of every chain gives the proposal, a Gaussian drawn to the coordinates' own; the second half is bridged to."""
+    space, position = chains.space, chains.position.to(chains.target.device)
+    half = position.shape[1] // 2
+    early, late = position[:, :half].flatten(0, 1), position[:, half:]
+    dim, count = early.shape[1], len(early)
+    unit = torch.eye(dim, dtype=early.dtype, device=early.device)
+    covariance = (count * early.T.cov(correction=0).reshape(dim, dim) + dim * unit) / (count + dim)
+    proposal = torch.distributions.MultivariateNormal(early.mean(0), covariance, validate_args=False)
+    source = torch.Generator(early.device).manual_seed(chains.target.seed + 2)
+    normal = torch.randn(
+        late.shape[0] * late.shape[1], dim, generator=source, dtype=early.dtype, device=early.device
+    )
+    drawn = proposal.loc + normal @ proposal.scale_tril.T
+    inner = -chains.energy[:, half:].to(late) - proposal.log_prob(late) + space.log_det
+    outer = chains.target.log_joint(space.vectors(drawn)) - proposal.log_prob(drawn) + space.log_det
+    value, error = bridge_sampling(inner, outer)
+    return Evidence(value, error, "bridge", chains.certified)
+
+
+@torch.no_grad()
+def _tempered(target: NoiseTarget) -> Evidence:
+    """Groups of particles share the temperatures and nothing else, so that their spread is an honest error."""
+    total = GROUPS * PARTICLES
+    vectors = target.draw_prior(total)
+    source = torch.Generator(target.device).manual_seed(target.seed + 3)
+    groups = vectors.new_zeros(GROUPS)
+    beta, size = 0.0, 0.3
+    while beta < 1.0:
+        fitted = target.log_likelihood(vectors)
+        step = _next_step(fitted, 1.0 - beta)
+        weights = (step * fitted).reshape(GROUPS, PARTICLES)
+        groups += weights.logsumexp(1) - math.log(PARTICLES)
+        beta = min(1.0, beta + step)
+        chosen = _systematic(weights.softmax(1), source)
+        vectors = (
+            vectors.reshape(GROUPS, PARTICLES, -1)
+            .gather(1, chosen[..., None].expand(-1, -1, target.dim))
+            .flatten(0, 1)
+        )
+        space = target.whitening(beta)
+        state = begin(space, space.position(vectors))
+        for _ in range(2):
+            steps = 1 + int(torch.randint(STEPS, (), generator=source, device=target.device))
+            state, went = hmc_kernel(space, state, size, torch.ones_like(state.position), steps, source)
+            size *= math.exp(0.5 * (float(went.acceptance.mean()) - 0.8))
+        vectors = space.vectors(state.position)
+    value = float(groups.logsumexp(0)) - math.log(GROUPS)
+    error = float((groups - value).exp().std()) / math.sqrt(GROUPS)
+    return Evidence(value, error, "tempered", error < 1.0)
+
+
+def _next_step(fitted: Tensor, rest: float) -> float:
+    """How far the temperature may rise until the weights are worth half of the particles, at most the rest."""
+
+    def worth(step: float) -> float:
+        return float(1.0 / torch.softmax(step * fitted, 0).square().sum()) / len(fitted)
+
+    if worth(rest) >= 0.5:
+        return rest
+    low, high = 0.0, rest
+    for _ in range(50):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if worth(middle) >= 0.5 else (low, middle)
+    return max(low, 1e-12)
+
+
+def _systematic(weights: Tensor, source: torch.Generator) -> Tensor:
+    """Indices ``[G, P]`` of particles by systematic resampling of weights ``[G, P]``."""
+    groups, count = weights.shape
+    first = torch.rand(groups, 1, generator=source, dtype=weights.dtype, device=weights.device)
+    places = (first + torch.arange(count, device=weights.device)) / count
+    return torch.searchsorted(weights.cumsum(1).contiguous(), places).clamp(max=count - 1)
+
+
+@dataclass(frozen=True)
+class Gap:
+    r"""The KL divergence from a posterior to the exact one, :math:`\log p(D) - \mathrm{ELBO}`, in nats, and what it is made of.
+
+    Args:
+        nats, error: the whole, and its standard error.
+        within: what correlation within layers would gain.
+        across: what correlation across layers would gain.
+        dimensions, examples: of the noise, and of the data.
+        evidence: that it was measured by.
+        elbo: of the posterior.
+    """
+
+    nats: float
+    error: float
+    within: float
+    across: float
+    dimensions: int
+    examples: int
+    evidence: Evidence
+    elbo: float
+
+    @property
+    def rest(self) -> float:
+        """What no Gaussian correlation explains: means and widths that are off, and shapes that are not Gaussian."""
+        return self.nats - self.within - self.across
+
+    @property
+    def per_dimension(self) -> float:
+        return self.nats / self.dimensions
+
+    @property
+    def per_example(self) -> float:
+        """What tells whether it can matter in predictions."""
+        return self.nats / self.examples
+
+
+@checked
+def elbo_gap(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    chains: NoiseChains | None = None,
+    samples: Draws = 400,
+    seed: Seed = 0,
+) -> Gap:
+    r"""How many nats the ELBO of a posterior lies below the log-evidence, and how many of them correlation would gain.
+
+    With :math:`T` the nats that a Gaussian's correlations are worth, within or across layers
+    (:func:`~flowbnn.diagnostics.gaussian.correlation_nats`), the posterior lacks :math:`T(\text{chains}) - T(q)`.
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data.
+        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given.
+        samples: draws of the ELBO.
+        seed: of all draws.
+    """
+    target = NoiseTarget(posterior, loader, seed)
+    chains = chains or noise_chains(posterior, loader, seed=seed)
+    return gap_of(target, chains.checked_for(target), importance(target, samples))
+
+
+def gap_of(target: NoiseTarget, chains: NoiseChains, found: ParetoK) -> Gap:
+    """:func:`elbo_gap` from what is there already."""
+    position = chains.position
+    best = _bridge(chains)
+    warn_of_disagreement(best, Evidence(found.evidence, found.evidence_error, "psis", found.k < USABLE))
+    size = float(effective_sample_size(position, "bulk").median())
+    own = target.draw(max(4096, 16 * target.dim), 98)[0]
+    exact = (float("nan"), float("nan"))
+    if size > 2 * target.dim:
+        exact = correlation_nats(chains.vectors.flatten(0, 1), target.sizes, size)
+    has = correlation_nats(own, target.sizes)
+    return Gap(
+        best.value - found.elbo,
+        math.hypot(best.error, found.elbo_error),
+        exact[0] - has[0],
+        exact[1] - has[1],
+        target.dim,
+        target.count,
+        best,
+        found.elbo,
+    )

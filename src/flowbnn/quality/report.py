@@ -1,0 +1,182 @@
+"""One table and one sentence: is the posterior good, and could a richer one matter here?"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowbnn.options import NonNegative, Seed, checked
+from flowbnn.posterior.base import Posterior
+from flowbnn.quality.chains import NoiseChains, noise_chains
+from flowbnn.quality.compared import Agreement, agreement
+from flowbnn.quality.evidence import Draws, Gap, ParetoK, gap_of, importance
+from flowbnn.quality.target import DENSE, NoiseTarget
+
+EVALUATIONS = 800 * 8  # of the density and its gradient, that chains take
+SMALL = 0.01  # nats for each example: a gap that predictions do not show
+NEAR = 0.03  # total variation that hardly anyone would notice
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What :func:`diagnose` found; ``print(report)`` shows the table and the sentence.
+
+    Args:
+        pareto: importance sampling from the posterior.
+        dimensions, examples: of the noise, and of the data.
+        chains, gap, agreement: None where chains were left out.
+    """
+
+    pareto: ParetoK
+    dimensions: int
+    examples: int
+    chains: NoiseChains | None = None
+    gap: Gap | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether predictions could hardly be nearer to those of the exact posterior."""
+        if self.agreement is None or self.gap is None or self.chains is None or not self.chains.certified:
+            return self.pareto.verdict != "bad"
+        return self.agreement.variation <= max(NEAR, 1.5 * self.agreement.variation_floor)
+
+    @property
+    def richer(self) -> str:
+        """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
+        if self.gap is None or self.chains is None or not self.chains.certified:
+            return "nothing" if self.pareto.verdict == "good" else "unknown"
+        if self.good and self.gap.per_example < SMALL:
+            return "nothing"
+        parts = {"within": self.gap.within, "across": self.gap.across, "shape": self.gap.rest}
+        return max(parts, key=lambda name: parts[name] if parts[name] == parts[name] else -1.0)
+
+    @property
+    def sentence(self) -> str:
+        first = "This posterior is good" if self.good else "This posterior is not good"
+        need = {
+            "nothing": "a richer one could hardly matter here",
+            "unknown": "whether a richer one would matter only chains can tell (chains are run where seconds= allows)",
+            "within": "one with correlation within layers (joint='layers') could matter here",
+            "across": "one with correlation across layers (joint='full', or 'chain' for large networks) could matter here",
+            "shape": "correlation would not help it; train it longer, or put a flow on it",
+        }[self.richer]
+        doubt = ""
+        if self.chains is not None and not self.chains.certified:
+            doubt = f" (by its own draws only: the chains have not mixed, R-hat {self.chains.rhat:.3f})"
+        return (
+            f"{first}{doubt}, and {need}."
+            if self.good == (self.richer == "nothing")
+            else f"{first}{doubt}, but {need}."
+        )
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Name, value and what to compare it with."""
+        k, gap, chains, near = self.pareto, self.gap, self.chains, self.agreement
+        rows = [
+            ("noise", f"{self.dimensions:,} dimensions", f"{self.examples:,} examples"),
+            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below 0.7 usable"),
+            ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
+        ]
+        if gap is None or chains is None or near is None:
+            return [
+                *rows,
+                ("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling"),
+            ]
+        draws = chains.position[..., 0].numel()
+        return [
+            *rows,
+            (
+                "log-evidence",
+                f"{gap.evidence.value:.2f} ± {gap.evidence.error:.2f}",
+                f"by {gap.evidence.method}",
+            ),
+            (
+                "gap",
+                f"{gap.nats:.2f} ± {gap.error:.2f}",
+                f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example",
+            ),
+            ("  within layers", f"{gap.within:.2f}", "nats that correlation there would gain"),
+            ("  across layers", f"{gap.across:.2f}", "nats that correlation there would gain"),
+            ("  rest", f"{gap.rest:.2f}", "means, widths, shape"),
+            (
+                "chains",
+                f"R-hat {chains.rhat:.3f}",
+                f"{draws:,} draws worth {chains.effective:.0f}, {chains.divergences} divergences",
+            ),
+            (
+                "total variation",
+                f"{near.variation:.4f}",
+                f"{near.variation_floor:.4f} between halves of the chains",
+            ),
+            (
+                "agreement",
+                f"{near.agreement:.1%}",
+                f"{near.agreement_floor:.1%} between halves of the chains",
+            ),
+            (
+                "sliced Wasserstein",
+                f"{near.wasserstein:.3f}",
+                f"{near.wasserstein_floor:.3f} between halves of the chains",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{name:<{wide[0]}}  {value:>{wide[1]}}  {beside}" for name, value, beside in rows]
+        return "\n".join([*lines, self.sentence])
+
+
+@checked
+def diagnose(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    samples: Draws = 400,
+    seconds: NonNegative = 300.0,
+    seed: Seed = 0,
+    progress: bool = True,
+) -> Report:
+    """Say how good a posterior of noise is, and whether a richer one could matter: print a table and a sentence.
+
+    Importance sampling always; chains where they should take no longer than ``seconds``, by the time that one gradient takes.
+
+    Args:
+        posterior: of noise, fitted.
+        loader: the data that it was fitted to; they must be the same in every pass.
+        samples: draws for importance sampling.
+        seconds: for chains; 0 leaves them out.
+        seed: of all draws.
+        progress: show a bar, and print.
+
+    >>> import flowbnn as fb
+    >>> inputs = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    >>> data = [(inputs, inputs.sum(1, keepdim=True))]
+    >>> method = fb.NodeNoise(fb.noise.NormalAffine(), epochs=20)
+    >>> posterior = method.fit(torch.nn.Linear(3, 1), data, seed=0, progress=False)
+    >>> report = diagnose(posterior, data, seconds=0, progress=False)
+    >>> report.dimensions, report.examples, report.gap
+    (3, 30, None)
+    """
+    target = NoiseTarget(posterior, loader, seed)
+    found = importance(target, samples)
+    report = Report(found, target.dim, target.count)
+    if target.dim <= DENSE and seconds and _seconds(target) <= seconds:
+        chains = noise_chains(posterior, loader, seed=seed, progress=progress)
+        near = agreement(posterior, loader, chains, seed=seed)
+        report = Report(found, target.dim, target.count, chains, gap_of(target, chains, found), near)
+    if progress:
+        print(report)
+    return report
+
+
+def _seconds(target: NoiseTarget) -> float:
+    """What chains will take."""
+    start = torch.zeros(4, target.dim, dtype=torch.float64, device=target.device) + target.center
+    for _ in range(2):
+        began = time.perf_counter()
+        float(target.gradient(start)[1].sum())
+        taken = time.perf_counter() - began
+    return EVALUATIONS * taken

@@ -1,0 +1,287 @@
+r"""The density that a posterior of noise approximates: :math:`p(z \mid D) \propto p(D \mid z)\, p(z)` over the noise of all layers.
+
+The weights are fixed, the data are all that the loader gives, and the prior is that of the posterior's own noise. Several noise vectors
+go through the network at once, as blocks of the batch, in chunks that fit the memory.
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, move, out_of_memory, repeat, take
+from flowbnn.errors import FlowBNNError
+from flowbnn.methods.fitting import check_loader
+from flowbnn.methods.mcmc.potential import gather
+from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.noise import noise_layers
+from flowbnn.noise.flow_noise import InputNoise
+from flowbnn.noise.joint import independent_vectors
+from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.noise import NoisePosterior
+
+ROWS = {"cpu": 1024, "cuda": 8192}  # in one pass
+DENSE = 6_000  # dimensions up to which a matrix over all noise is taken
+
+
+class NoiseTarget:
+    """All the noise of a posterior as one vector ``[D]``, in the order of the layers, with its density given the data.
+
+    Args:
+        posterior: of noise with a density.
+        loader: of the data; they must be the same in every pass, in any order.
+        seed: of draws, and of the loader's generators.
+    """
+
+    def __init__(self, posterior: Posterior, loader: Iterable[Any], seed: int = 0) -> None:
+        _check_density(posterior)
+        self.seed = seed
+        model = deepcopy(posterior.model).requires_grad_(False).eval()
+        self.likelihood = deepcopy(posterior.likelihood).requires_grad_(False).eval()
+        self.network = NoisyNetwork(model, self.likelihood)
+        self.device, self.dtype = device_of(model), dtype_of(model) or torch.float32
+        self.names, self.sizes = list(self.network.layers), self.network.sizes
+        self.dim = sum(self.sizes)
+        self.vectors = independent_vectors(model)
+        self.inputs, self.targets = move(fixed_data(loader, seed), self.device, dtype_of(model))
+        self.count = len(self.targets)
+        self.rows = ROWS.get(self.device.type, ROWS["cpu"])
+        with explaining(self.inputs), torch.no_grad():
+            two = self.network.outputs(
+                take(self.inputs, 0, 2), self.draw(min(2, self.count))[0].to(self.dtype)
+            )
+        self.likelihood.check(two[:1].expand(self.count, *two.shape[1:]), self.targets)
+        self.targets = self.likelihood.canonical(self.targets).to(self.device)
+
+    # -------------------- vectors and layers
+
+    def by_layer(self, vectors: Tensor) -> dict[str, Tensor]:
+        """``{layer: [..., dim]}`` of vectors ``[..., D]``."""
+        return dict(zip(self.names, vectors.split(self.sizes, -1), strict=True))
+
+    @torch.no_grad()
+    def draw(self, samples: int, number: int = 0) -> tuple[Tensor, Tensor]:
+        """Vectors ``[S, D]`` of the posterior and their log-density ``[S]``, in float64; another ``number``, other ones."""
+        source = torch.Generator(self.device).manual_seed(self.seed + 7919 * number)
+        parts: dict[str, Tensor] = {}
+        density = torch.zeros(samples, dtype=torch.float64, device=self.device)
+        for vector, names in self.vectors:
+            drawn, log_prob = vector.posterior().rsample_and_log_prob((samples,), source)
+            density += log_prob.double()
+            sizes = [self.network.layers[name].layout.dim for name in names]
+            parts |= dict(zip(names, drawn.double().split(sizes, -1), strict=True))
+        return torch.cat([parts[name] for name in self.names], -1), density
+
+    def draw_prior(self, samples: int) -> Tensor:
+        """Vectors of the prior."""
+        source = torch.Generator(self.device).manual_seed(self.seed + 1)
+        return self._assemble(lambda prior: prior.sample((samples,), generator=source))
+
+    @cached_property
+    def prior_variance(self) -> Tensor:
+        return self._assemble(lambda prior: prior.variance)
+
+    def _assemble(self, make: Callable[[Any], Tensor]) -> Tensor:
+        """What ``make`` gives of the prior of each vector, ``[..., D]`` in the order of the layers."""
+        parts: dict[str, Tensor] = {}
+        for vector, names in self.vectors:
+            sizes = [self.network.layers[name].layout.dim for name in names]
+            made = make(vector.prior.distribution()).detach().double()
+            parts |= dict(zip(names, made.split(sizes, -1), strict=True))
+        return torch.cat([parts[name] for name in self.names], -1)
+
+    # -------------------- the density
+
+    def log_prior(self, vectors: Tensor) -> Tensor:
+        """``[S]``."""
+        parts = self.by_layer(vectors)
+        each = [
+            vector.prior.distribution().log_prob(torch.cat([parts[name] for name in names], -1))
+            for vector, names in self.vectors
+        ]
+        return torch.stack(each).sum(0)
+
+    def _chunks(self, vectors: Tensor, work: Callable[[slice, Any, Tensor, Tensor], None]) -> None:
+        """Call ``work(which vectors, inputs, targets, noise of every row)`` for all vectors and all data."""
+        at_once = max(1, self.rows // self.count)
+        for first in range(0, len(vectors), at_once):
+            some = slice(first, min(first + at_once, len(vectors)))
+            blocks = some.stop - first
+            for low in range(0, self.count, self.rows):
+                inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
+                noise = vectors[some].to(self.dtype).repeat_interleave(len(targets), 0)
+                work(some, repeat(inputs, blocks), repeat(targets, blocks), noise)
+
+    def _fitting(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run with fewer rows at once where memory runs out."""
+        while True:
+            try:
+                return run()
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or self.rows < 2:
+                    raise
+                self.rows //= 2
+
+    @torch.no_grad()
+    def log_likelihood(self, vectors: Tensor) -> Tensor:
+        r""":math:`\log p(D \mid z)` of vectors ``[S, D]``, ``[S]`` in float64."""
+
+        def run() -> Tensor:
+            total = torch.zeros(len(vectors), dtype=torch.float64, device=self.device)
+
+            def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
+                fitted = self.likelihood.log_prob(self.network.outputs(inputs, noise), targets)
+                total[some] += fitted.reshape(some.stop - some.start, -1).sum(1, dtype=torch.float64)
+
+            self._chunks(vectors, add)
+            return total
+
+        return self._fitting(run)
+
+    @torch.no_grad()
+    def outputs(self, vectors: Tensor) -> Tensor:
+        """The network's outputs for all inputs, ``[S, N, ...]``."""
+        parts: list[Tensor] = []
+        at_once = max(1, self.rows // self.count)
+        for some in vectors.to(self.dtype).split(at_once):
+            row = []
+            for low in range(0, self.count, self.rows):
+                inputs = take(self.inputs, low, low + self.rows)
+                count = min(self.rows, self.count - low)
+                outputs = self.network.outputs(repeat(inputs, len(some)), some.repeat_interleave(count, 0))
+                row.append(outputs.reshape(len(some), count, *outputs.shape[1:]))
+            parts.append(torch.cat(row, 1))
+        return torch.cat(parts)
+
+    def log_joint(self, vectors: Tensor) -> Tensor:
+        r""":math:`\log p(D, z)`, ``[S]``."""
+        with torch.no_grad():
+            return self.log_prior(vectors) + self.log_likelihood(vectors)
+
+    def gradient(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r""":math:`\log p(z)` and :math:`\log p(D \mid z)`, ``[S]``, and the gradients of both, ``[2, S, D]``."""
+        with torch.enable_grad():
+            leaf = vectors.detach().requires_grad_()
+            prior = self.log_prior(leaf)
+            (slope,) = torch.autograd.grad(prior.sum(), leaf)
+
+        def run() -> Tensor:
+            total = vectors.new_zeros(len(vectors), 1 + self.dim)
+
+            def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
+                with torch.enable_grad():
+                    noise = noise.detach().requires_grad_()
+                    fitted = self.likelihood.log_prob(self.network.outputs(inputs, noise), targets)
+                    (one,) = torch.autograd.grad(fitted.sum(), noise)
+                shape = (some.stop - some.start, -1)
+                total[some, 0] += fitted.detach().double().reshape(shape).sum(1)
+                total[some, 1:] += one.double().reshape(*shape, self.dim).sum(1)
+
+            self._chunks(vectors, add)
+            return total
+
+        total = self._fitting(run)
+        return prior.detach(), total[:, 0], torch.stack([slope, total[:, 1:]])
+
+    # -------------------- coordinates in which the density is nearly a standard normal
+
+    @cached_property
+    def curvature(self) -> Tensor:
+        r""":math:`E_q[G(z)]`, the Gauss-Newton matrix of the negative log-likelihood; every example has its own draw."""
+        if self.dim > DENSE:
+            raise FlowBNNError(
+                f"chains over {self.dim:,} numbers of noise need a dense mass matrix of {8e-9 * self.dim**2:.1f} GB, for up to "
+                f"{DENSE:,}; pareto_k and evidence(method='psis') need none",
+                kind="size",
+                size=self.dim,
+            )
+        total = torch.zeros(self.dim, self.dim, dtype=torch.float64, device=self.device)
+        labels = torch.Generator().manual_seed(self.seed)
+        for number, low in enumerate(range(0, self.count, 256)):
+            inputs, targets = take((self.inputs, self.targets), low, low + 256)
+            noise = self.draw(len(targets), 100 + number)[0].to(self.dtype)
+            roots = self.network.derivatives(inputs, targets, noise, labels)[3].double()
+            total += roots.T @ roots
+        return total
+
+    @cached_property
+    def center(self) -> Tensor:
+        """The posterior's mean."""
+        return self.draw(2048, 99)[0].mean(0)
+
+    def whitening(self, temperature: float = 1.0) -> "Whitened":
+        r"""Coordinates :math:`z = m + A u`, :math:`A A^\top = (\beta\, E_q[G] + V^{-1})^{-1}`; :math:`V` is the prior's variance."""
+        precision = temperature * self.curvature + (1.0 / self.prior_variance).diag()
+        root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
+        return Whitened(self, self.center, root, temperature)
+
+
+class Whitened:
+    r"""The density :math:`p(z)\, p(D \mid z)^\beta` in coordinates :math:`z = m + A u`; the energy leaves out :math:`\log|A|`."""
+
+    def __init__(self, target: NoiseTarget, center: Tensor, root: Tensor, temperature: float = 1.0) -> None:
+        self.target, self.center, self.root, self.temperature = target, center, root, temperature
+        self.log_det = float(root.diagonal().log().sum())
+
+    def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Energies ``[C]`` and gradients ``[C, D]``, as chains take them."""
+        prior, fitted, slopes = self.target.gradient(self.vectors(position))
+        slope = slopes[0] + self.temperature * slopes[1]
+        return -(prior + self.temperature * fitted), -(slope @ self.root)
+
+    def vectors(self, position: Tensor) -> Tensor:
+        """The noise at positions ``[..., D]``."""
+        return self.center + position @ self.root.T
+
+    def position(self, vectors: Tensor) -> Tensor:
+        """Where the noise ``[..., D]`` lies."""
+        away = (vectors - self.center).reshape(-1, len(self.center))
+        return torch.linalg.solve_triangular(self.root, away.T, upper=False).T.reshape(vectors.shape)
+
+
+def _check_density(posterior: Any) -> None:
+    trouble = ""
+    if not isinstance(posterior, NoisePosterior):
+        trouble = (
+            "this takes a posterior of noise (of fb.NodeNoise or fb.calibrate), not a "
+            f"{getattr(posterior, 'kind', type(posterior).__name__)} posterior"
+        )
+    else:
+        for name, layer in noise_layers(posterior.model).items():
+            if not trouble and not isinstance(layer.whole, InputNoise):
+                trouble = (
+                    f"the noise of layer '{name}' is {layer.label}, which has no density to be compared with"
+                )
+    if trouble:
+        raise FlowBNNError(trouble, kind="unsupported", argument="posterior")
+
+
+def fixed_data(loader: Iterable[Any], seed: int) -> tuple[Any, Tensor]:
+    """All inputs and targets; a loader whose passes differ in more than order is refused."""
+    check_loader(loader, "diagnostics")
+
+    def check(batch: Any) -> None:
+        check_loader([batch], "diagnostics")
+
+    def once(number: int) -> tuple[Any, Tensor]:
+        try:
+            return gather(loader, check, number)
+        except IndexError:
+            raise FlowBNNError("the loader gives no examples", kind="loader", argument="loader") from None
+
+    data = once(seed)
+    if not isinstance(loader, list | tuple) and _rows_of(data) != _rows_of(once(seed + 1)):
+        raise FlowBNNError(
+            "two passes over this loader give different examples: the likelihood must be that of fixed data, so leave out random "
+            "augmentation and drop_last (a shuffled order is fine)",
+            kind="loader",
+            argument="loader",
+        )
+    return data
+
+
+def _rows_of(data: tuple[Any, Tensor]) -> list[list[int]]:
+    return sorted(fingerprint(take(data, row, row + 1)) for row in range(len(data[1])))

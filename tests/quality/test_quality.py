@@ -1,0 +1,254 @@
+"""Diagnostics on a network whose output is linear in its noise: the evidence and the posterior have closed forms."""
+
+import math
+import warnings
+from functools import cached_property
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+import flowbnn as fb
+from flowbnn.diagnostics.pareto import generalized_pareto, pareto_smoothed
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.likelihoods import Gaussian
+from flowbnn.noise.joint import independent_vectors
+from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.quality.chains import NoiseChains
+from flowbnn.quality.evidence import Evidence, warn_of_disagreement
+from flowbnn.quality.report import Report
+
+NOISE, SIZES = 0.3, [3, 2]
+
+
+class TwoLayers(nn.Module):
+    """Two layers beside each other: linear in the noise of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 1), nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x[:, :3]) + self.two(x[:, 3:])
+
+
+class Known:
+    """Data, exact evidence, exact posterior, and a stochastic network for it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.network = TwoLayers()
+        self.inputs = torch.randn(20, 5) @ (torch.eye(5) + 0.5)  # correlated, and so is the noise
+        self.targets = self.network(self.inputs).detach() + NOISE * torch.randn(20, 1)
+        self.loader = [(self.inputs[:12], self.targets[:12]), (self.inputs[12:], self.targets[12:])]
+        weights = torch.cat([self.network.one.weight, self.network.two.weight], 1).detach()[0]
+        features = (self.inputs * weights).double()
+        loc, scale = 1.0, 0.5
+        rest = self.targets[:, 0].double() - self.network.one.bias.item()
+        mean = features.sum(1) * loc
+        marginal = NOISE**2 * torch.eye(20).double() + scale**2 * features @ features.T
+        self.evidence = float(MultivariateNormal(mean, marginal).log_prob(rest))
+        self.precision = features.T @ features / NOISE**2 + torch.eye(5).double() / scale**2
+        self.covariance = torch.linalg.inv(self.precision)
+        self.mean = self.covariance @ (features.T @ rest / NOISE**2 + loc / scale**2)
+
+    def posterior(self, mean: Tensor, covariance: Tensor) -> NoisePosterior:
+        model = fb.to_stochastic(self.network, {"*": fb.noise.NormalAffine()}, joint="full")
+        ((vector, _),) = independent_vectors(model)
+        vector.transform.match(mean, covariance)
+        return NoisePosterior(model, Gaussian(NOISE))
+
+    @cached_property
+    def exact(self) -> NoisePosterior:
+        return self.posterior(self.mean, self.covariance)
+
+    @cached_property
+    def factorized(self) -> NoisePosterior:
+        return self.posterior(self.mean, (1.0 / self.precision.diagonal()).diag())
+
+    @cached_property
+    def wide(self) -> NoisePosterior:
+        return self.posterior(self.mean, 2.0 * self.covariance)
+
+    @cached_property
+    def chains(self) -> NoiseChains:
+        return fb.quality.noise_chains(self.factorized, self.loader, samples=200, warmup=60, chains=8)
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    return Known()
+
+
+def test_a_generalized_pareto_distribution_is_found():
+    source = torch.Generator().manual_seed(0)
+    for k in (0.2, 0.7, 1.2):
+        uniform = torch.rand(20_000, generator=source, dtype=torch.float64)
+        excess = (torch.expm1(-k * torch.log1p(-uniform)) * 1.5 / k).sort().values
+        found, scale = generalized_pareto(excess)
+        assert abs(found - k) < 0.04
+        assert abs(scale - 1.5) < 0.1
+        # weights of which one in five has that tail
+        assert abs(pareto_smoothed((1.0 + excess).log())[1] - k) < 0.15
+
+
+def test_the_exact_posterior_has_equal_weights(known):
+    found = fb.quality.pareto_k(known.exact, known.loader, samples=200)
+    assert found.elbo == pytest.approx(known.evidence, abs=1e-3)
+    assert found.evidence == pytest.approx(known.evidence, abs=1e-3)
+    assert found.effective > 199
+
+
+def test_importance_sampling_finds_the_evidence(known):
+    found = fb.quality.pareto_k(known.wide, known.loader, samples=4000)
+    assert found.verdict == "good"
+    assert abs(found.evidence - known.evidence) < 4 * found.evidence_error < 0.2
+    found = fb.quality.pareto_k(known.factorized, known.loader, samples=4000)
+    gap = 0.5 * float(known.precision.diagonal().log().sum() - torch.linalg.slogdet(known.precision)[1])
+    assert abs(known.evidence - found.elbo - gap) < 4 * found.elbo_error
+    narrow = known.posterior(known.mean, 0.05 * known.covariance)
+    assert fb.quality.pareto_k(narrow, known.loader).verdict == "bad"
+
+
+def test_chains_are_the_exact_posterior(known):
+    chains = known.chains
+    assert chains.certified
+    assert chains.divergences == 0
+    vectors = chains.vectors.flatten(0, 1)
+    error = (known.covariance.diagonal() / chains.effective).sqrt()
+    assert bool(((vectors.mean(0) - known.mean).abs() < 4 * error).all())
+    ratio = torch.linalg.solve(known.covariance, vectors.T.cov())
+    assert torch.allclose(ratio, torch.eye(5).double(), atol=0.25)
+    assert {name: tuple(part.shape) for name, part in chains.draws.items()} == {
+        "one": (8, 200, 3),
+        "two": (8, 200, 2),
+    }
+
+
+def test_evidence_by_three_methods(known):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in ("bridge", "psis", "tempered"):
+            found = fb.quality.evidence(known.wide, known.loader, method, known.chains, samples=2000)
+            assert found.trusted
+            assert abs(found.value - known.evidence) < 4 * found.error + 1e-3, method
+            assert found.error < 0.3
+
+
+def test_methods_that_disagree_are_told():
+    one, other = (Evidence(value, 0.01, "psis", True) for value in (0.0, 1.0))
+    with pytest.warns(FlowBNNWarning, match="1.00 nats apart") as told:
+        warn_of_disagreement(one, other)
+    assert told[0].message.fields["kind"] == "evidence"
+
+
+def test_the_gap_is_split_into_what_correlation_gains(known):
+    blocks = [torch.linalg.slogdet(known.precision[part, part])[1] for part in (slice(0, 3), slice(3, 5))]
+    diagonal, whole = known.precision.diagonal().log().sum(), torch.linalg.slogdet(known.precision)[1]
+    within, across = 0.5 * float(diagonal - sum(blocks)), 0.5 * float(sum(blocks) - whole)
+    assert min(within, across) > 0.1
+    gap = fb.quality.elbo_gap(known.factorized, known.loader, known.chains, samples=4000)
+    assert gap.within == pytest.approx(within, abs=0.1)
+    assert gap.across == pytest.approx(across, abs=0.1)
+    assert abs(gap.rest) < 0.15
+    assert gap.per_example == pytest.approx(gap.nats / 20)
+    assert gap.per_dimension == pytest.approx(gap.nats / 5)
+
+
+def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return known.inputs[index] + 0.1 * torch.randn(5), known.targets[index]
+
+    shuffled = fb.data.TensorLoader(known.inputs, known.targets, batch_size=8, shuffle=True)
+    same = fb.quality.pareto_k(known.exact, shuffled, samples=50)
+    assert same.elbo == pytest.approx(known.evidence, abs=1e-3)
+    dropout = fb.MCDropout(epochs=1).fit(known.network, known.loader, progress=False)
+    cases = [
+        (known.exact, torch.utils.data.DataLoader(Augmented(), batch_size=5), "fixed data", "loader"),
+        (known.exact, [], "empty", "loader"),
+        (known.exact, torch.utils.data.DataLoader([]), "no examples", "loader"),
+        (dropout, known.loader, "no density|posterior of noise", "unsupported"),
+        (
+            fb.MLE(epochs=1).fit(known.network, known.loader, progress=False),
+            known.loader,
+            "posterior of noise",
+            "unsupported",
+        ),
+    ]
+    for posterior, loader, text, kind in cases:
+        with pytest.raises(FlowBNNError, match=text) as told:
+            fb.quality.pareto_k(posterior, loader)
+        assert told.value.kind == kind
+        assert "\n" not in str(told.value)
+
+
+def test_predictions_of_the_exact_posterior_are_within_the_floor(known):
+    exact = fb.quality.agreement(known.exact, known.loader, known.chains, samples=1600)
+    assert exact.variation < 1.5 * exact.variation_floor < 0.05
+    assert exact.agreement == 1.0
+    assert exact.wasserstein < 2 * exact.wasserstein_floor
+    moved = known.posterior(known.mean + 0.5, known.covariance)
+    away = fb.quality.agreement(moved, known.loader, known.chains)
+    # each input's predictive is a normal whose mean has moved
+    features = (
+        (known.inputs * torch.cat([known.network.one.weight, known.network.two.weight], 1)).detach().double()
+    )
+    spread = (NOISE**2 + ((features @ known.covariance) * features).sum(1)).sqrt()
+    shift = (0.5 * features.sum(1)).abs() / spread
+    assert away.variation == pytest.approx(float(torch.erf(shift / 8**0.5).mean()), abs=0.02)
+    assert away.wasserstein > 3 * away.wasserstein_floor
+
+
+def test_two_modes_are_found_with_the_dip_between_them():
+    class Squared(nn.Module):
+        """Its output is z^2 x: noise of both signs explains the data."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.one.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(torch.ones_like(x)).square() * x
+
+    model = fb.to_stochastic(Squared(), {"*": fb.noise.NormalAffine(prior_scale=2.0, prior_loc=0.0)})
+    posterior = NoisePosterior(model, Gaussian(0.5))
+    x = torch.linspace(0.5, 1.5, 10)[:, None]
+    data = [(x, x)]
+    found = fb.quality.modes(posterior, data, starts=8)
+    assert len(found) == 2
+    assert sum(found.found) == 8
+
+    def log_joint(z: float) -> float:
+        error = float(((1 - z * z) * x).square().sum()) / 0.5**2
+        return -0.5 * (error + (z / 2) ** 2) - 10 * math.log(0.5) - math.log(2) - 5.5 * math.log(2 * math.pi)
+
+    best = max(log_joint(0.5 + 0.0005 * step) for step in range(2000))
+    assert found.log_density.tolist() == pytest.approx([best, best], abs=1e-3)
+    assert sorted(found.vectors[:, 0].sign().tolist()) == [-1.0, 1.0]
+    assert float(found.dips[0, 1]) == pytest.approx(best - log_joint(0.0), abs=1e-3)
+
+
+def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, capsys):
+    good = fb.diagnose(known.exact, known.loader, seconds=0.0)
+    assert good.good
+    assert good.richer == "nothing" or good.pareto.k >= 0.5
+    assert "log-evidence" in capsys.readouterr().out
+    chains = known.chains
+    near = fb.quality.agreement(known.factorized, known.loader, chains)
+    gap = fb.quality.elbo_gap(known.factorized, known.loader, chains)
+    report = Report(good.pareto, 5, 20, chains, gap, near)
+    assert report.richer == max(("within", "across"), key=lambda name: getattr(gap, name))
+    assert "could matter" in report.sentence
+    assert "total variation" in str(report)
+
+
+def test_chains_of_another_density_are_refused(known):
+    other = [(known.inputs, known.targets + 1.0)]
+    with pytest.raises(FlowBNNError, match="another network, prior or data"):
+        fb.quality.elbo_gap(known.exact, other, known.chains)
