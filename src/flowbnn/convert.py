@@ -19,7 +19,7 @@ from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
 from flowbnn.noise.batched import NoiseGroup
 from flowbnn.noise.fixed import FixedNoise
-from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
+from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable
 from flowbnn.options import Hint, checked
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -201,7 +201,7 @@ def _why_nothing(rule: Rule, model: nn.Module, layers: dict[str, nn.Module]) -> 
 
 
 def _layout(model: nn.Module, name: str, module: nn.Module, recipe: Recipe) -> Layout:
-    layout = layout_of(module)
+    layout = layout_of(module) if recipe.side == "input" else output_layout(module)
     axis = recipe.batch_axis
     if axis == "none":
         return layout._replace(batch_axis=None)
@@ -246,8 +246,8 @@ def to_deterministic(model: nn.Module, *, absorb: bool = False) -> nn.Module:
 
     Args:
         absorb: multiply the mean of each layer's noise into its weights, so that the plain network computes what the
-            stochastic one does with its noise held at the mean; layers whose weights cannot take it (attention, recurrent, tied)
-            keep it as a buffer that multiplies their input. After training the means are no longer one, and without this the
+            stochastic one does with its noise held at the mean; layers whose weights cannot take it (attention, recurrent, tied, noise
+            on the output) keep it as a buffer that multiplies. After training the means are no longer one, and without this the
             network is not the one that was trained: a warning says so.
 
     A network without noise, such as one that ``posterior.sample`` gave, is plain already and comes back as it is.
@@ -301,7 +301,8 @@ def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise], elsewhere: Collec
             if part is noise:
                 delattr(module, child)
         one = fixed.get(name)
-        if one is not None and one.site == "channel" and name not in elsewhere and _absorbs(model, name):
+        inside = one is not None and one.site == "channel" and one.layout.side == "input"
+        if one is not None and inside and name not in elsewhere and _absorbs(model, name):
             module.weight.data.mul_(weight_scale(module, one.mean().to(module.weight)))
         elif one is not None:
             _wrap(module, one)

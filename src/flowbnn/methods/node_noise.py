@@ -34,6 +34,8 @@ class NodeNoise(Variational):
             :func:`~flowbnn.to_stochastic` takes them.
         components: of the mixture.
         site: ``"channel"`` or ``"position"``.
+        side: ``"input"``, or ``"output"``: the noise multiplies what linear layers and convolutions give (Trinh et al. 2022,
+            https://arxiv.org/abs/2206.02435, use it against corrupted inputs, with ``gamma`` above 0).
         joint: one posterior over the noise of all layers, as in :func:`~flowbnn.to_stochastic`; a flow then acts on all of it.
         base_scale: standard deviation of the noise at the start.
         noise_lr, schedule, beta, gamma, warmup, samples: as in :func:`~flowbnn.fit`.
@@ -49,6 +51,7 @@ class NodeNoise(Variational):
     ) = "gaussian"
     components: Count = field(default=16, kw_only=True)
     site: Literal["channel", "position"] = field(default="channel", kw_only=True)
+    side: Literal["input", "output"] = field(default="input", kw_only=True)
     joint: Literal["full", "chain", "low-rank", "layers"] | None = field(default=None, kw_only=True)
     base_scale: Positive = field(default=0.1, kw_only=True)
     noise_lr: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -64,7 +67,9 @@ class NodeNoise(Variational):
             return self.kind
         if isinstance(self.kind, Recipe):
             return {"*": self.kind}
-        common = {name: getattr(self, name) for name in ("site", "prior_scale", "base_scale", "joint")}
+        common = {
+            name: getattr(self, name) for name in ("site", "side", "prior_scale", "base_scale", "joint")
+        }
         if self.kind == "joint":
             return {"*": NormalAffine(**{**common, "joint": self.joint or "full"})}
         if self.kind == "mixture":

@@ -273,7 +273,7 @@ class Noise(nn.Module, ABC):
         return self.multiply((output,), module)[0]
 
     def output_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of a layer that reads no real-valued features."""
+        """Forward hook of a layer whose noise is on its output."""
         return self.multiply((output,))[0]
 
     def _multiply_packed(self, packed: PackedSequence) -> PackedSequence:

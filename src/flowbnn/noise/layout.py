@@ -20,7 +20,7 @@ class Layout(NamedTuple):
         feature_axis: the axis of the features, counted from the end (``-1`` linear, ``-3`` a 2-d convolution).
         batch_axis: the axis of the examples when the input is batched; None where the input has none (positions, say).
         unbatched_ndim: number of axes of one example without a batch axis.
-        side: ``"input"``, or ``"output"`` for layers that read no real-valued features (an embedding).
+        side: ``"input"``, or ``"output"`` where it is asked for, and for layers that read no real-valued features (an embedding).
         fan_out: above 0 where every output reads one input feature (a depthwise convolution, a convolution of a grey image):
             that many outputs for each. Noise on such an input passes through the layer, ``f(z x) - b = z (f(x) - b)``, so it may
             as well multiply the output, which spares a gradient for the images and, at prediction, all samples but one.
@@ -118,6 +118,25 @@ def layout_of(module: nn.Module) -> Layout:
     if layout is None:
         reason = "is not a layer that can carry noise; register_layer teaches flowbnn a layer of your own"
     raise FlowBNNError(f"a {type(module).__name__} {reason}", kind="layer")
+
+
+def output_layout(module: nn.Module) -> Layout:
+    """The layout of noise on the output of a linear layer or a convolution, bias included, or of an embedding.
+
+    >>> output_layout(nn.Conv2d(3, 8, 5))[:2]
+    (8, -3)
+    """
+    layout = layout_of(module)
+    if layout.side == "output":
+        return layout
+    if not isinstance(module, (*FORWARD, *TRANSPOSED)):
+        raise FlowBNNError(
+            f"a {type(module).__name__} takes noise on its input only; side='output' is for linear layers and convolutions",
+            kind="layer",
+            argument="side",
+        )
+    width: Any = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+    return layout._replace(dim=width, side="output", fan_out=0)
 
 
 def absorbs(module: nn.Module) -> bool:

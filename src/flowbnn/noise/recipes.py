@@ -37,6 +37,7 @@ class Recipe:
 
     Args:
         site: ``"channel"``, one vector for the whole feature map, or ``"position"``, one at every position (Xiong's report).
+        side: ``"input"``, or ``"output"``: the noise multiplies what a linear layer or a convolution gives, bias included.
         prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in Xiong's report.
         base_loc, base_scale: the base before the transforms. It is narrower than the prior, so that a trained network begins about
             where it was and the noise widens to what the data allow.
@@ -53,6 +54,7 @@ class Recipe:
     """
 
     site: Site = "channel"
+    side: Literal["input", "output"] = "input"
     prior_loc: float = 1.0
     prior_scale: Positive = 0.5
     base_loc: float = 1.0

@@ -88,7 +88,8 @@ class NoisePosterior(Posterior):
     def sample(self, seed: int | None = None) -> nn.Module:
         """The first network of a prediction with this seed, plain: one draw of the noise is in its weights.
 
-        Layers whose weights cannot take it (attention, recurrent, tied, site ``position``) have it as a buffer that multiplies.
+        Layers whose weights cannot take it (attention, recurrent, tied, site ``position``, side ``output``) have it as a buffer that
+        multiplies.
         """
         shown = [value for value in self.kept.values.values() if isinstance(value, Recording)]
         return at_draw(self.model, seed, {name for one in shown for name in one.read_elsewhere})
