@@ -122,7 +122,7 @@ def calibrate(
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers (each linear in the one before), independent ``"layers"``, or
             ``"factorized"``. ``"auto"``: full up to 6,000 dimensions, else a chain, else factorized.
         prior: of the noise: ``"fixed"``, :math:`\mathcal N(1, \mathrm{scale}^2)`; ``"fitted"``, with a mean and a width for every
-            layer that maximise the ELBO, which few examples need; ``"auto"``, what cross-validation finds better.
+            layer that maximise the ELBO, which few examples need; ``"auto"``, the better one on the first fold.
         prior_scale: :math:`\mathrm{scale}`.
         rules: which layers get noise, as in :func:`~flowbnn.to_stochastic`; all unless given.
         folds: of the cross-validation that compares the result with the plain network and with temperature scaling; 0 leaves it
@@ -172,7 +172,6 @@ def calibrate(
     report: dict[str, Any] = {"nll": {}, "ece": {}, "gain": float("nan"), "error": float("nan")}
     if folds > 1:
         scores, errors = work.cross_validate(kinds, folds, progress)
-        kinds.sort(key=lambda kind: float(scores[kind].mean()))
         names = {"plain": "plain", "temperature": "temperature", "calibrated": kinds[0]}
         difference = scores["temperature"] - scores[kinds[0]]
         report = {
@@ -309,7 +308,10 @@ class _Work:
     def cross_validate(
         self, kinds: list[Prior], folds: int, show: bool
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Negative log-likelihoods of the examples, each left out once, and calibration errors, of all that is compared."""
+        """Negative log-likelihoods of the examples, each left out once, and calibration errors, of all that is compared.
+
+        Of several kinds of prior the one that is better on the first fold remains in ``kinds``.
+        """
         order = torch.randperm(len(self.targets), generator=torch.Generator().manual_seed(self.seed))
         losses: dict[str, list[Tensor]] = {}
         probabilities: dict[str, list[Tensor]] = {}
@@ -332,10 +334,13 @@ class _Work:
                 losses.setdefault(name, []).append(predictive.nll(targets).double().cpu())
                 if hasattr(predictive, "probabilities"):
                     probabilities.setdefault(name, []).append(predictive.probabilities)
+            if len(kinds) > 1:  # the prior is chosen on the first fold
+                kinds.sort(key=lambda kind: float(losses[kind][0].mean()))
+                del kinds[1:]
         errors = {
             name: float(calibration_error(torch.cat(some), torch.cat(truth)))
             for name, some in probabilities.items()
-            if some[0].ndim == 2
+            if some[0].ndim == 2 and len(some) == folds
         }
         return {name: torch.cat(some) for name, some in losses.items()}, errors
 

@@ -7,6 +7,7 @@
 """
 
 from flowbnn.results import Metric, Parts
+from flowbnn_studies.calibrate import CalibrateStudy
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
@@ -43,6 +44,7 @@ for _study in (
     Clusters2d(),
     Elephant(),
     Uci(),
+    CalibrateStudy(),
     CompareStudy(),
     *IMAGE_STUDIES,
 ):

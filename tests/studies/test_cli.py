@@ -34,6 +34,7 @@ def test_version_and_list():
         "clusters-2d",
         "elephant",
         "uci",
+        "calibrate",
         "compare",
         "lenet-fashion",
         "lenet-cifar10",

@@ -15,6 +15,7 @@ chosen: a step that lowers the ELBO by more than its own error is taken back and
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import mean, stdev
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ Structure = Literal["full", "chain", "layers", "factorized"]
 START = 0.1  # standard deviation of the noise at the start
 MOST, LEAST = 0.5, 0.01  # sizes of a step
 ROWS = 256  # examples in one pass
-EXACT = 32  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example
+EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 CALM = 8  # passes after the ELBO has settled
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
@@ -187,7 +188,7 @@ class NaturalFit:
 
     Args:
         gaussian: over the noise of all layers, in the network's order.
-        elbo, error: in nats, on fresh draws, and its standard error.
+        elbo, error: in nats, the mean of the last passes, and its standard error.
         trace: the ELBO of every pass.
     """
 
@@ -275,12 +276,12 @@ def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: float, scale: float) 
               \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - \mu_0)^2 + \sigma_0^2}{d_l + 1}
     """
     locs, variances = [], []
-    for mean, spread in zip(q.mean.split(list(sizes)), q.variances().split(list(sizes)), strict=True):
-        count = len(mean) + WEIGHT
-        center = (mean.sum() + WEIGHT * loc) / count
-        total = (spread + (mean - center).square()).sum() + WEIGHT * ((center - loc) ** 2 + scale**2)
-        locs.append(center.expand_as(mean))
-        variances.append((total / count).expand_as(mean))
+    for own, spread in zip(q.mean.split(list(sizes)), q.variances().split(list(sizes)), strict=True):
+        count = len(own) + WEIGHT
+        center = (own.sum() + WEIGHT * loc) / count
+        total = (spread + (own - center).square()).sum() + WEIGHT * ((center - loc) ** 2 + scale**2)
+        locs.append(center.expand_as(own))
+        variances.append((total / count).expand_as(own))
     return _positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
 
 
@@ -342,18 +343,17 @@ def fit_gaussian(
                 break
         if calm:
             current = _average(calm)
-        finals = [problem.estimate(current).elbo for _ in range(4)]
-    mean = sum(finals) / len(finals)
-    error = (sum((value - mean) ** 2 for value in finals) / (len(finals) - 1) / len(finals)) ** 0.5
-    return NaturalFit(current, mean, error, tuple(trace))
+    late = trace[-max(2, len(calm)) :]  # of Gaussians that differ by noise alone
+    error = stdev(late) / len(late) ** 0.5 if len(late) > 1 else float("inf")
+    return NaturalFit(current, mean(late), error, tuple(trace))
 
 
 def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
     """The mean of means and precisions, with the last prior."""
-    mean = torch.stack([q.mean for q in some]).mean(0)
+    center = torch.stack([q.mean for q in some]).mean(0)
     blocks = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.blocks for q in some), strict=True)]
     links = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.links for q in some), strict=True)]
-    return _positive(replace(some[-1], mean=mean, blocks=blocks, links=links))
+    return _positive(replace(some[-1], mean=center, blocks=blocks, links=links))
 
 
 def settled_by(trace: Sequence[float], error: float) -> bool:
