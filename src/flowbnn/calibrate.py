@@ -255,6 +255,17 @@ class _Work:
         if self.structure != "factorized":
             model = to_stochastic(plain, self.rules, joint=self.structure)
             align_batch_axes(model, first)
+        for vector, (name, *_) in independent_vectors(model):
+            normal = isinstance(vector.base, NormalBase) and isinstance(vector.prior, NormalBase)
+            affine = vector.start is not None and not vector.rest
+            if not normal or not (affine or isinstance(vector.transform, BlockTriangular)):
+                raise FlowBNNError(
+                    f"calibrate fits a Gaussian under a normal prior, not {vector.label} of layer '{name}'; "
+                    "give rules of NormalAffine",
+                    kind="rules",
+                    argument="rules",
+                    layer=name,
+                )
         self.model = model
 
     def fit(self, index: Tensor, prior: Prior) -> NaturalFit:

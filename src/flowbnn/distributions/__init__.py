@@ -1,6 +1,14 @@
 """Bases and flows, as ``torch.distributions``."""
 
-from flowbnn.distributions.bases import Base, DiagonalNormal, MixtureBase, NormalBase, NormalMixture
+from flowbnn.distributions.bases import (
+    Base,
+    DiagonalNormal,
+    DiagonalStudent,
+    MixtureBase,
+    NormalBase,
+    NormalMixture,
+    StudentBase,
+)
 from flowbnn.distributions.divergence import Divergence, divergence
 from flowbnn.distributions.flow import Flow
 from flowbnn.distributions.torch_transform import from_torch
@@ -8,11 +16,13 @@ from flowbnn.distributions.torch_transform import from_torch
 __all__ = [
     "Base",
     "DiagonalNormal",
+    "DiagonalStudent",
     "Divergence",
     "Flow",
     "MixtureBase",
     "NormalBase",
     "NormalMixture",
+    "StudentBase",
     "divergence",
     "from_torch",
 ]

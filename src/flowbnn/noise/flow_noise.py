@@ -1,5 +1,6 @@
 """Noise from a flow: the stochastic part of Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
 
+import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -173,8 +174,7 @@ class InputNoise(Noise):
 
     def _autocast(self) -> tuple[str, torch.dtype | None]:
         """The device, and the precision of the product that the noise goes into, which rounds it; None where it does not."""
-        tensors = self.base.buffers() if isinstance(self.base, NormalBase) else self.base.parameters()
-        device = next(tensors).device.type
+        device = next(itertools.chain(self.base.buffers(), self.base.parameters())).device.type
         return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def mean(self) -> Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, fields
 from typing import Annotated, Any, Literal
 
-from flowbnn.distributions import Base, MixtureBase, NormalBase
+from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
+from flowbnn.distributions.bases import Freedom
 from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
@@ -41,6 +42,8 @@ class Recipe:
         prior_loc, prior_scale: the prior on the transformed noise, :math:`N(1, 0.5^2)` as in Xiong's report.
         base_loc, base_scale: the base before the transforms. It is narrower than the prior, so that a trained network begins about
             where it was and the noise widens to what the data allow.
+        prior_df, base_df: degrees of freedom, above 2, of a Student-t in place of the normal prior or base, which then has heavy tails;
+            the KL is estimated from ``kl_samples`` draws. A Student-t has a larger standard deviation than its scale.
         components: above 1, the base is an equal mixture of that many learned normals, which gives many modes.
         positions: with site ``"position"``: ``"mean"`` counts the KL of one position, as Xiong's report does, which tempers
             it; a number counts that many positions, exact when it is the size of the feature map.
@@ -59,6 +62,8 @@ class Recipe:
     prior_scale: Positive = 0.5
     base_loc: float = 1.0
     base_scale: Positive = 0.1
+    prior_df: Freedom | None = None
+    base_df: Freedom | None = None
     components: Size = 1
     positions: Count | Literal["mean"] = "mean"
     kl_samples: Count = 16
@@ -96,10 +101,14 @@ class Recipe:
         return join(self._noise(Layout(dim), transform, 0.0, 1.0), layouts)
 
     def _noise(self, layout: Layout, transform: Transform, loc: float, scale: float) -> InputNoise:
-        base: Base = NormalBase(layout.dim, loc, scale)
+        if self.components != 1 and self.base_df is not None:
+            raise FlowBNNError(
+                "a mixture has normal components; leave out base_df or components", argument="base_df"
+            )
+        base = _of_kind(layout.dim, loc, scale, self.base_df)
         if self.components != 1:
             base = MixtureBase(layout.dim, self.components, loc, scale)
-        prior = NormalBase(layout.dim, self.prior_loc, self.prior_scale)
+        prior = _of_kind(layout.dim, self.prior_loc, self.prior_scale, self.prior_df)
         return InputNoise(
             base, transform, prior, layout, self.site, self.positions, self.kl_samples, str(self)
         )
@@ -112,6 +121,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         return {"recipe": type(self).__name__, **asdict(self)}
+
+
+def _of_kind(dim: int, loc: float, scale: float, df: float | None) -> Base:
+    return NormalBase(dim, loc, scale) if df is None else StudentBase(dim, loc, scale, df)
 
 
 @options

@@ -1,0 +1,105 @@
+"""The Student-t: density, draws and KL against torch, scipy and quadrature, and noise that has it."""
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.distributions import Independent, StudentT
+
+import flowbnn as fb
+from flowbnn.diagnostics import marginal
+from flowbnn.distributions import DiagonalNormal, DiagonalStudent, StudentBase, divergence
+from flowbnn.errors import FlowBNNError
+from flowbnn.noise import NormalAffine, NormalPlanar
+
+LOC, SCALE = torch.tensor([0.5, -1.0]).double(), torch.tensor([2.0, 0.3]).double()
+
+
+@pytest.mark.parametrize("df", [2.5, 4.0, 30.0])
+def test_density_moments_and_draws_are_those_of_a_student_t(df):
+    ours, theirs = DiagonalStudent(LOC, SCALE, df), Independent(StudentT(df, LOC, SCALE), 1)
+    points = 3.0 * torch.randn(7, 2).double()
+    torch.testing.assert_close(ours.log_prob(points), theirs.log_prob(points))
+    torch.testing.assert_close(ours.variance, theirs.variance)
+    torch.testing.assert_close(ours.expand((3,)).log_prob(points[:3]), theirs.log_prob(points[:3]))
+    drawn = (ours.rsample((4000,), torch.Generator().manual_seed(0)) - LOC) / SCALE
+    for column in drawn.T:
+        assert stats.kstest(column.numpy(), stats.t(df).cdf).pvalue > 1e-3
+    assert abs(stats.spearmanr(drawn.numpy()).statistic) < 0.06
+
+
+def test_gradients_reach_location_and_scale():
+    loc, scale = LOC.clone().requires_grad_(), SCALE.clone().requires_grad_()
+    drawn = DiagonalStudent(loc, scale, 3.0).rsample((50,), torch.Generator().manual_seed(0))
+    slope, width = torch.autograd.grad(drawn.sum(), (loc, scale))
+    torch.testing.assert_close(slope, torch.full_like(LOC, 50.0))
+    torch.testing.assert_close(width, ((drawn - LOC) / SCALE).sum(0).detach())
+
+
+def test_the_kl_to_a_student_prior_is_that_of_quadrature():
+    q, p = DiagonalNormal(LOC[:1], SCALE[:1]), DiagonalStudent(LOC[1:], SCALE[1:], 4.0)
+    grid = torch.linspace(-25, 25, 20_001).double()[:, None]
+    density = q.log_prob(grid).exp()
+    exact = torch.trapezoid(density * (q.log_prob(grid) - p.log_prob(grid)), grid[:, 0])
+    found = divergence(q, p, 200_000, torch.Generator().manual_seed(0)).kl
+    assert abs(float(found - exact)) < 0.02
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NormalAffine(prior_df=3.0, base_df=3.0),
+        NormalPlanar(prior_df=4.0),
+        NormalAffine(prior_df=3.0, base_df=5.0, joint="full"),
+    ],
+    ids=str,
+)
+def test_a_network_with_it_is_fitted_saved_and_loaded(recipe, tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    inputs = torch.randn(60, 2)
+    batches = [(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long())]
+    posterior = fb.NodeNoise(recipe, epochs=5).fit(network, batches, seed=0, progress=False)
+    again = fb.load_posterior(posterior.save(tmp_path / "noise"), network)
+    given = [one.predict(inputs, 8, seed=0).log_samples for one in (posterior, again)]
+    assert torch.equal(*given)
+    draws = posterior.draws(5, seed=0)
+    torch.testing.assert_close(posterior.log_prob(draws), again.log_prob(draws))
+    if recipe.joint is None:
+        found, prior = marginal(posterior.model, "0", 0), StudentT(recipe.prior_df, 1.0, 0.5)
+        torch.testing.assert_close(found.prior, prior.log_prob(found.grid).exp(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_entropy_term_widens_the_noise():
+    torch.manual_seed(0)
+    inputs = torch.randn(60, 2)
+    batches, network = [(inputs, (inputs[:, 0] > 0).long())], nn.Linear(2, 2)
+    spread = [
+        fb.NodeNoise(gamma=gamma, epochs=150)
+        .fit(network, batches, seed=0, progress=False)
+        .draws(400, seed=0)[""]
+        .std()
+        for gamma in (0.0, 5.0)
+    ]
+    assert spread[1] > 1.3 * spread[0]
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    with pytest.raises(FlowBNNError, match="prior_df"):
+        NormalAffine(prior_df=2.0)
+    with pytest.raises(FlowBNNError, match="df"):
+        StudentBase(3, df=1.0)
+    inputs = torch.randn(40, 2)
+    for rules in (
+        {"*": NormalAffine(prior_df=3.0)},
+        {"*": NormalPlanar()},
+        {"*": NormalAffine(components=2)},
+    ):
+        with pytest.raises(FlowBNNError, match="calibrate fits a Gaussian") as refused:
+            fb.calibrate(
+                nn.Linear(2, 2), [(inputs, torch.arange(40) % 2)], rules=rules, folds=0, progress=False
+            )
+        assert "\n" not in str(refused.value)
+    with pytest.raises(FlowBNNError, match="components") as refused:
+        fb.to_stochastic(nn.Linear(2, 2), {"*": NormalAffine(base_df=3.0, components=2)})
+    assert refused.value.argument == "base_df"
