@@ -1,19 +1,18 @@
 r"""What correlation costs a posterior that does not have it, in nats, and how far two sets of draws are from each other."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Seed, checked
 
 
-@checked
 def correlation_nats(
-    draws: Tensor, sizes: Sequence[Count], effective: float | None = None
+    precision: Tensor, sizes: Sequence[int], freedom: float | None = None
 ) -> tuple[float, float]:
-    r"""By how much the ELBO of the best Gaussian falls when it loses its correlations within blocks, and those across them.
+    r"""By how much the ELBO of a Gaussian falls when it loses its correlations within blocks, and those across them.
 
     Of a Gaussian with precision :math:`\Lambda`, in blocks :math:`l` with entries :math:`i`, the best approximation by independent
     blocks, or by independent numbers, has its diagonal blocks, or its diagonal, as precision, and
@@ -21,38 +20,30 @@ def correlation_nats(
     .. math:: \mathrm{across} = \tfrac12 \Big(\sum_l \log|\Lambda_{ll}| - \log|\Lambda|\Big), \qquad
               \mathrm{within} = \tfrac12 \Big(\sum_i \log\Lambda_{ii} - \sum_l \log|\Lambda_{ll}|\Big)
 
-    (Turner and Sahani 2011, https://doi.org/10.1017/CBO9780511984679.006). The bias of the determinants of a covariance that few draws
-    give is taken out: those of Wishart matrices are known.
+    (Turner and Sahani 2011, https://doi.org/10.1017/CBO9780511984679.006).
 
     Args:
-        draws: ``[S, D]``.
+        precision: ``[D, D]``.
         sizes: of the blocks, D in all.
-        effective: number of independent draws that they are worth, if fewer than S.
+        freedom: where it is the inverse of a sample covariance, the degrees of freedom of that, draws less one: the bias of the
+            determinants of Wishart matrices is taken out.
 
     Returns:
         ``(within, across)``.
 
-    >>> normal = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> draws = normal @ torch.tensor([[1.0, 0.8], [0.0, 0.6]], dtype=torch.float64)  # correlation 0.8: -log(1 - 0.64) / 2 = 0.51
-    >>> [round(value, 1) for value in correlation_nats(draws, [2])], round(correlation_nats(draws, [1, 1])[1], 1)
-    ([0.5, 0.0], 0.5)
+    >>> precision = torch.linalg.inv(torch.tensor([[1.0, 0.8], [0.8, 1.0]]))  # correlation 0.8: -log(1 - 0.64) / 2 = 0.51
+    >>> [[round(value, 2) for value in correlation_nats(precision, sizes)] for sizes in ([2], [1, 1])]
+    [[0.51, 0.0], [0.0, 0.51]]
     """
-    dim = draws.shape[-1]
-    freedom = min(len(draws), effective or len(draws)) - 1.0
-    if draws.ndim != 2 or dim != sum(sizes) or freedom < dim + 2:
-        raise FlowBNNError(
-            f"draws must be [S, {sum(sizes)}] with more of them than dimensions by effective size, got {tuple(draws.shape)} worth "
-            f"{freedom + 1:.0f}",
-            argument="draws",
-        )
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(draws.double().T.cov().reshape(dim, dim)))
+    dim = len(precision)
 
     def log_det(matrix: Tensor) -> float:
-        """Of a diagonal block, whose inverse is Wishart with the degrees of freedom that the other dimensions leave."""
-        own = len(matrix)
+        value, own = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
+        if freedom is None:
+            return value
+        # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
         ranks = freedom - (dim - own) - torch.arange(own, dtype=torch.float64)
-        bias = torch.special.digamma(ranks / 2.0).sum() + own * torch.tensor(2.0 / freedom).log()
-        return float(torch.linalg.slogdet(matrix)[1]) + float(bias)
+        return value + float(torch.special.digamma(ranks / 2.0).sum()) + own * math.log(2.0 / freedom)
 
     blocks = [block.split(list(sizes), 1)[at] for at, block in enumerate(precision.split(list(sizes)))]
     diagonal = sum(log_det(entry.reshape(1, 1)) for entry in precision.diagonal())
@@ -69,7 +60,7 @@ def sliced_wasserstein(one: Tensor, other: Tensor, directions: Count = 256, seed
 
     >>> draws = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
     >>> moved = torch.tensor([3.0, 0.0, 0.0])  # the mean of |cos| on the sphere is 1 / 2
-    >>> abs(sliced_wasserstein(draws, draws + moved, directions=2000) - 1.5) < 0.05
+    >>> abs(sliced_wasserstein(draws, draws + moved, directions=500) - 1.5) < 0.1
     True
     """
     source = torch.Generator().manual_seed(seed)

@@ -19,6 +19,7 @@ from flowbnn.posterior.weights import generator_of
 from flowbnn.quality.target import NoiseTarget, Whitened
 
 RHAT = 1.01  # up to which chains are taken for the truth
+LONGEST = 4  # times the draws asked for, where fewer do not mix
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def noise_chains(
     Args:
         posterior: of noise, fitted; up to 6,000 dimensions.
         loader: the data.
-        samples: draws of each chain.
+        samples: draws of each chain; twice and four times as many where R-hat is above 1.01.
         warmup: transitions of each before.
         chains: run beside each other.
         target_accept: mean acceptance probability that the step size is tuned to.
@@ -113,9 +114,13 @@ def noise_chains(
         samples=samples,
         target=target_accept,
     )
-    record = run.run(progress=progress, description="sampling the noise")
-    position = record["position"]
-    rhat = split_rhat(position)
+    while True:
+        record = run.run(progress=progress, description="sampling the noise")
+        position = record["position"]
+        rhat = split_rhat(position)
+        if float(rhat.max()) <= RHAT or run.samples >= LONGEST * samples:
+            break
+        run.samples *= 2
     place = int(rhat.argmax())
     owners = [name for name, size in zip(target.names, target.sizes, strict=True) for _ in range(size)]
     found = NoiseChains(

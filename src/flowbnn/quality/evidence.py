@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.bridge import bridge_sampling
-from flowbnn.diagnostics.chains import effective_sample_size
 from flowbnn.diagnostics.gaussian import correlation_nats
 from flowbnn.diagnostics.pareto import FEWEST, GOOD, USABLE, pareto_smoothed
 from flowbnn.errors import FlowBNNWarning
@@ -301,8 +300,13 @@ def elbo_gap(
 ) -> Gap:
     r"""How many nats the ELBO of a posterior lies below the log-evidence, and how many of them correlation would gain.
 
-    With :math:`T` the nats that a Gaussian's correlations are worth, within or across layers
-    (:func:`~flowbnn.diagnostics.gaussian.correlation_nats`), the posterior lacks :math:`T(\text{chains}) - T(q)`.
+    With :math:`T(\Lambda)` the nats that a Gaussian's correlations within, or across, layers are worth
+    (:func:`~flowbnn.diagnostics.gaussian.correlation_nats`) and :math:`\Lambda_r = E_r[G(z)] + V^{-1}` the precision that natural
+    gradients at draws of :math:`r` ask for (:math:`G`: Gauss-Newton matrix, :math:`V`: variance of the prior), the posterior lacks
+
+    .. math:: T(\Lambda_p) \Big(1 - \frac{T(C_q^{-1})}{T(\Lambda_q)}\Big)
+
+    what they are worth in the exact posterior :math:`p`, by the share that is missing from its own covariance :math:`C_q`.
 
     Args:
         posterior: of noise, fitted.
@@ -318,20 +322,22 @@ def elbo_gap(
 
 def gap_of(target: NoiseTarget, chains: NoiseChains, found: ParetoK) -> Gap:
     """:func:`elbo_gap` from what is there already."""
-    position = chains.position
     best = _bridge(chains)
     warn_of_disagreement(best, Evidence(found.evidence, found.evidence_error, "psis", found.k < USABLE))
-    size = float(effective_sample_size(position, "bulk").median())
     own = target.draw(max(4096, 16 * target.dim), 98)[0]
-    exact = (float("nan"), float("nan"))
-    if size > 2 * target.dim:
-        exact = correlation_nats(chains.vectors.flatten(0, 1), target.sizes, size)
-    has = correlation_nats(own, target.sizes)
+    covariance = own.T.cov().reshape(target.dim, target.dim)
+    has = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(own) - 1.0)
+    wants = correlation_nats(target.precision(own), target.sizes)
+    exact = correlation_nats(target.precision(chains.vectors.flatten(0, 1)), target.sizes)
+    lacks = [
+        worth * min(1.0, max(0.0, 1.0 - got / max(want, 1e-3)))
+        for worth, got, want in zip(exact, has, wants, strict=True)
+    ]
     return Gap(
         best.value - found.elbo,
         math.hypot(best.error, found.elbo_error),
-        exact[0] - has[0],
-        exact[1] - has[1],
+        lacks[0],
+        lacks[1],
         target.dim,
         target.count,
         best,

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, move, out_of_memory, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
+from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.methods.mcmc.potential import gather
 from flowbnn.methods.variational.natural import NoisyNetwork
 from flowbnn.noise import noise_layers
@@ -163,10 +164,7 @@ class NoiseTarget:
 
     def gradient(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`\log p(z)` and :math:`\log p(D \mid z)`, ``[S]``, and the gradients of both, ``[2, S, D]``."""
-        with torch.enable_grad():
-            leaf = vectors.detach().requires_grad_()
-            prior = self.log_prior(leaf)
-            (slope,) = torch.autograd.grad(prior.sum(), leaf)
+        prior, slope = with_gradient(self.log_prior)(vectors)
 
         def run() -> Tensor:
             total = vectors.new_zeros(len(vectors), 1 + self.dim)
@@ -184,28 +182,39 @@ class NoiseTarget:
             return total
 
         total = self._fitting(run)
-        return prior.detach(), total[:, 0], torch.stack([slope, total[:, 1:]])
+        return prior, total[:, 0], torch.stack([slope, total[:, 1:]])
 
     # -------------------- coordinates in which the density is nearly a standard normal
 
-    @cached_property
-    def curvature(self) -> Tensor:
-        r""":math:`E_q[G(z)]`, the Gauss-Newton matrix of the negative log-likelihood; every example has its own draw."""
+    def precision(self, vectors: Tensor) -> Tensor:
+        r""":math:`E[G(z)] + V^{-1}`, ``[D, D]``, at draws ``[S, D]``; :math:`G`: Gauss-Newton matrix of the negative log-likelihood."""
+        return self._gauss_newton(vectors) + (1.0 / self.prior_variance).diag()
+
+    def _gauss_newton(self, vectors: Tensor) -> Tensor:
+        """Every example has draws of its own, more than one where there are few."""
         if self.dim > DENSE:
             raise FlowBNNError(
-                f"chains over {self.dim:,} numbers of noise need a dense mass matrix of {8e-9 * self.dim**2:.1f} GB, for up to "
-                f"{DENSE:,}; pareto_k and evidence(method='psis') need none",
+                f"chains over {self.dim:,} numbers of noise need a dense mass matrix of {8e-9 * self.dim**2:.1f} GB, and are run "
+                f"up to {DENSE:,}; pareto_k and evidence(method='psis') need none",
                 kind="size",
                 size=self.dim,
             )
         total = torch.zeros(self.dim, self.dim, dtype=torch.float64, device=self.device)
         labels = torch.Generator().manual_seed(self.seed)
-        for number, low in enumerate(range(0, self.count, 256)):
-            inputs, targets = take((self.inputs, self.targets), low, low + 256)
-            noise = self.draw(len(targets), 100 + number)[0].to(self.dtype)
-            roots = self.network.derivatives(inputs, targets, noise, labels)[3].double()
-            total += roots.T @ roots
+        times = max(1, 512 // self.count)
+        for _ in range(times):
+            index = torch.randint(len(vectors), (self.count,), generator=labels).to(self.device)
+            for low in range(0, self.count, 256):
+                inputs, targets = take((self.inputs, self.targets), low, low + 256)
+                noise = vectors[index[low : low + 256]].to(self.dtype)
+                roots = self.network.derivatives(inputs, targets, noise, labels)[3].double()
+                total += roots.T @ roots / times
         return total
+
+    @cached_property
+    def curvature(self) -> Tensor:
+        """The Gauss-Newton matrix at draws of the posterior."""
+        return self._gauss_newton(self.draw(max(512, self.count), 100)[0])
 
     @cached_property
     def center(self) -> Tensor:
