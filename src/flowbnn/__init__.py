@@ -29,6 +29,7 @@ from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import (
+    DAMP,
     HMC,
     MAP,
     MLE,
@@ -53,6 +54,7 @@ from flowbnn.quality import diagnose
 __version__ = "0.1.0"
 
 __all__ = [
+    "DAMP",
     "ELBO",
     "HMC",
     "MAP",

@@ -13,6 +13,7 @@ from flowbnn.batches import device_of
 from flowbnn.diagnostics.cost import PeakMemory, clock
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import (
+    DAMP,
     HMC,
     MAP,
     MLE,
@@ -104,6 +105,7 @@ _PRIOR = ("prior_scale",)  # that of the noise, or of Laplace, means another thi
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("mle", "Maximum likelihood", MLE),
     Candidate("map", "MAP", MAP),
+    Candidate("damp", "DAMP", DAMP, cost=1.5),
     Candidate("temperature", "Temperature scaling", Temperature, cost=1.2, held_out=True),
     Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
     Candidate("deep-ensemble", "Deep ensemble of 5", DeepEnsemble, {"members": 5}, cost=5),

@@ -105,6 +105,17 @@ CASES: dict[str, Case] = {
         "it is one network",
         slow=True,
     ),
+    "damp": Case(
+        lambda **more: fb.DAMP(parts=2, **TRAINED | more),
+        lambda: fb.DAMP(scale=0.1, **SETTLED),
+        "near",
+        "where the loss is quadratic the mean of its gradients is that of MAP; the noise of its steps remains",
+        slow=True,
+        refuses=(
+            {"scale": 0.0},
+            {"parts": 0},
+        ),
+    ),
     "mc-dropout": Case(
         lambda **more: fb.MCDropout(**TRAINED | more),
         lambda: fb.MCDropout(0.02, **SETTLED),

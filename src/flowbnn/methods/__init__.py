@@ -1,6 +1,7 @@
 """One file for each method; ``method.fit`` gives a posterior, a posterior predicts."""
 
 from flowbnn.methods.base import METHODS, FitOptions, Method, register_method
+from flowbnn.methods.damp import DAMP
 from flowbnn.methods.dropout import DropoutPosterior, MCDropout
 from flowbnn.methods.ensemble import DeepEnsemble, EnsemblePosterior
 from flowbnn.methods.laplace.laplace import Laplace
@@ -23,6 +24,7 @@ from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
 
 __all__ = [
+    "DAMP",
     "HMC",
     "MAP",
     "METHODS",

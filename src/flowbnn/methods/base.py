@@ -141,7 +141,12 @@ class Method:
         return deepcopy(network), run
 
     def start(
-        self, model: nn.Module, loader: Iterable[Any], run: FitOptions, weight_decay: float | None = None
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        run: FitOptions,
+        weight_decay: float | None = None,
+        loss: Callable[..., Any] = negative_log_likelihood,
     ) -> PointPosterior:
         r"""The network trained for ``epochs`` by maximum a posteriori, in place; as it is where ``epochs`` is 0.
 
@@ -152,6 +157,7 @@ class Method:
 
         Args:
             weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior.
+            loss: of the likelihood and what an :class:`Objective`'s loss takes.
         """
         likelihood, _, check = prepare(model, loader, run.likelihood, run.seed)
         posterior = PointPosterior(model, likelihood)
@@ -169,7 +175,7 @@ class Method:
         ]
         posterior.history = train_posterior(
             posterior,
-            partial(negative_log_likelihood, likelihood),
+            partial(loss, likelihood),
             optimizer_for(groups, self.optimizer),
             loader,
             run,

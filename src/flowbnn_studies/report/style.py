@@ -66,7 +66,7 @@ KINDS = (
     Kind("Gaussian noise", "blue", ("node-noise-gaussian",)),
     Kind("flow noise", "vermillion", ("node-noise",)),
     Kind("one network, trained as long", "brown", ("mle-longer",)),
-    Kind("one network", "slate", ("mle", "map", "temperature")),
+    Kind("one network", "slate", ("mle", "map", "damp", "temperature")),
 )
 
 # For matplotlib: one point is one pixel of the page, because figures are saved at 72 dots an inch.

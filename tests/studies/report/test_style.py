@@ -37,7 +37,7 @@ def test_every_method_of_every_study_has_its_colour() -> None:
         kinds.setdefault(rival.method.name, set()).add(kind.name)
     assert kinds.pop("node-noise") == {"Gaussian noise", "mixture noise", "flow noise"}
     alike = [
-        {"mle", "map", "temperature"},
+        {"mle", "map", "damp", "temperature"},
         {"mc-dropout"},
         {"deep-ensemble", "mode-ensemble", "swag"},
         {"laplace"},
