@@ -47,13 +47,10 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
         before, log_evidence = log_evidence, top - bottom
         if abs(float(log_evidence - before)) < 1e-9:
             break
+    bridge = torch.full_like(log_evidence, second)
     # relative mean squared error, Fruehwirth-Schnatter 2004
-    above = torch.exp(
-        outer - log_evidence - torch.logaddexp(first + outer - log_evidence, torch.tensor(second))
-    )
-    below = torch.exp(-torch.logaddexp(first + inner - log_evidence, torch.tensor(second))).reshape(
-        chains.shape
-    )
+    above = torch.exp(outer - log_evidence - torch.logaddexp(first + outer - log_evidence, bridge))
+    below = torch.exp(-torch.logaddexp(first + inner - log_evidence, bridge)).reshape(chains.shape)
     count = float(effective_sample_size(below, "mean"))
     square = above.var() / above.mean().square() / len(outer) + below.var() / below.mean().square() / count
     return float(log_evidence) + low, math.sqrt(float(square))

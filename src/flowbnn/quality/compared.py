@@ -40,8 +40,8 @@ class Agreement:
 
     @property
     def within_floor(self) -> bool:
-        """Whether predictions are as near to the chains as their halves to each other, or nearer than 0.01."""
-        return self.variation <= max(0.01, self.variation_floor)
+        """Whether predictions are about as near to the chains as their halves to each other, or nearer than 0.01."""
+        return self.variation <= max(0.01, 1.5 * self.variation_floor)
 
 
 @checked

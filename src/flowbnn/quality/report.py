@@ -14,7 +14,7 @@ from flowbnn.quality.compared import Agreement, agreement
 from flowbnn.quality.evidence import Draws, Gap, ParetoK, gap_of, importance
 from flowbnn.quality.target import DENSE, NoiseTarget
 
-EVALUATIONS = 800 * 8  # of the density and its gradient, that chains take
+EVALUATIONS = 800 * 16  # of the density and its gradient, that chains take
 SMALL = 0.01  # nats for each example: a gap that predictions do not show
 NEAR = 0.03  # total variation that hardly anyone would notice
 
@@ -46,9 +46,9 @@ class Report:
     @property
     def richer(self) -> str:
         """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
-        if self.gap is None or self.chains is None or not self.chains.certified:
+        if self.gap is None or self.agreement is None or self.chains is None or not self.chains.certified:
             return "nothing" if self.pareto.verdict == "good" else "unknown"
-        if self.good and self.gap.per_example < SMALL:
+        if self.good and (self.gap.per_example < SMALL or self.agreement.within_floor):
             return "nothing"
         parts = {"within": self.gap.within, "across": self.gap.across, "shape": self.gap.rest}
         return max(parts, key=lambda name: parts[name] if parts[name] == parts[name] else -1.0)

@@ -24,7 +24,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 
-ROWS = {"cpu": 1024, "cuda": 8192}  # in one pass
+ROWS = {"cpu": 512, "cuda": 8192}  # in one pass
 DENSE = 6_000  # dimensions up to which a matrix over all noise is taken
 
 
@@ -293,4 +293,5 @@ def fixed_data(loader: Iterable[Any], seed: int) -> tuple[Any, Tensor]:
 
 
 def _rows_of(data: tuple[Any, Tensor]) -> list[list[int]]:
+    data = move(data, torch.device("cpu"))
     return sorted(fingerprint(take(data, row, row + 1)) for row in range(len(data[1])))
