@@ -67,6 +67,22 @@ def test_the_gaussian_at_a_mode_is_the_exact_posterior_of_a_linear_network(
     assert torch.equal(posterior.energy, again.energy)
 
 
+def test_the_covariance_of_classes_is_the_inverse_hessian_of_a_network_linear_in_its_noise():
+    torch.manual_seed(0)
+    network, inputs, labels = nn.Linear(3, 5).double(), torch.randn(30, 3).double(), torch.arange(30) % 5
+    method = fb.ModeEnsemble(2, epochs=0, prior_scale=SCALE, steps=50, width="laplace")
+    posterior = method.fit(network, [(inputs, labels)], seed=0, **QUIET)
+
+    def energy(z):
+        loss = nn.functional.cross_entropy(network(inputs * z), labels, reduction="sum")
+        return loss + 0.5 * ((z - 1.0) / SCALE).square().sum()
+
+    hessian = torch.autograd.functional.hessian(energy, posterior.modes[""][0])
+    root = posterior.base.root[0].detach()
+    torch.testing.assert_close(root @ root.T, torch.linalg.inv(hessian), rtol=1e-6, atol=0)
+    torch.testing.assert_close(posterior.energy[0], energy(posterior.modes[""][0]).detach())
+
+
 def test_a_mixture_has_the_density_and_the_moments_that_torch_gives_it():
     torch.manual_seed(0)
     loc, root = torch.randn(4, 3).double(), torch.randn(4, 3, 3).double().tril()
@@ -153,6 +169,8 @@ def test_a_frozen_network_serves_and_its_noise_level_is_that_of_the_members():
     batches = [(inputs, targets)]
     posterior = fb.ModeEnsemble(3, epochs=0, steps=30, layers="2").fit(network, batches, seed=0, **QUIET)
     assert list(posterior.modes) == ["2"]
+    other = fb.ModeEnsemble(3, epochs=0, steps=2, side="output").fit(network, batches, seed=0, **QUIET)
+    assert [part.shape[1] for part in other.modes.values()] == [6, 2]
     residuals = posterior.predict(inputs).samples - targets
     level = residuals.square().mean((0, 1)).sqrt()
     torch.testing.assert_close(posterior.likelihood.log_scale.exp().to(level), level, rtol=1e-4, atol=0)

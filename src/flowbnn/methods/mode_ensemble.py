@@ -40,6 +40,7 @@ USUAL, WIDTHS = 0.5, (0.25, 0.5, 1.0, 2.0)  # of the prior
 ROWS = 4096  # in one pass, those of all members together
 RATE = 0.1  # of Adam, in standard deviations of the prior
 FULL = 1000  # dimensions up to which the Gaussian at a mode has a full covariance
+EXACT = 32  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn
 Covariance = Literal["none", "diagonal", "full"]
 
 
@@ -56,8 +57,9 @@ class ModeEnsemble(Method):
         members: how many climbs; some may end at the same mode.
         width: ``"point"``: a member is its mode. ``"laplace"``: the Gaussian :math:`\mathcal N(\hat z_m, (G_m + s^{-2})^{-1})` around
             it, :math:`G_m` being the generalized Gauss-Newton matrix of the log-likelihood there; above 1,000 dimensions its diagonal.
-        steps: of a climb.
+        steps: of a climb; by minibatches more of them end nearer to the mode.
         batch_size: examples in a step; all where there are at most twice as many.
+        side: of the layers that the noise is on, as in :class:`~flowbnn.NodeNoise`.
         layers: a glob of the layers that get noise; all that can unless given.
         prior_scale: standard deviation :math:`s` of the prior of the noise, which is around one. None: of 0.25, 0.5, 1 and 2 the one
             with the best likelihood on the validation data (``posterior.held_out``); 0.5 where there are none.
@@ -72,6 +74,7 @@ class ModeEnsemble(Method):
     width: Literal["point", "laplace"] = field(default="point", kw_only=True)
     steps: Count = field(default=300, kw_only=True)
     batch_size: Count = field(default=256, kw_only=True)
+    side: Literal["input", "output"] = field(default="input", kw_only=True)
     layers: str | None = field(default=None, kw_only=True)
     prior_scale: Positive | None = field(default=None, kw_only=True)  # type: ignore[assignment]
 
@@ -101,10 +104,9 @@ class ModeEnsemble(Method):
         for scale in scales if self.prior_scale is None else (self.prior_scale,):
             shown = track(range(self.steps), f"climbing, prior {scale:g}", run.progress)
             modes, energy = climb(self.members, scale, shown, self.steps, self.batch_size)
-            dim = modes.shape[1]
-            covariance: Covariance = (
-                "none" if self.width == "point" else "full" if dim <= FULL else "diagonal"
-            )
+            covariance: Covariance = "none"
+            if self.width == "laplace":
+                covariance = "full" if modes.shape[1] <= FULL else "diagonal"
             noisy = self._noisy(model, first, scale, covariance)
             roots = None if covariance == "none" else climb.roots(modes, scale, covariance == "full")
             level = deepcopy(likelihood)
@@ -125,7 +127,7 @@ class ModeEnsemble(Method):
         self, model: nn.Module, first: Any, scale: float, covariance: Covariance = "none"
     ) -> nn.Module:
         """A copy of the network with room for the modes."""
-        recipe = ModeNoise(modes=self.members, covariance=covariance, prior_scale=scale)
+        recipe = ModeNoise(modes=self.members, covariance=covariance, prior_scale=scale, side=self.side)
         noisy = to_stochastic(model, {self.layers or "*": recipe})
         align_batch_axes(noisy, first)
         for layer in noise_layers(noisy).values():
@@ -149,9 +151,8 @@ class _Climb:
         """Modes ``[M, D]``, and their energies ``[M]``, for a prior of this width."""
         source = torch.Generator().manual_seed(self.seed)
         start = torch.randn(members, self.dim, generator=source).to(device_of(self.network.model))
-        away = nn.Parameter(
-            start.to(dtype_of(self.network.model) or start.dtype)
-        )  # in deviations of the prior
+        # in deviations of the prior
+        away = nn.Parameter(start.to(dtype_of(self.network.model) or start.dtype))
         count, few = len(self.targets), len(self.targets) <= 2 * batch_size
 
         def energies(index: Tensor | None = None) -> Tensor:
@@ -163,9 +164,8 @@ class _Climb:
         engine = torch.optim.Adam([away], RATE)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, total)
         for _ in steps:
-            energies(
-                None if few else torch.randint(count, (batch_size,), generator=source).to(self.targets.device)
-            )
+            some = None if few else torch.randint(count, (batch_size,), generator=source)
+            energies(None if some is None else some.to(self.targets.device))
             engine.step()
             schedule.step()
         if few:  # to the very top, also along ridges
@@ -212,7 +212,7 @@ class _Climb:
             for low in range(0, len(self.targets), 256):
                 inputs, targets = take((self.inputs, self.targets), low, low + 256)
                 each = mode.expand(len(targets), -1).clone()
-                rows = self.network.derivatives(inputs, targets, each, labels)[3].double()
+                rows = self.network.derivatives(inputs, targets, each, labels, exact=EXACT)[3].double()
                 total = total + (rows.mT @ rows if full else rows.square().sum(0))
             assert isinstance(total, Tensor)
             precision = total * (self.number / len(self.targets))

@@ -142,9 +142,12 @@ class NoisyNetwork:
             return call(self.model, inputs)
 
     def derivatives(
-        self, inputs: Any, targets: Tensor, vectors: Tensor, generator: torch.Generator
+        self, inputs: Any, targets: Tensor, vectors: Tensor, generator: torch.Generator, exact: int = EXACT
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs, log-likelihoods ``[B]``, the sum of their gradients ``[D]``, and ``[B K, D]`` roots of the Gauss-Newton matrix."""
+        """Outputs, log-likelihoods ``[B]``, the sum of their gradients ``[D]``, and ``[B K, D]`` roots of the Gauss-Newton matrix.
+
+        Beyond ``exact`` outputs these roots are of as many labels, drawn for each example.
+        """
         leaf = vectors.requires_grad_()
         with torch.enable_grad():
             outputs = self.outputs(inputs, leaf)
@@ -152,13 +155,13 @@ class NoisyNetwork:
             (gradient,) = torch.autograd.grad(fitted.sum(), leaf, retain_graph=True)
             flat, plain = outputs.flatten(1), outputs.detach().flatten(1)
             columns = []
-            if plain.shape[1] <= EXACT:
+            if plain.shape[1] <= exact:
                 hessian = output_hessian(self.likelihood, plain, targets, "ggn", generator)
                 columns = list(hessian.columns(0, hessian.count).unbind(1))
             else:
-                for _ in range(EXACT):
+                for _ in range(exact):
                     drawn = output_hessian(self.likelihood, plain, targets, "sampled", generator)
-                    columns.append(drawn.columns(0, 1)[:, 0] / EXACT**0.5)
+                    columns.append(drawn.columns(0, 1)[:, 0] / exact**0.5)
             roots = [
                 torch.autograd.grad(flat, leaf, column.to(flat), retain_graph=number + 1 < len(columns))[0]
                 for number, column in enumerate(columns)
