@@ -105,7 +105,7 @@ class TwoParts(nn.Module):
 
 def test_a_fitted_prior_for_each_layer_is_exact_too():
     inputs, targets = regression()
-    targets = targets + 20.0 * inputs[:, :1]  # the weights of the two layers differ in size
+    inputs = inputs * torch.tensor([0.02, 1.0, 1.0])  # the weights of the two layers differ in size
     posterior = fb.Laplace("full", layers="all", per_layer=True, epochs=0, newton=1).fit(
         TwoParts().double(),
         truth.batches(inputs, targets),
@@ -144,6 +144,20 @@ def test_learned_noise_is_that_of_the_highest_evidence(prior_scale):
     assert max(beside) < best
     if prior_scale != SCALE:
         assert max(conjugate(inputs, targets, scale * by, noise)[2] for by in (0.9, 1.1)) < best
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_directions_without_curvature_do_not_hide_the_noise(structure, per_layer):
+    """In float32 units that never fire leave slopes of rounding, which a prior without end and no noise at all would explain."""
+    torch.manual_seed(0)
+    inputs = 4.0 * torch.rand(400, 1) - 2.0
+    targets = (2.0 * inputs).sin() + 0.05 * torch.randn(400, 1)
+    network = nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 1))
+    method = fb.Laplace(structure, epochs=0, newton=4, layers="all", per_layer=per_layer)
+    posterior = method.fit(network, [(inputs, targets)], **QUIET)
+    residuals = (posterior.model(inputs) - targets).square().mean().sqrt().item()
+    assert posterior.likelihood.log_scale.exp().item() == pytest.approx(residuals, rel=0.1)
 
 
 def test_newton_ends_at_the_mode_of_its_own_prior():

@@ -130,7 +130,7 @@ def test_noise_that_nothing_trained_is_that_of_all_residuals_and_degrees_of_free
     block = posterior.blocks[0]
     effective = (block.eigenvalues / block.precision).sum()
     assert effective > 0.5
-    size = ((network(inputs) - targets).square().sum() / (30 - effective)).sqrt()
+    size = ((posterior.model(inputs) - targets).square().sum() / (30 - effective)).sqrt()
     assert torch.allclose(posterior.likelihood.log_scale.exp(), size.float(), atol=1e-5)
 
 

@@ -155,21 +155,32 @@ class Prior:
     ) -> list[Quadratic]:
         """One for all layers together; or, with a prior for each, one for each, or one with several priors of a full curvature."""
         blocks, separate = curvature.blocks, self.scale is None and self.per_layer and len(problem.layers) > 1
-        if separate and curvature.matrix is not None:
-            pack = blocks[0].pack
-            weights = pack(problem.weights).detach().double()
-            uphill = None if slope is None else pack(slope).double()
-            return [Quadratic(curvature.matrix, weights, uphill, _sizes(problem))]
+        rounding = 10.0 * torch.finfo(next(iter(problem.weights.values())).dtype).eps
 
         def inside(block: Block, values: Mapping[str, Tensor]) -> Tensor:
             return block.to_basis(block.pack(values)).detach().double().flatten()
 
+        def uphill(group: list[Block]) -> Tensor | None:
+            if slope is None:
+                return None
+            parts = []
+            for block in group:
+                # without curvature a slope is rounding, which a weak prior would follow without end
+                curved = block.eigenvalues.flatten() > rounding * block.eigenvalues.max()
+                parts.append(torch.where(curved, inside(block, slope), 0.0))
+            return torch.cat(parts)
+
+        if separate and curvature.matrix is not None:
+            block, steep = blocks[0], uphill(blocks)
+            basis = block.tensors["vectors"].double()
+            steep = None if steep is None else basis @ steep
+            weights = block.pack(problem.weights).detach().double()
+            return [Quadratic((basis * block.eigenvalues) @ basis.T, weights, steep, _sizes(problem))]
         parts = []
         for group in [[block] for block in blocks] if separate else [blocks]:
             values = torch.cat([block.eigenvalues.flatten() for block in group])
             weights = torch.cat([inside(block, problem.weights) for block in group])
-            uphill = None if slope is None else torch.cat([inside(block, slope) for block in group])
-            parts.append(Quadratic(values, weights, uphill, [len(values)]))
+            parts.append(Quadratic(values, weights, uphill(group), [len(values)]))
         return parts
 
 
@@ -197,6 +208,7 @@ def with_prior(problem: Problem, curvature: Curvature, deltas: list[float]) -> t
         blocks = [
             Full.of(blocks[0].shapes, matrix + prior.diag(), next(iter(problem.weights.values())).dtype)
         ]
+        blocks[0].tensors["values"].clamp_(min=min(deltas))  # which rounding must not hide
     else:
         for block, delta in zip(blocks, deltas, strict=False):
             block.prior = delta
@@ -252,9 +264,18 @@ def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[C
         except FlowBNNError:  # too far: the likelihood is not finite there
             continue
         if after.log_likelihood - penalty() >= before - slack * abs(before):
-            return after, deltas, gain > CONVERGED
-    move_by(0.0)
-    return problem.measure(), deltas, False
+            break
+    else:
+        move_by(0.0)
+        after, gain = problem.measure(), 0.0
+    if prior.learns:
+        # the noise is at least the size of the residuals, also where these are larger than the step had promised
+        count, misfit = _misfit(problem, after)
+        if misfit > (1.0 + slack) * count:
+            make_louder(problem, misfit / count)
+            after = problem.measure()
+            deltas = deltas if prior.scale is not None else [delta * count / misfit for delta in deltas]
+    return after, deltas, gain > CONVERGED
 
 
 @torch.no_grad()
