@@ -96,7 +96,9 @@ def memorised() -> tuple[nn.Module, Tensor, Tensor]:
     inputs, targets = classes()
     torch.manual_seed(0)
     network = fb.models.MLP(2, (30, 10), 2)
-    plain = fb.MLE(epochs=150, lr=0.01).fit(network, [(inputs[:60], targets[:60])], seed=0, progress=False)
+    plain = fb.MLE(epochs=150, lr=0.01).fit(
+        network, [(inputs[:60], targets[:60])], seed=0, progress=False, accelerator="cpu"
+    )
     return plain.model, inputs[60:], targets[60:]
 
 
@@ -124,7 +126,7 @@ def test_a_calibrated_network(structure: str, memorised: tuple[nn.Module, Tensor
     network, inputs, targets = memorised
     before = {name: value.clone() for name, value in network.state_dict().items()}
     loader = fb.data.TensorLoader(inputs[:100], targets[:100], batch_size=40, shuffle=True)
-    posterior = fb.calibrate(network, loader, structure=structure, folds=2, progress=False)
+    posterior = fb.calibrate(network, loader, structure=structure, folds=2, progress=False, accelerator="cpu")
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     report = posterior.calibration
     assert report.nll["calibrated"] < report.nll["plain"]
@@ -170,7 +172,7 @@ def test_a_fitted_prior_has_the_larger_bound(memorised: tuple[nn.Module, Tensor,
 def test_a_regression_learns_its_noise_level() -> None:
     one = Regression(200)
     loader = fb.data.TensorLoader(one.inputs, one.targets, batch_size=50)
-    posterior = fb.calibrate(one.network, loader, folds=2, progress=False)
+    posterior = fb.calibrate(one.network, loader, folds=2, progress=False, accelerator="cpu")
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(LEVEL, rel=0.15)
     assert not posterior.calibration.ece
     assert posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"] - 0.1
@@ -181,7 +183,7 @@ def test_data_of_the_weights_are_warned_of(memorised: tuple[nn.Module, Tensor, T
     inputs, targets = classes()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fb.calibrate(network, [(inputs[:60], targets[:60])], folds=0, progress=False)
+        fb.calibrate(network, [(inputs[:60], targets[:60])], folds=0, progress=False, accelerator="cpu")
     kinds = [one.message.fields["kind"] for one in caught if isinstance(one.message, fb.FlowBNNWarning)]
     assert "memorised" in kinds
 
@@ -197,4 +199,4 @@ def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor])
         fb.calibrate(wide, [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))], structure="full")
     rules = {"*": NormalAffine(site="position")}
     with pytest.raises(fb.FlowBNNError, match="position"):
-        fb.calibrate(network, [(inputs, targets)], rules=rules, progress=False)
+        fb.calibrate(network, [(inputs, targets)], rules=rules, progress=False, accelerator="cpu")

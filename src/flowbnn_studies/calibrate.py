@@ -82,7 +82,7 @@ class Settings:
 def metrics_of(settings: Settings) -> tuple[Metric, ...]:
     """Accuracy, NLL, ECE and seconds of every case."""
     return tuple(
-        Metric(f"{key}_{case}", title(case), direction, form, meaning, label)
+        Metric(f"{key}_{case}", f"{label}, {title(case)}", direction, form, meaning, label)
         for key, (label, direction, form, meaning) in NUMBERS.items()
         for case in settings.cases()
     )

@@ -128,7 +128,7 @@ def test_fitted_saved_and_loaded(joint: str, tmp_path) -> None:
     model = fb.to_stochastic(network(), {"*": NormalCoupling(2)}, joint=joint)
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     loader = fb.data.TensorLoader(inputs, torch.arange(40) % 3, batch_size=20)
-    posterior = fb.fit(model, loader, epochs=2, seed=0, progress=False)
+    posterior = fb.fit(model, loader, epochs=2, seed=0, progress=False, accelerator="cpu")
     assert "kl/joint" in posterior.history
     predicted = posterior.predict(inputs, 5, seed=1).probabilities
     torch.testing.assert_close(
@@ -158,5 +158,5 @@ def test_a_part_of_a_joined_network_is_refused() -> None:
 
 def test_one_word_gives_a_joint_posterior() -> None:
     loader = fb.data.TensorLoader(torch.randn(20, 4), torch.arange(20) % 3, batch_size=10)
-    posterior = fb.NodeNoise("joint", epochs=1).fit(network(), loader, progress=False)
+    posterior = fb.NodeNoise("joint", epochs=1).fit(network(), loader, progress=False, accelerator="cpu")
     assert [names for _, names in independent_vectors(posterior.model)] == [["fc1", "fc2", "fc3"]]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from flowbnn_studies import calibrate as study
 from flowbnn_studies import get_study
@@ -20,6 +21,9 @@ def generated(name: str, split: str = "train") -> ImageSet:
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # a network of one epoch is under-confident
 def test_the_study_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(study, "load_images", generated)
+    monkeypatch.setattr(
+        study, "LeNet", lambda channels: nn.Sequential(nn.AvgPool2d(7), nn.Flatten(), nn.Linear(16, 10))
+    )
     one = get_study("calibrate")
     changes = {"train": (40, 40), "held_out": (30, 0), "epochs": (1, 1), "samples": 2}
     settings = one.make_settings(quick=True, **changes)
