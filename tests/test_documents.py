@@ -33,8 +33,18 @@ def test_the_readmes_ten_lines_run(capsys):
     assert re.search(r"tensor\(\[.*-?\d", printed)
 
 
-def test_the_readmes_own_loop_runs():
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a network that has learned nothing
+def test_the_readmes_calibration_runs(capsys):
     _, code = blocks("README.md")
+    torch.manual_seed(0)
+    held_out = [(torch.randn(40, 4), torch.arange(40) % 3)]
+    names = {"fb": fb, "network": torch.nn.Linear(4, 3), "held_out": held_out}
+    exec(code, names)
+    assert "temperature" in capsys.readouterr().out
+
+
+def test_the_own_loop_runs():
+    code = next(code for code in blocks("docs/fitting.md") if "fb.ELBO" in code)
     assert len(code.strip().splitlines()) == 8
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
