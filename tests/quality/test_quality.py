@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 
 import pytest
 import torch
@@ -44,14 +44,18 @@ class Known:
         self.loader = [(self.inputs[:12], self.targets[:12]), (self.inputs[12:], self.targets[12:])]
         weights = torch.cat([self.network.one.weight, self.network.two.weight], 1).detach()[0]
         features = (self.inputs * weights).double()
-        loc, scale = 1.0, 0.5
+        self.features, loc, scale = features, 1.0, 0.5
         rest = self.targets[:, 0].double() - self.network.one.bias.item()
         mean = features.sum(1) * loc
         marginal = NOISE**2 * torch.eye(20).double() + scale**2 * features @ features.T
         self.evidence = float(MultivariateNormal(mean, marginal).log_prob(rest))
         self.precision = features.T @ features / NOISE**2 + torch.eye(5).double() / scale**2
         self.covariance = torch.linalg.inv(self.precision)
-        self.mean = self.covariance @ (features.T @ rest / NOISE**2 + loc / scale**2)
+        self.mean = self.mean_for(self.targets)
+
+    def mean_for(self, targets: Tensor) -> Tensor:
+        rest = targets[:, 0].double() - self.network.one.bias.item()
+        return self.covariance @ (self.features.T @ rest / NOISE**2 + 1.0 / 0.5**2)
 
     def posterior(self, mean: Tensor, covariance: Tensor) -> NoisePosterior:
         model = fb.to_stochastic(self.network, {"*": fb.noise.NormalAffine()}, joint="full")
@@ -73,7 +77,7 @@ class Known:
 
     @cached_property
     def chains(self) -> NoiseChains:
-        return fb.quality.noise_chains(self.factorized, self.loader, samples=250, warmup=40)
+        return fb.quality.noise_chains(self.factorized, self.loader, samples=150, warmup=30)
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +198,7 @@ def test_predictions_of_the_exact_posterior_are_within_the_floor(known):
     moved = known.posterior(known.mean + 0.5, known.covariance)
     away = fb.quality.agreement(moved, known.loader, known.chains)
     # each input's predictive is a normal whose mean has moved
-    features = (
-        (known.inputs * torch.cat([known.network.one.weight, known.network.two.weight], 1)).detach().double()
-    )
+    features = known.features
     spread = (NOISE**2 + ((features @ known.covariance) * features).sum(1)).sqrt()
     shift = (0.5 * features.sum(1)).abs() / spread
     assert away.variation == pytest.approx(float(torch.erf(shift / 8**0.5).mean()), abs=0.02)
@@ -285,3 +287,25 @@ def test_chains_of_another_density_are_refused(known):
     other = [(known.inputs, known.targets + 1.0)]
     with pytest.raises(FlowBNNError, match="another network, prior or data"):
         fb.quality.elbo_gap(known.exact, other, known.chains)
+
+
+def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
+    def fit(width: float, batches: list) -> NoisePosterior:
+        ((_, targets),) = batches
+        return known.posterior(known.mean_for(targets), width * known.covariance)
+
+    ranks = [
+        fb.quality.simulation_ranks(known.exact, known.loader, partial(fit, width))
+        for width in (1.0, 0.2, 5.0)
+    ]
+    assert ranks[0].ranks.shape == (64, 5)
+    assert ranks[0].p_value > 0.01
+    assert max(ranks[1].p_value, ranks[2].p_value) < 1e-4
+
+
+def test_too_many_dimensions_for_a_mass_matrix_are_refused_in_one_line(known, monkeypatch):
+    monkeypatch.setattr("flowbnn.quality.target.DENSE", 3)
+    with pytest.raises(FlowBNNError, match="5 numbers of noise .* pareto_k") as told:
+        fb.quality.noise_chains(known.exact, known.loader)
+    assert told.value.kind == "size"
+    assert fb.quality.pareto_k(known.exact, known.loader, samples=50).samples == 50
