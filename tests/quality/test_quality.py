@@ -77,7 +77,7 @@ class Known:
 
     @cached_property
     def chains(self) -> NoiseChains:
-        return fb.quality.noise_chains(self.factorized, self.loader, samples=150, warmup=30)
+        return fb.quality.noise_chains(self.factorized, self.loader, samples=250, warmup=40)
 
 
 @pytest.fixture(scope="module")

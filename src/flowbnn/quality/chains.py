@@ -103,13 +103,25 @@ def noise_chains(
         The chains; a :class:`~flowbnn.FlowBNNWarning` of kind ``"chains"`` says where they are not to be trusted.
     """
     target = NoiseTarget(posterior, loader, seed)
+    return sampled(target, samples, warmup, chains, target_accept, progress)
+
+
+def sampled(
+    target: NoiseTarget,
+    samples: int = 500,
+    warmup: int = 300,
+    chains: int = 4,
+    target_accept: float = 0.8,
+    progress: bool = False,
+) -> NoiseChains:
+    """:func:`noise_chains` of a target."""
     space = target.whitening()
     starts = torch.cat([target.draw_prior(chains // 2), target.draw(chains - chains // 2, 97)[0]])
     run = Chains(
         space,
         partial(nuts_kernel, space, max_depth=10),
         space.position(starts),
-        [generator_of(seed, chain) for chain in range(chains)],
+        [generator_of(target.seed, chain) for chain in range(chains)],
         warmup=warmup,
         samples=samples,
         target=target_accept,

@@ -11,7 +11,7 @@ from flowbnn.diagnostics.gaussian import sliced_wasserstein
 from flowbnn.likelihoods import Gaussian
 from flowbnn.options import Count, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, noise_chains
+from flowbnn.quality.chains import NoiseChains, sampled
 from flowbnn.quality.target import NoiseTarget, Whitened
 
 GRID = 201  # points of a target's density
@@ -62,7 +62,11 @@ def agreement(
         seed: of all draws.
     """
     target = NoiseTarget(posterior, loader, seed)
-    chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
+    return agreement_of(target, (chains or sampled(target)).checked_for(target), samples)
+
+
+def agreement_of(target: NoiseTarget, chains: NoiseChains, samples: int = 1000) -> Agreement:
+    """:func:`agreement` of a target with its chains."""
     half = len(chains.position) // 2
     thin = -(-chains.position[..., 0].numel() // samples)
     drawn = target.draw(samples, 96)[0]

@@ -19,7 +19,7 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.options import Interval, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, noise_chains
+from flowbnn.quality.chains import NoiseChains, sampled
 from flowbnn.quality.target import NoiseTarget
 
 Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
@@ -143,9 +143,9 @@ def evidence(
         samples: draws of ``"psis"``.
         seed: of all draws.
     """
-    if method == "bridge" and chains is None:
-        chains = noise_chains(posterior, loader, seed=seed)
     target = NoiseTarget(posterior, loader, seed)
+    if method == "bridge" and chains is None:
+        chains = sampled(target)
     bridged = None if chains is None else _bridge(chains.checked_for(target))
     smoothed = _psis(target, samples)
     found = _tempered(target) if method == "tempered" else smoothed if method == "psis" else bridged
@@ -316,7 +316,7 @@ def elbo_gap(
         seed: of all draws.
     """
     target = NoiseTarget(posterior, loader, seed)
-    chains = chains or noise_chains(posterior, loader, seed=seed)
+    chains = chains or sampled(target)
     return gap_of(target, chains.checked_for(target), importance(target, samples))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, noise_chains
-from flowbnn.quality.compared import Agreement, agreement
+from flowbnn.quality.chains import NoiseChains, sampled
+from flowbnn.quality.compared import Agreement, agreement_of
 from flowbnn.quality.evidence import Draws, Gap, ParetoK, gap_of, importance
 from flowbnn.quality.target import DENSE, NoiseTarget
 
@@ -164,8 +164,8 @@ def diagnose(
     found = importance(target, samples)
     report = Report(found, target.dim, target.count)
     if target.dim <= DENSE and seconds and _seconds(target) <= seconds:
-        chains = noise_chains(posterior, loader, seed=seed, progress=progress)
-        near = agreement(posterior, loader, chains, seed=seed)
+        chains = sampled(target, progress=progress)
+        near = agreement_of(target, chains)
         report = Report(found, target.dim, target.count, chains, gap_of(target, chains, found), near)
     if progress:
         print(report)
