@@ -139,8 +139,8 @@ class Run:
         else:
             if options.seed is not None:
                 seed_all(options.seed)
-            if self.path is not None and self.main:
-                self.state.keep_former()
+            if self.path is not None and self.main and not options.resume:
+                self.state.keep_former()  # with resume, a file that is there now is of a run beside this one
         self.started = time.monotonic() - self.position.history.seconds
 
     @contextmanager
