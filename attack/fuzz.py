@@ -85,7 +85,7 @@ def probabilities() -> Tensor:
 # arguments that a door serves, by its name and the argument's, or by the argument's alone, where the annotation does not tell
 # fmt: off
 SERVED: dict[str, Callable[[], Any]] = {
-    "network": network, "model": noisy, "loader": loader, "train_loader": loader, "test_loader": loader,
+    "network": network, "model": noisy, "loader": loader, "train_loader": loader, "test_loader": loader, "held_out": loader,
     "to_stochastic.model": network, "describe.model": noisy, "rules": lambda: {"*": fb.noise.NormalAffine()},
     "likelihood": fb.likelihoods.Categorical, "posterior": lambda: fitted("mle"),
     "pareto_k.posterior": lambda: fitted("node-noise"), "log_weights": lambda: vectors(50),
