@@ -309,3 +309,18 @@ def test_too_many_dimensions_for_a_mass_matrix_are_refused_in_one_line(known, mo
         fb.quality.noise_chains(known.exact, known.loader)
     assert told.value.kind == "size"
     assert fb.quality.pareto_k(known.exact, known.loader, samples=50).samples == 50
+
+
+def test_the_prior_is_that_of_the_noise_and_may_differ_by_layer(known):
+    loc, scale = torch.tensor([0.8] * 3 + [1.2] * 2).double(), torch.tensor([0.3] * 3 + [0.7] * 2).double()
+    features, rest = known.features, known.targets[:, 0].double() - known.network.one.bias.item()
+    marginal = NOISE**2 * torch.eye(20).double() + (features * scale**2) @ features.T
+    evidence = float(MultivariateNormal(features @ loc, marginal).log_prob(rest))
+    covariance = torch.linalg.inv(features.T @ features / NOISE**2 + (1 / scale**2).diag())
+    posterior = known.posterior(covariance @ (features.T @ rest / NOISE**2 + loc / scale**2), covariance)
+    ((vector, _),) = independent_vectors(posterior.model)
+    vector.prior.loc.copy_(loc)
+    vector.prior.scale.copy_(scale)
+    found = fb.quality.pareto_k(posterior, known.loader, samples=100)
+    assert found.elbo == pytest.approx(evidence, abs=1e-3)
+    assert found.effective > 99
