@@ -144,7 +144,7 @@ INTERNAL = """
     from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
-    Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
+    DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 
