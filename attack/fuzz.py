@@ -116,7 +116,8 @@ SERVED: dict[str, Callable[[], Any]] = {
     "TensorLoader.*": lambda: [vectors(5, 3), vectors(5, 1)], "TensorLoader.batch_size": lambda: 2,
     "Compose.*": lambda: [fb.transforms.Affine(3), fb.transforms.Reverse(3)], "MLP.hidden": lambda: (4,),
     "draws.samples": lambda: 3, "world": lambda: 2, "rank": lambda: 1, "compare.methods": lambda: ["mle"],
-    "compare.epochs": lambda: 1, "sizes": lambda: [2, 1],
+    "compare.epochs": lambda: 1, "sizes": lambda: [2, 1], "simulation_ranks.posterior": lambda: fitted("node-noise"),
+    "simulation_ranks.fit": lambda: lambda batches: fitted("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
 # of Gaussian kinds, whose targets are real numbers

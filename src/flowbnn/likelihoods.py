@@ -211,10 +211,8 @@ class Gaussian(Likelihood):
             count += len(truth)
         if not count:
             return
-        size = second / count
-        spread = (size - (first / count).square()).clamp_min(0.0)
-        unit = torch.where(spread > 1e-12 * size, spread, torch.where(size > 0, size, torch.ones_like(size)))
-        self.log_scale.copy_(torch.maximum(square / count, 1e-8 * unit).log() / 2)
+        least = least_variance(first / count, second / count)
+        self.log_scale.copy_(torch.maximum(square / count, least).log() / 2)
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
@@ -257,6 +255,15 @@ class Gaussian(Likelihood):
 
 
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
+
+
+def least_variance(mean: Tensor, square: Tensor) -> Tensor:
+    """The smallest variance that a noise is learned to, from the means of targets and of their squares."""
+    spread = (square - mean.square()).clamp_min(0.0)
+    unit = torch.where(
+        spread > 1e-12 * square, spread, torch.where(square > 0, square, torch.ones_like(square))
+    )
+    return 1e-8 * unit
 
 
 def log_variance(log_scale: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 >>> [study.name for study in studies()][:7]
 ['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
 >>> [study.name for study in studies()][7:]
-['compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
+['calibrate', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
 """
 
 from flowbnn.results import Metric, Parts

@@ -57,7 +57,7 @@ def test_the_study_runs(yacht, tmp_path):
     assert "yacht" in results["answer"]
     assert {row["key"] for row in results["rows"]} == {"mle", "mc-dropout"}
     assert any("HMC and NUTS" in note for note in results["notes"])
-    assert "3 of 17 methods were run; not run: MAP" in results["notes"][-1]
+    assert "3 of 19 methods were run; not run: MAP" in results["notes"][-1]
 
 
 def test_seeds_without_a_split_do_not_count():

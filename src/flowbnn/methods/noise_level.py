@@ -8,7 +8,7 @@ import torch
 
 from flowbnn.batches import split_batch
 from flowbnn.errors import FlowBNNWarning
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import Gaussian, least_variance
 from flowbnn.methods.fitting import learns_noise, undisturbed
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import is_main_process
@@ -52,7 +52,8 @@ def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None)
     outputs, variances = predictive.samples.double(), predictive.sample_variances.double()
     truth = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
     sizes, levels = (value.mean((0, 1)).sqrt() for value in ((truth - outputs).square(), variances))
-    sizes = torch.maximum(sizes, 1e-4 * truth.std(0, correction=0))  # below which no level is learned
+    least = least_variance(truth.mean(0), truth.square().mean(0))  # below which no level is learned
+    sizes = torch.maximum(sizes, least.sqrt())
     worst = int((sizes / levels).log().abs().argmax())
     size, level = float(sizes[worst]), float(levels[worst])
     if (level <= APART * size and size <= APART * level) or not size or not is_main_process():
