@@ -290,10 +290,13 @@ def fit(
                 rise=rise,
             )
         )
+    bounds = posterior.history["elbo"]
+    lines = [f"ELBO {bounds[0]:.3f} -> {bounds[-1]:.3f} per example, first and last epoch"]
     if before is not None:
         posterior.gain = gain(before, posterior, run.validation)  # type: ignore[arg-type]
-        if run.progress and is_main_process() and (console := terminal()) is not None:
-            console.print(str(posterior.gain), highlight=False)
+        lines.append(str(posterior.gain))
+    if run.progress and is_main_process() and (console := terminal()) is not None:
+        console.print("\n".join(lines), highlight=False)
     return posterior
 
 
