@@ -55,7 +55,11 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        first = "This posterior is good" if self.good else "This posterior is not good"
+        judged = self.chains is not None and self.chains.certified and self.agreement is not None
+        first = (
+            "This posterior is not good" if judged else "Importance sampling cannot vouch for this posterior"
+        )
+        first = "This posterior is good" if self.good else first
         need = {
             "nothing": "a richer one could hardly matter here",
             "unknown": "whether a richer one would matter only chains can tell (chains are run where seconds= allows)",
