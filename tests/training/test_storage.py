@@ -353,3 +353,21 @@ def test_a_flipped_bit_is_noticed_by_one_checksum(tmp_path):
     with pytest.raises(FlowBNNError) as caught:
         load_tensors(path)
     one_line(caught, "is damaged")
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_opened_anew(tmp_path, monkeypatch):
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_tensors(path, {"a": torch.zeros(3)}, {"number": 1})
+    save_tensors(other, {"a": torch.ones(3)}, {"number": 2})
+    opened = storage.safe_open
+
+    def replacing(name, **options):
+        file = opened(name, **options)
+        if other.exists():
+            other.replace(path)
+        return file
+
+    monkeypatch.setattr(storage, "safe_open", replacing)
+    tensors, document = load_tensors(path)
+    assert document == {"number": 2}
+    assert torch.equal(tensors["a"], torch.ones(3))

@@ -95,9 +95,7 @@ class TensorFile:
             trouble = self._misfit(weights)
             if trouble:
                 raise FlowBNNError(f"'{path}' {trouble}", kind="file")
-            with safe_open(path, framework="pt", device="cpu") as file:
-                header = json.loads((file.metadata() or {}).get(HEADER, "null"))
-                self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            header = self._open()
             if header is None:
                 trouble = "is a safetensors file, but flowbnn did not write it"
             elif header["format"] != FORMAT:
@@ -108,6 +106,22 @@ class TensorFile:
             parts = json.loads(self.content)
             self.aliases, self.document = dict(parts["aliases"]), dict(parts["document"])
             self.views = self.stored | {name: self.stored[of] for name, of in self.aliases.items()}
+
+    def _open(self) -> Any:
+        """Map the tensors and return the header.
+
+        safetensors opens a file twice, by its name. Where another process puts a new file in its place in between, header and tensors
+        are of two files: then both are opened anew.
+        """
+        for _ in range(10):
+            before = self.path.stat()
+            with safe_open(self.path, framework="pt", device="cpu") as file:
+                header = json.loads((file.metadata() or {}).get(HEADER, "null"))
+                self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            now = self.path.stat()
+            if (before.st_ino, before.st_mtime_ns) == (now.st_ino, now.st_mtime_ns):
+                break
+        return header
 
     def __str__(self) -> str:
         return str(self.path)
