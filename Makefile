@@ -33,6 +33,7 @@ bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do;
 	$(BIN)/python benchmarks/memory.py --out $(OUT)
 	$(BIN)/python benchmarks/scaling.py --out $(OUT)
 	$(BIN)/python benchmarks/methods.py --rounds 20 --out $(OUT)
+	$(BIN)/python benchmarks/calibrate.py
 	$(BIN)/python benchmarks/laplace.py --batch 250 --rounds 7 --out $(OUT)
 	$(BIN)/python benchmarks/defaults.py --sets digits breast_cancer wine --out $(OUT)
 	$(BIN)/python benchmarks/threads.py

@@ -200,3 +200,28 @@ def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor])
     rules = {"*": NormalAffine(site="position")}
     with pytest.raises(fb.FlowBNNError, match="position"):
         fb.calibrate(network, [(inputs, targets)], rules=rules, progress=False, accelerator="cpu")
+
+
+class Positions(nn.Module):
+    """Adds a learned vector for each position, which no example has a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.last = nn.Embedding(4, 3), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x + self.place(torch.arange(4))).flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:the input of layer 'place' does not depend:flowbnn.FlowBNNWarning")
+@pytest.mark.parametrize("structure", ["full", "factorized"])
+def test_a_layer_without_examples_is_refused(structure: str) -> None:
+    """Its noise would be drawn anew, whatever vector it is given."""
+    data = [(torch.randn(24, 4, 3), torch.arange(24) % 2)]
+    with pytest.raises(fb.FlowBNNError, match="one noise vector for each example"):
+        fb.calibrate(Positions(), data, structure=structure, folds=0, progress=False, accelerator="cpu")
+    rules = {"place": None, "*": NormalAffine()}
+    calibrated = fb.calibrate(
+        Positions(), data, structure=structure, rules=rules, folds=0, progress=False, accelerator="cpu"
+    )
+    assert calibrated.calibration.dimensions == 12

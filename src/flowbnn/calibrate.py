@@ -74,22 +74,20 @@ class Calibration:
         return self.gain > 2.0 * self.error
 
     def __str__(self) -> str:
-        lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")]
+        lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []
         for name, value in self.nll.items():
             lines.append(
                 f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
             )
-        if not self.nll:
-            lines = []
-        found = "beats temperature scaling" if self.better else "is no better than temperature scaling"
+        verdict = "beats temperature scaling" if self.better else "is no better than temperature scaling"
         if self.gain < -2.0 * self.error:
-            found = "is worse than temperature scaling, which these data suffice for"
+            verdict = "is worse than temperature scaling, which these data suffice for"
         lines.append(
             f"{self.structure} posterior over {self.dimensions:,} dimensions, {self.prior} prior, {self.examples:,} held-out examples"
         )
         if self.nll:
             lines.append(
-                f"By {self.folds}-fold cross-validation the noise {found} (log-likelihood {self.gain:+.4f} per example, standard "
+                f"By {self.folds}-fold cross-validation the noise {verdict} (log-likelihood {self.gain:+.4f} per example, standard "
                 f"error {self.error:.4f})."
             )
         return "\n".join(lines)
@@ -198,7 +196,7 @@ def calibrate(
         temperature=temperature,
     )
     posterior.history = History([{"elbo": value / len(targets)} for value in result.trace])
-    _warn_of_memory(temperature, posterior)
+    _warn_of_memory(temperature)
     if progress and (console := terminal()) is not None:
         console.print(str(posterior.calibration), highlight=False)
     return posterior
@@ -210,7 +208,7 @@ def _device(network: nn.Module, accelerator: str) -> torch.device:
     return own if own.type == kind else torch.device(kind)
 
 
-def _warn_of_memory(temperature: float, posterior: NoisePosterior) -> None:
+def _warn_of_memory(temperature: float) -> None:
     """A network is sure of itself where it was trained, and rightly so: data that ask for a lower temperature are those."""
     if temperature < 0.8 or temperature == 1.0:  # the latter where all are predicted right
         why = (

@@ -64,15 +64,8 @@ def _log_normal(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     return -0.5 * (((value - loc) / scale).square() + _LOG_2PI).sum(-1) - scale.log().sum(-1)
 
 
-class DiagonalNormal(_Vectors):
-    r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
-
-    As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
-
-    >>> q = DiagonalNormal(torch.zeros(3), torch.ones(3))
-    >>> q.rsample((2,), generator=torch.Generator().manual_seed(0)).shape, round(q.entropy().item(), 4)
-    (torch.Size([2, 3]), 4.2568)
-    """
+class _Symmetric(_Vectors):
+    """Independent numbers on the last axis, each symmetric around its ``loc``."""
 
     axes = 1
     arg_constraints = {  # noqa: RUF012
@@ -87,6 +80,17 @@ class DiagonalNormal(_Vectors):
     @property
     def mode(self) -> Tensor:
         return self.loc
+
+
+class DiagonalNormal(_Symmetric):
+    r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
+
+    As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
+
+    >>> q = DiagonalNormal(torch.zeros(3), torch.ones(3))
+    >>> q.rsample((2,), generator=torch.Generator().manual_seed(0)).shape, round(q.entropy().item(), 4)
+    (torch.Size([2, 3]), 4.2568)
+    """
 
     @property
     def stddev(self) -> Tensor:
@@ -110,7 +114,7 @@ class DiagonalNormal(_Vectors):
         return 0.5 * self.loc.shape[-1] * (1.0 + _LOG_2PI) + self.scale.log().sum(-1)
 
 
-class DiagonalStudent(_Vectors):
+class DiagonalStudent(_Symmetric):
     r"""Independent Student-t variables on the last axis, :math:`x_i = \mu_i + \sigma_i t_i`, with ``df`` degrees of freedom each.
 
     Draws are Bailey's (1994): :math:`t = \sqrt{\nu (u^{-2/\nu} - 1)} \cos 2 \pi v` of uniform :math:`u` and :math:`v`.
@@ -120,9 +124,6 @@ class DiagonalStudent(_Vectors):
     (-1.0009, 3.0)
     """
 
-    axes = 1
-    arg_constraints = DiagonalNormal.arg_constraints
-
     def __init__(
         self, loc: Tensor, scale: Tensor | float, df: float, validate_args: bool | None = False
     ) -> None:
@@ -131,14 +132,6 @@ class DiagonalStudent(_Vectors):
 
     def like(self, loc: Tensor, scale: Tensor) -> "DiagonalStudent":
         return DiagonalStudent(loc, scale, self.df, self._validate_args)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
-
-    @property
-    def mode(self) -> Tensor:
-        return self.loc
 
     @property
     def variance(self) -> Tensor:

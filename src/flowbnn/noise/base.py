@@ -172,6 +172,15 @@ class Noise(nn.Module, ABC):
     def _sampled(self, state: NoisePass, rows: int, at: Sizes) -> Tensor:
         """A draw of its own for every example, ``[rows, *at, dim]``."""
         forward, generator = state.forward, state.settings[self.key].generator
+        if state.only_prepared:
+            known = None if forward is None or not forward.serves() else forward.draws.get(self.key)
+            if known is None or len(known) != forward.examples(rows, state.entry[1])[0]:  # type: ignore[union-attr]
+                raise FlowBNNError(
+                    f"one noise vector for each example cannot be given to a layer that sees {rows} rows, whose input has no axis "
+                    "of examples or which runs twice (activation checkpointing); leave it plain with None in the rules",
+                    kind="unsupported",
+                    argument="rules",
+                )
         if forward is None or not forward.serves():
             return self.draw_rows(rows, at, generator, state.share)
         examples, times = forward.examples(rows, state.entry[1])

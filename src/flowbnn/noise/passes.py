@@ -166,6 +166,7 @@ class NoisePass:
     given: Any = None  # gives a layer its draws at some positions, where a pass is handed them
     prepared: dict[int, Tensor] = field(default_factory=dict)  # draws for the next forward pass
     gradients: bool = False  # whether these were made with gradients
+    only_prepared: bool = False  # refuse to draw for a layer for which nothing was prepared
     asked: dict[int, tuple[Sizes, bool]] = field(default_factory=dict)  # positions, see InputNoise.ask
     forward: Forward | None = None
     outer: "NoisePass | None" = None

@@ -8,11 +8,11 @@ log-likelihood, a step of size :math:`\rho` is
     m &\leftarrow m + \rho \Lambda^{-1} \left(E_q[\nabla \log p(D \mid z)] - V^{-1} (m - \mu)\right)
 
 (Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has a draw of its own, so that one pass over the data estimates both
-expectations. Ten or twenty passes suffice where an optimizer of the Cholesky factor takes thousands of steps, and no rate is to be
-chosen: a step that lowers the ELBO by more than its own error is taken back and halved.
+expectations. Some twenty passes suffice, and no rate is to be chosen: a step that lowers the ELBO by more than its
+own error is taken back and halved.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean, stdev
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, evaluating, take
+from flowbnn.batches import call, dtype_of, evaluating, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.laplace.output_hessian import output_hessian
@@ -135,7 +135,7 @@ class NoisyNetwork:
     def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
         """The network's outputs where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
         state = NoisePass(settings_of(self.model, "sample"), shares=False)
-        state.gradients = torch.is_grad_enabled()
+        state.gradients, state.only_prepared = torch.is_grad_enabled(), True
         parts = vectors.split(self.sizes, -1)
         state.prepared = {noise.key: part for noise, part in zip(self.layers.values(), parts, strict=True)}
         with state:
@@ -210,6 +210,7 @@ class _Problem:
         self.network, self.inputs, self.targets, self.structure = network, inputs, targets, structure
         self.device, self.seed, self.passes = targets.device, seed, 0
         self.generator = torch.Generator(self.device)
+        self.dtype = dtype_of(network.model) or torch.get_default_dtype()
         self.labels = torch.Generator().manual_seed(seed)
         sizes = network.sizes
         self.sizes = [sum(sizes)] if structure == "full" else sizes
@@ -237,7 +238,7 @@ class _Problem:
             normal = torch.randn(
                 len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
             )
-            vectors = (q.mean + q.deviations(sign * normal)).to(torch.get_default_dtype())
+            vectors = (q.mean + q.deviations(sign * normal)).to(self.dtype)
             outputs, some, slope, roots = self.network.derivatives(inputs, targets, vectors, self.labels)
             fitted.append(some.double())
             gradient += slope.double()
@@ -300,7 +301,6 @@ def fit_gaussian(
     scale: float = 0.5,
     passes: int = 60,
     seed: int = 0,
-    tell: Callable[[float], None] | None = None,
 ) -> NaturalFit:
     """Fit a Gaussian over the noise of a stochastic network to data that its weights have not seen.
 
@@ -312,7 +312,6 @@ def fit_gaussian(
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
         loc, scale: of the prior.
         passes: the most over the data.
-        tell: called with the ELBO after every pass.
     """
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
@@ -327,16 +326,14 @@ def fit_gaussian(
                 proposal = fit_prior(proposal, network.sizes, loc, scale)
             if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
                 likelihood.log_scale.copy_(0.5 * seen.square.log())
-            told = problem.estimate(proposal)
-            gain = told.elbo - seen.elbo
-            error = float((told.fitted - seen.fitted).std()) * len(targets) ** 0.5
+            estimated = problem.estimate(proposal)
+            gain = estimated.elbo - seen.elbo
+            error = float((estimated.fitted - seen.fitted).std()) * len(targets) ** 0.5
             if not gain > -2.0 * error and size > LEAST:  # a loss beyond chance, or not a number
                 size = max(LEAST, 0.5 * size)
                 continue
-            current, seen = proposal, told
+            current, seen = proposal, estimated
             trace.append(seen.elbo)
-            if tell is not None:
-                tell(seen.elbo)
             if calm or (number > 8 and settled_by(trace, error)):
                 calm.append(current)
                 size = max(0.1, 0.8 * size)
