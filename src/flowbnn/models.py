@@ -1,4 +1,4 @@
-"""Small plain architectures: LeNet, MLP, SmallConv and VGG16, whose layers have names that rules can refer to."""
+"""Plain architectures: LeNet, MLP, ResNet18, SmallConv and VGG16, whose layers have names that rules can refer to."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from flowbnn.options import Count, Interval, checked
 
-__all__ = ["MLP", "VGG16", "LeNet", "SmallConv"]
+__all__ = ["MLP", "VGG16", "LeNet", "ResNet18", "SmallConv"]
+
+Scale = Annotated[float, Interval(gt=0, le=8)]
 
 
 class LeNet(nn.Module):
@@ -120,7 +122,7 @@ class VGG16(nn.Module):
         channels: Count = 3,
         classes: Count = 10,
         hidden: Count = 512,
-        width: Annotated[float, Interval(gt=0, le=8)] = 1.0,
+        width: Scale = 1.0,
     ) -> None:
         super().__init__()
         widths = [max(1, round(width * number)) for number in WIDTHS]
@@ -131,9 +133,7 @@ class VGG16(nn.Module):
         self.fc1 = nn.Linear(widths[-1], hidden)
         self.fc2 = nn.Linear(hidden, hidden)
         self.fc3 = nn.Linear(hidden, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         for index in range(1, len(WIDTHS) + 1):
@@ -142,3 +142,70 @@ class VGG16(nn.Module):
                 x = self.pool(x)
         x = torch.relu(self.fc1(x.mean((2, 3))))
         return self.fc3(torch.relu(self.fc2(x)))
+
+
+class Block(nn.Module):
+    r"""Two 3x3 convolutions beside a shortcut: :math:`y = \mathrm{relu}(f(x) + s(x))`.
+
+    ``conv1``, ``norm1``, ReLU, ``conv2``, ``norm2`` are :math:`f`; :math:`s` is the identity, or where the shape changes
+    ``shortcut`` (a 1x1 convolution) and ``norm3``.
+    """
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.changes = stride > 1 or before != after
+        if self.changes:
+            self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+            self.norm3 = nn.BatchNorm2d(after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(inner + (self.norm3(self.shortcut(x)) if self.changes else x))
+
+
+class ResNet18(nn.Module):
+    """ResNet18 (He et al., 2016) with BatchNorm for images of 32x32: a first convolution of 3x3 and no pool after it.
+
+    After ``conv1`` and ``norm1`` come ``block1`` to ``block8``, two each of 64, 128, 256 and 512 channels, the first of each pair but
+    the first with a stride of 2; what they leave is averaged to one position, and ``fc`` has the classes. The layers of a block are
+    ``block3.conv1``, ``block3.conv2`` and, where its shape changes, ``block3.shortcut``.
+
+    Args:
+        channels: of the images.
+        classes: outputs.
+        width: multiplies the channels of all blocks; below 1 for a network that trains in a moment.
+
+    >>> network = ResNet18(width=0.125)
+    >>> network(torch.zeros(2, 3, 32, 32)).shape, network.block3.shortcut
+    (torch.Size([2, 10]), Conv2d(8, 16, kernel_size=(1, 1), stride=(2, 2), bias=False))
+    """
+
+    @checked
+    def __init__(self, channels: Count = 3, classes: Count = 10, width: Scale = 1.0) -> None:
+        super().__init__()
+        widths = [max(1, round(width * number)) for number in (64, 64, 64, 128, 128, 256, 256, 512, 512)]
+        self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(widths[0])
+        self.depth = len(widths) - 1
+        for index in range(self.depth):
+            stride = 2 if index in (2, 4, 6) else 1
+            self.add_module(f"block{index + 1}", Block(widths[index], widths[index + 1], stride))
+        self.fc = nn.Linear(widths[-1], classes)
+        _initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.conv1(x)))
+        for index in range(self.depth):
+            x = self.get_submodule(f"block{index + 1}")(x)
+        return self.fc(x.mean((2, 3)))
+
+
+def _initialize(network: nn.Module) -> None:
+    """He's start for the convolutions."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -172,7 +172,9 @@ def run(
 @app.command()
 def compare(
     context: typer.Context,
-    network: Annotated[str, typer.Option("--network", help="mlp, small-conv, lenet or vgg16.")] = "lenet",
+    network: Annotated[
+        str, typer.Option("--network", help="mlp, small-conv, lenet, vgg16 or resnet18.")
+    ] = "lenet",
     data: Annotated[
         str, typer.Option("--data", help="digits, clusters, mnist, fashion-mnist or cifar10.")
     ] = "digits",

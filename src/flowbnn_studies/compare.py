@@ -13,7 +13,7 @@ from flowbnn.candidates import PLAIN, Candidate, find_candidates, measure, warm_
 from flowbnn.compare import Comparison
 from flowbnn.data import TensorLoader, clusters, load_digits, ring
 from flowbnn.errors import FlowBNNError
-from flowbnn.models import MLP, VGG16, LeNet, SmallConv
+from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 from flowbnn.options import Ge, options
 from flowbnn.results import Parts
 from flowbnn_studies.data import load_images, novel_noise
@@ -54,6 +54,7 @@ NETWORKS: dict[str, tuple[Callable[[tuple[int, ...], int], nn.Module], int]] = {
     "small-conv": (lambda shape, classes: SmallConv(shape[0], classes), 8),
     "lenet": (lambda shape, classes: LeNet(shape[0], classes), 28),
     "vgg16": (lambda shape, classes: VGG16(shape[0], classes), 32),
+    "resnet18": (lambda shape, classes: ResNet18(shape[0], classes), 32),
 }
 
 
@@ -136,7 +137,7 @@ class Settings(MethodSettings):
         train, test: at most that many examples; 0 for all.
     """
 
-    network: Literal["mlp", "small-conv", "lenet", "vgg16"] = "lenet"
+    network: Literal["mlp", "small-conv", "lenet", "vgg16", "resnet18"] = "lenet"
     data: Literal["digits", "clusters", "mnist", "fashion-mnist", "cifar10"] = "digits"
     train: Annotated[int, Ge(0)] = 0
     test: Annotated[int, Ge(0)] = 0

@@ -6,7 +6,9 @@ import torch
 import flowbnn as fb
 from flowbnn import models
 from flowbnn.errors import FlowBNNError
-from flowbnn.models import MLP, VGG16, LeNet, SmallConv
+from flowbnn.likelihoods import Categorical
+from flowbnn.methods.variational.natural import NoisyNetwork
+from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 
 CASES = {
     "MLP": (MLP(2, (8,), 3), (4, 2), 3, ["fc1", "fc2"]),
@@ -16,6 +18,18 @@ CASES = {
         (2, 3, 32, 32),
         10,
         [f"conv{i}" for i in range(1, 14)] + ["fc1", "fc2", "fc3"],
+    ),
+    "ResNet18": (
+        ResNet18(width=0.125).eval(),
+        (2, 3, 32, 32),
+        10,
+        ["conv1"]
+        + [
+            f"block{i}.{name}"
+            for i in range(1, 9)
+            for name in ("conv1", "conv2", *(["shortcut"] if i in (3, 5, 7) else []))
+        ]
+        + ["fc"],
     ),
     "SmallConv": (SmallConv(classes=9, width=4), (5, 1, 8, 8), 9, ["conv1", "conv2", "fc1", "fc2"]),
 }
@@ -59,3 +73,37 @@ def test_vgg16_has_the_thirteen_convolutions_and_fifteen_million_weights_of_the_
     )
     with pytest.raises(FlowBNNError, match="width"):
         VGG16(width=0)
+
+
+def test_resnet18_has_the_weights_of_the_original_with_the_stem_for_small_images():
+    network = ResNet18()
+    # He et al. (2016), table 1: 11,689,512 weights with a stem of 7x7 and 1,000 classes
+    original = 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
+    assert sum(p.numel() for p in network.parameters()) == original == 11_173_962
+    # inputs of the stem, of eight blocks with three shortcuts, and of the classes
+    noise = fb.describe(fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}))
+    assert sum(line.dim for line in noise) == 4355
+
+
+def test_a_block_adds_its_shortcut_and_noise_enters_both():
+    network = ResNet18(width=0.125).eval()
+    for norm in (module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        torch.nn.init.normal_(norm.bias)
+    x = torch.randn(2, 8, 32, 32)
+    same, other = network.block2, network.block3
+
+    def inner(block, x):
+        return block.norm2(block.conv2(torch.relu(block.norm1(block.conv1(x)))))
+
+    assert torch.allclose(same(x), torch.relu(inner(same, x) + x), atol=1e-6)
+    shortcut = other.norm3(other.shortcut(x))
+    assert torch.allclose(other(x), torch.relu(inner(other, x) + shortcut), atol=1e-6)
+    assert other(x).shape == (2, 16, 16, 16)
+    # one noise vector for each example and layer, on the inputs of both paths
+    noisy = NoisyNetwork(fb.to_stochastic(other, {"*": fb.noise.NormalAffine()}), Categorical())
+    first, second, third = (0.5 + torch.rand(2, size, 1, 1) for size in (8, 16, 8))
+    hidden = torch.relu(other.norm1(other.conv1(first * x)))
+    added = other.norm2(other.conv2(second * hidden)) + other.norm3(other.shortcut(third * x))
+    vectors = torch.cat([one.flatten(1) for one in (first, second, third)], 1)
+    assert torch.allclose(noisy.outputs(x, vectors), torch.relu(added), atol=1e-5)
