@@ -165,7 +165,9 @@ def kept_numbers(posterior: Posterior) -> int:
 
 def sample_count(posterior: Posterior, wanted: int) -> int:
     """Networks to average: each once where there are few (or one), else as many as wanted."""
-    few = posterior.default_samples == 1 or isinstance(posterior, MemberPosterior | ModePosterior)
+    inner = getattr(posterior, "posterior", posterior)  # temperature scaling wraps the posterior it scales
+    listed = isinstance(inner, MemberPosterior | ModePosterior) or bool(getattr(inner, "size", 0))
+    few = posterior.default_samples == 1 or listed
     return min(wanted, posterior.default_samples) if few else wanted
 
 

@@ -3,11 +3,12 @@
 >>> [study.name for study in studies()][:7]
 ['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
 >>> [study.name for study in studies()][7:]
-['calibrate', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
+['calibrate', 'calibrate-cifar10', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.calibrate import CalibrateStudy
+from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
@@ -45,6 +46,7 @@ for _study in (
     Elephant(),
     Uci(),
     CalibrateStudy(),
+    CalibrateCifar10(),
     CompareStudy(),
     *IMAGE_STUDIES,
 ):

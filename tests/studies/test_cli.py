@@ -35,6 +35,7 @@ def test_version_and_list():
         "elephant",
         "uci",
         "calibrate",
+        "calibrate-cifar10",
         "compare",
         "lenet-fashion",
         "lenet-cifar10",

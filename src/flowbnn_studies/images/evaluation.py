@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flowbnn.methods import PointPosterior, Posterior
+from flowbnn.candidates import sample_count
+from flowbnn.methods import Posterior
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.views import View
@@ -59,6 +60,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         *(Metric(f"mi_{k}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shift) for k, name in novel.items()),
         Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
                "Accuracy under noise, blur, brightness and contrast, mean over the four and five strengths.", shift),
+        Metric("shift_nll", "NLL, corrupted", "lower", ".3f", "NLL on the same images, mean over the same.", shift),
         Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
         *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)
           for prefix, (words, definition, group) in views.items() for m in CLASSIFICATION[:3]),
@@ -86,7 +88,7 @@ def predict(
     half = images.device.type == "cuda" and precision.startswith("bf16")
     return posterior.predict(
         images,
-        1 if isinstance(posterior, PointPosterior) else samples,
+        sample_count(posterior, samples),
         seed=0,
         adaptive=adaptive,
         views=views,
@@ -136,7 +138,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Everything the table and the figures need of one trained network."""
     images, labels = pictures.test
-    noisy = not isinstance(posterior, PointPosterior)
+    number = sample_count(posterior, settings.samples)
     known = predict(posterior, images, settings.samples, precision)
     values = known.evaluate(labels)
     values["minutes"] = posterior.history.seconds / 60
@@ -145,30 +147,43 @@ def evaluate(
         "curves": _curves(posterior, pictures.num_data),
         "bins": reliability(known.probabilities, labels),
     }
-    if noisy and settings.samples > RULE.start:
+    if number > RULE.start:
         sparing = predict(posterior, images, settings.samples, precision, RULE)
         values["adaptive"] = float(sparing.samples_spent.double().mean()) / settings.samples
         values["agreement"] = float((sparing.labels == known.labels).double().mean())
         del sparing
     del known
     values |= _by_views(posterior, pictures.test, settings, training, precision)
+    more, beyond = evaluate_beyond(posterior, pictures, settings, precision)
+    values |= more
+    return content | beyond
+
+
+def evaluate_beyond(
+    posterior: Posterior, pictures: Pictures, settings: ImageSettings, precision: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics on novel and on corrupted images, and what the figures need of them."""
     # of the same number of samples as what it is compared with
-    few = predict(posterior, images[: settings.shift_images], settings.shift_samples, precision)
-    content["entropy"] = {"known": histogram(few.entropy, 0.0, 2.4, 24)}
+    few = predict(posterior, pictures.test[0][: settings.shift_images], settings.shift_samples, precision)
+    values: dict[str, float] = {}
+    entropy = {"known": histogram(few.entropy, 0.0, 2.4, 24)}
     for key, strange in pictures.novel(settings.shift_images).items():
         novel = predict(posterior, strange, settings.shift_samples, precision)
         values[f"auroc_{key}"] = novelty_auroc(few.entropy, novel.entropy)
-        if noisy:
+        if novel.num_samples > 1:
             values[f"mi_{key}"] = novelty_auroc(few.mutual_information, novel.mutual_information)
-        content["entropy"][key] = histogram(novel.entropy, 0.0, 2.4, 24)
-    content["shift"] = {kind: {"accuracy": [], "ece": []} for kind in KINDS}
-    for kind, curves in content["shift"].items():
+        entropy[key] = histogram(novel.entropy, 0.0, 2.4, 24)
+    shift: dict[str, dict[str, list[float]]] = {
+        kind: {"accuracy": [], "nll": [], "ece": []} for kind in KINDS
+    }
+    for kind, curves in shift.items():
         for strength in STRENGTHS:
             corrupted, truth = pictures.corrupted(kind, strength, settings.shift_images)
             predictive = predict(posterior, corrupted, settings.shift_samples, precision)
             curves["accuracy"].append(float((predictive.labels == truth).double().mean()))
+            curves["nll"].append(float(predictive.nll(truth).mean()))
             curves["ece"].append(calibration_error(predictive.probabilities, truth))
-    for name in ("accuracy", "ece"):
-        numbers = [value for curves in content["shift"].values() for value in curves[name]]
+    for name in ("accuracy", "nll", "ece"):
+        numbers = [value for curves in shift.values() for value in curves[name]]
         values[f"shift_{name}"] = sum(numbers) / len(numbers)
-    return content
+    return values, {"entropy": entropy, "shift": shift}

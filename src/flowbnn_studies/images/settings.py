@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from flowbnn.models import VGG16, LeNet
+from flowbnn.models import VGG16, LeNet, ResNet18
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
 from flowbnn_studies.runner.study import Variant
@@ -68,7 +68,7 @@ class ImageSettings:
     Args:
         source: ``"files"`` reads the data set; ``"generated"`` makes small pictures, for a trial run.
         generated: how many of those there are to learn from; a quarter as many to test on.
-        width: multiplies the channels of VGG16; LeNet has one size.
+        width: multiplies the channels of VGG16 and ResNet18; LeNet has one size.
         validation: images put aside from the training set to choose settings on.
         choose: put those aside and evaluate on them: to choose settings, with the test set closed.
         samples: networks averaged in a prediction.
@@ -165,9 +165,11 @@ FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def make_network(architecture: str, channels: int, width: float = 1.0) -> nn.Module:
-    """The plain network: ``"lenet"`` or ``"vgg16"``."""
+    """The plain network: ``"lenet"``, ``"vgg16"`` or ``"resnet18"``."""
     if architecture == "lenet":
         return LeNet(channels)
+    if architecture == "resnet18":
+        return ResNet18(channels, width=width)
     return VGG16(channels, hidden=max(8, round(512 * width)), width=width)
 
 

@@ -1,0 +1,307 @@
+"""Noise of VGG16 and ResNet18 that were trained on 45,000 images of CIFAR-10, fitted on the 5,000 that their weights have not seen."""
+
+import time
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.calibrate import calibrate
+from flowbnn.data import TensorLoader
+from flowbnn.likelihoods import Categorical
+from flowbnn.methods.temperature import TemperedPosterior, temper
+from flowbnn.options import Count, Positive, options
+from flowbnn.posterior import PointPosterior, Posterior
+from flowbnn.posterior.base import PredictOptions
+from flowbnn.results import Metric, Parts
+from flowbnn_studies.calibrate import NUMBERS
+from flowbnn_studies.images.data import Pictures, load_pictures
+from flowbnn_studies.images.evaluation import evaluate_beyond, predict
+from flowbnn_studies.images.settings import ImageSettings, Training, make_network
+from flowbnn_studies.images.training import fit_variant
+from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.statistics import counted, paired
+from flowbnn_studies.runner.study import Findings, Study, Variant
+
+NETWORKS = {"vgg16": "VGG16", "resnet18": "ResNet18"}
+FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given
+    "factorized": ("Noise, factorized", {"structure": "factorized", "prior": "fitted"}),
+    "layers": ("Noise, full within layers", {"structure": "layers", "prior": "fitted"}),
+    "chain": ("Noise, chain of layers", {"structure": "chain", "prior": "fitted"}),
+    "joint": ("Noise, joint", {"structure": "full", "prior": "fitted"}),
+    "joint-fixed": ("Noise, joint, fixed prior", {"structure": "full", "prior": "fixed"}),
+}
+ROWS = {
+    "plain": ("Plain", "mle"),
+    "temperature": ("Temperature scaling", "temperature"),
+    "vector": ("Vector scaling", "temperature"),
+    **{key: (label, "node-noise-gaussian") for key, (label, _) in FITS.items()},
+    "chosen": ("Noise, chosen by the ELBO", "node-noise-gaussian"),
+    "all": ("Plain on all images, tempered", "temperature"),
+}
+NOVEL = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+SHIFT = "mean over four kinds of corruption (noise, blur, brightness, contrast) at five strengths."
+# fmt: off
+MORE = {
+    "elbo": ("ELBO", "higher", ".4f", "Of the fit, in nats for a held-out image."),
+    **{f"auroc_{key}": (f"AUROC {name}", "higher", ".3f",
+       f"Chance that an image of {name} has a higher predictive entropy than a test image.")
+       for key, name in NOVEL.items()},
+    "shift_accuracy": ("Accuracy, corrupted", "higher", ".3f", f"Accuracy, {SHIFT}"),
+    "shift_nll": ("NLL, corrupted", "lower", ".3f", f"NLL, {SHIFT}"),
+    "shift_ece": ("ECE, corrupted", "lower", ".3f", f"ECE, {SHIFT}"),
+}
+# fmt: on
+KEPT = ("accuracy", "nll", "ece")
+TARGET = 0.008  # of the ECE
+
+
+@options
+class Settings:
+    """What the study depends on.
+
+    Args:
+        source, generated, width: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
+        held_out: images that the weights do not see, other ones with every seed.
+        fits: keys of the posteriors that are fitted, out of :data:`FITS`.
+        samples: networks averaged in a prediction.
+        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
+        vgg16, resnet18: how the weights are trained.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+    width: Positive = 1.0
+    held_out: Count = 5_000
+    fits: tuple[str, ...] = tuple(FITS)
+    samples: Count = 64
+    shift_samples: Count = 16
+    shift_images: Count = 500
+    vgg16: Training = Training(
+        epochs=30,
+        batch=512,
+        optimizer="sgd",
+        nesterov=True,
+        weight_lr=0.2,
+        weight_decay=5e-4,
+        schedule="linear",
+        rise=0.25,
+        padding=4,
+        flip=True,
+    )
+    resnet18: Training = replace(vgg16, epochs=20)
+
+    def images(self) -> ImageSettings:
+        """What the data and the evaluation on novel and corrupted images depend on."""
+        same = ("source", "generated", "width", "samples", "shift_samples", "shift_images")
+        return ImageSettings(**{name: getattr(self, name) for name in same})
+
+    def relevant(self, variant: str) -> dict[str, Any]:
+        """The settings that a variant's result depends on."""
+        own = variant.partition("-")[0]
+        return {name: value for name, value in asdict(self).items() if name == own or name not in NETWORKS}
+
+
+class CalibrateCifar10(Study):
+    """Is noise on held-out data worth its while in the networks that are used?"""
+
+    name = "calibrate-cifar10"
+    title = "Calibrating VGG16 and ResNet18"
+    description = "noise of trained VGG16 and ResNet18 on fresh images of CIFAR-10, factorized to joint, beside temperature scaling"
+    question = (
+        "VGG16 and ResNet18 are trained on 45,000 images of CIFAR-10. Their weights stay, and their noise is fitted to the other "
+        "5,000. Does it predict better than temperature scaling, and which structure of the posterior is worth its time?"
+    )
+    source = "flowbnn's own"
+    settings = Settings
+    seeds = 5
+    accelerator = "auto"
+    partial = True
+    keeps_networks = False
+    headline = ("nll_vgg16", "ece_vgg16", "nll_resnet18", "ece_resnet18")
+    quick: ClassVar[dict[str, Any]] = {
+        "source": "generated",
+        "generated": 120,
+        "width": 0.0625,
+        "held_out": 30,
+        "fits": ("factorized", "joint"),
+        "samples": 2,
+        "shift_samples": 2,
+        "shift_images": 2,
+        **{name: replace(getattr(Settings(), name), epochs=1, batch=35) for name in NETWORKS},
+    }
+
+    def variants(self, settings: Settings) -> tuple[Variant, ...]:
+        """A variant for each network with all its fits, then the networks on all images."""
+        cost = {"vgg16": 1.0, "resnet18": 2.0}
+        return tuple(Variant(key, label, "mle", cost=cost[key]) for key, label in NETWORKS.items()) + tuple(
+            Variant(f"{key}-all", f"{label} on all images", "mle", after=key, cost=cost[key])
+            for key, label in NETWORKS.items()
+        )
+
+    def train(self, job: Job) -> dict[str, Any]:
+        s: Settings = job.settings
+        network, _, whole = job.variant.partition("-")
+        pictures = _pictures(s, job.accelerator)
+        rest, fresh = pictures.learned.split(min(s.held_out, len(pictures.learned) // 3), job.seed)
+        held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
+        if whole:
+            start = make_network(network, pictures.channels, s.width)
+            point = PointPosterior(job.load_start(start).to(pictures.device), Categorical())
+            temperature = temper(point, held_out, progress=False).temperature
+            posterior: Posterior = TemperedPosterior(_plain(job, network, pictures), temperature)
+            return {"values": {}, "table": {"all": _scores(posterior, pictures, s, job.precision)}}
+        plain = _plain(job, network, replace(pictures, learned=rest))
+        plain.save(job.posterior)
+        table = {}
+        for key in ("plain", "temperature", "vector", *s.fits):
+            started, elbo = time.perf_counter(), None
+            posterior = plain
+            if key == "temperature":
+                posterior = temper(plain, held_out, progress=False)
+            elif key == "vector":
+                posterior = scale_by_class(plain, held_out)
+            elif key in FITS:
+                given: dict[str, Any] = {**FITS[key][1], "accelerator": job.accelerator}
+                posterior = calibrate(plain.model, held_out, folds=0, seed=job.seed, progress=False, **given)
+                elbo = sum(posterior.history["elbo"][-8:]) / len(posterior.history["elbo"][-8:])
+            if pictures.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = 0.0 if key == "plain" else time.perf_counter() - started
+            table[key] = _scores(posterior, pictures, s, job.precision) | {"seconds": seconds}
+            if elbo is not None:
+                table[key] |= {"elbo": elbo, "passes": posterior.history.epochs}
+        return {"values": {}, "table": table, "minutes": plain.history.seconds / 60}
+
+    def findings(self, settings: Settings, parts: Parts) -> Findings:
+        by_row = rows_of(parts)
+        metrics = [
+            Metric(f"{key}_{network}", f"{label}, {NETWORKS[network]}", better, form, meaning, label)
+            for key, (label, better, form, meaning) in {**NUMBERS, **MORE}.items()
+            for network in NETWORKS
+            if by_row.of("plain") and f"nll_{network}" in by_row.of("plain")[0]["values"]
+        ]
+        rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
+        minutes = {
+            label: sum(part["minutes"] for part in parts.of(key)) / len(parts.of(key))
+            for key, label in NETWORKS.items()
+            if parts.of(key)
+        }
+        trained = ", ".join(
+            f"{NETWORKS[key]} {getattr(settings, key).epochs} epochs ({minutes[NETWORKS[key]]:.1f} minutes)"
+            for key in NETWORKS
+            if NETWORKS[key] in minutes
+        )
+        notes = [
+            f"The weights: {trained}; SGD with Nesterov momentum, one cycle of the rate, moved and mirrored images. A short training: "
+            "more epochs would give a better network, whose noise has less to mend.",
+            "The prior of the noise is N(m, s²) with a mean and a width for every layer by the ELBO, or fixed at N(1, 0.5²). “Chosen”: "
+            "the structure and prior whose ELBO is the highest for that seed; its seconds are those of all fits.",
+            "Plain on all images: the same training on all 50,000, with the temperature that suits the network on 45,000 on the other "
+            "5,000.",
+            f"Predictions on the test set average {settings.samples} networks, those on novel and corrupted images "
+            f"{settings.shift_samples}, on the first {settings.shift_images}. Nothing was chosen on test images.",
+            *parts.warnings({**NETWORKS, **{f"{key}-all": label for key, label in NETWORKS.items()}}),
+        ]
+        return Findings(answer(by_row), metrics, [row for row in rows if row["values"]], [], notes)
+
+
+def _pictures(settings: Settings, accelerator: str) -> Pictures:
+    device = "cuda" if accelerator in ("cuda", "gpu") else accelerator
+    return load_pictures(settings.images(), "cifar10", list(NOVEL), device)
+
+
+def _plain(job: Job, network: str, pictures: Pictures) -> PointPosterior:
+    """A network trained on these pictures, laid out as convolutions on a GPU are fastest."""
+    s: Settings = job.settings
+    training: Training = getattr(s, network)
+    made = make_network(network, pictures.channels, s.width)
+    given = {**job.options(training.epochs, 1), "checkpoint": None, "checkpoint_every": None, "resume": False}
+    posterior = fit_variant("best-plain", network, training, made, pictures, given, job.seed)
+    assert isinstance(posterior, PointPosterior)
+    if pictures.device.type == "cuda":
+        posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return posterior
+
+
+class Scaled(nn.Module):
+    """A network whose logits are multiplied by, and added to, a number for each class."""
+
+    def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.factor, self.offset = nn.Parameter(factor), nn.Parameter(offset)
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.network(inputs) * self.factor + self.offset
+
+
+def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
+    r"""Vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` with the largest likelihood."""
+    outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
+    assert targets is not None
+    logits, targets = outputs[0].double(), targets.to(outputs.device)
+    factor, offset = logits.new_ones(logits.shape[1]), logits.new_zeros(logits.shape[1])
+    free = [factor.requires_grad_(), offset.requires_grad_()]
+    engine = torch.optim.LBFGS(free, max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        engine.zero_grad()
+        value = nn.functional.cross_entropy(logits * factor + offset, targets)
+        value.backward()
+        return value
+
+    engine.step(loss)
+    scaled = Scaled(plain.model, factor.detach().float(), offset.detach().float())
+    return PointPosterior(scaled.eval(), plain.likelihood)
+
+
+def _scores(posterior: Posterior, pictures: Pictures, settings: Settings, precision: str) -> dict[str, float]:
+    """The metrics of one row."""
+    images, labels = pictures.test
+    known = predict(posterior, images, settings.samples, precision).evaluate(labels)
+    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), precision)
+    return {**{name: known[name] for name in KEPT}, **{name: beyond[name] for name in beyond if name in MORE}}
+
+
+def rows_of(parts: Parts) -> Parts:
+    """From parts by network to parts by row, with values ``nll_vgg16``; and the row that the ELBO chooses."""
+    content: dict[tuple[str, int], dict[str, Any]] = {}
+    for (variant, seed), part in parts.content.items():
+        network = variant.partition("-")[0]
+        table = dict(part["table"])
+        fits = [key for key in FITS if key in table]
+        if fits:
+            best = max(fits, key=lambda key: table[key]["elbo"])
+            table["chosen"] = {**table[best], "seconds": sum(table[key]["seconds"] for key in fits)}
+        for row, numbers in table.items():
+            values = content.setdefault((row, seed), {"values": {}})["values"]
+            values |= {f"{name}_{network}": value for name, value in numbers.items()}
+    return Parts(parts.seeds, content)
+
+
+def answer(parts: Parts) -> str:
+    """The answer, put together from the numbers."""
+    lines = []
+    for network, label in NETWORKS.items():
+        nll, ece = f"nll_{network}", f"ece_{network}"
+        number = len(parts.common("chosen", "temperature", nll)[0])
+        if not number:
+            continue
+        against = paired(*parts.common("chosen", "temperature", nll))
+        simple = paired(*parts.common("joint", "factorized", nll))
+        verdict = "better than" if against.mean < 0 else "worse than"
+        verdict = verdict if against.clear else f"{against.even} of"
+        reached = "reaches" if parts.mean("chosen", ece) <= TARGET else "misses"
+        means = {key: parts.mean(key, nll) for key in FITS if parts.values(key, nll)}
+        best = min(means, key=lambda key: means[key])
+        lines.append(
+            f"{label}, {counted(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
+            f"{parts.mean('vector', nll):.4f} by vector scaling, {parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: "
+            f"{verdict} temperature ({against.words()}). Its ECE {parts.mean('chosen', ece):.4f} {reached} {TARGET:g} "
+            f"(temperature {parts.mean('temperature', ece):.4f}), its fit takes {parts.mean('joint', f'seconds_{network}'):.0f} s. "
+            f"Joint against factorized noise: {simple.words()}. The best structure on the test images: {FITS[best][0].lower()} "
+            f"({means[best]:.4f})."
+        )
+    return "\n".join(lines) or "Too little has been trained for an answer."

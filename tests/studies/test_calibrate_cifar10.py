@@ -1,0 +1,84 @@
+"""The study of calibrated networks on CIFAR-10, on pictures that are generated."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from flowbnn.data import TensorLoader
+from flowbnn.likelihoods import Categorical
+from flowbnn.posterior import PointPosterior
+from flowbnn.results import Parts
+from flowbnn_studies import calibrate_cifar10 as study
+from flowbnn_studies import get_study, run_study
+
+
+def tiny(architecture, channels, width):
+    """A network with BatchNorm and a residual sum, of a moment."""
+    from flowbnn.models import Block
+
+    return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # networks of one epoch are under-confident
+def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "make_network", tiny)
+    one = get_study("calibrate-cifar10")
+    settings = one.make_settings(quick=True)
+    how = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
+    first = run_study(one, only=["vgg16"], **how)
+    rows = {row["key"]: row["values"] for row in first["rows"]}
+    assert set(rows) == {"plain", "temperature", "vector", "factorized", "joint", "chosen"}
+    names = set(study.NUMBERS) | set(study.MORE)
+    assert set(rows["joint"]) == {f"{name}_vgg16" for name in names}
+    assert set(rows["plain"]) == {f"{name}_vgg16" for name in names - {"elbo"}}
+    assert first["answer"].startswith("VGG16, 1 seed: NLL")
+    part = tmp_path / "calibrate-cifar10" / "parts" / "vgg16-seed0.json"
+    stamp = part.stat().st_mtime_ns
+    both = run_study(one, only=["vgg16", "vgg16-all"], resume=True, **how)
+    assert part.stat().st_mtime_ns == stamp
+    assert "nll_vgg16" in next(row["values"] for row in both["rows"] if row["key"] == "all")
+    assert json.loads(part.read_text())["content"]["table"]["joint"]["passes"] > 8
+    # another training of the other network leaves this part in force
+    other = one.make_settings(quick=True, **{"resnet18.epochs": 2})
+    run_study(one, only=["vgg16"], resume=True, **{**how, "settings": other})
+    assert part.stat().st_mtime_ns == stamp
+
+
+def test_the_elbo_chooses_for_every_seed():
+    def part(factorized, joint):
+        table = {
+            key: {"elbo": elbo, "nll": nll, "ece": 0.01, "seconds": 2.0}
+            for key, (elbo, nll) in (("factorized", factorized), ("joint", joint))
+        }
+        rest = {key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "vector")}
+        return {"values": {}, "table": rest | table, "minutes": 1.0}
+
+    parts = Parts(
+        [0, 1],
+        {
+            ("vgg16", 0): part((-0.3, 0.4), (-0.2, 0.3)),
+            ("vgg16", 1): part((-0.2, 0.35), (-0.3, 0.2)),
+        },
+    )
+    by_row = study.rows_of(parts)
+    assert by_row.values("chosen", "nll_vgg16") == [0.3, 0.35]
+    assert by_row.values("chosen", "seconds_vgg16") == [4.0, 4.0]
+    told = study.answer(by_row)
+    assert "0.3250 with the noise that the ELBO chooses" in told
+    assert "misses 0.008" in told
+
+
+def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
+    source = torch.Generator().manual_seed(0)
+    logits = 2.0 * torch.randn(20_000, 3, generator=source)
+    factor, offset = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([0.5, 0.0, -0.5])
+    labels = torch.distributions.Categorical(logits=logits * factor + offset).probs
+    drawn = torch.multinomial(labels, 1, generator=source)[:, 0]
+    point = PointPosterior(nn.Identity(), Categorical())
+    point.model.register_buffer("none", torch.zeros(()))
+    scaled = study.scale_by_class(point, TensorLoader(logits, drawn, batch_size=5_000))
+    assert torch.allclose(scaled.model.factor, factor, atol=0.05)
+    # a number that is added to all offsets changes nothing
+    assert torch.allclose(scaled.model.offset - scaled.model.offset.mean(), offset, atol=0.05)
