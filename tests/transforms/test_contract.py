@@ -51,15 +51,12 @@ def build(
 
 
 def noise(
-    case: Case, transform: Transform, batch: tuple[int, ...], scale: float = 1.0, seed: int = 2
+    case: Case, transform: Transform, batch: tuple[int, ...], scale: float = 1.0, backwards: bool = False
 ) -> Tensor:
-    """Scaled standard normal events, in float64."""
-    shape = batch + (case.dim,) * transform.event_dim
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def batch_shape(transform: Transform, value: Tensor) -> torch.Size:
-    return value.shape[: value.ndim - transform.event_dim]
+    """Scaled standard normal events of the base, or of the sample, in float64."""
+    shape = torch.Size(batch + (case.dim,) * transform.event_dim)
+    shape = transform.forward_shape(shape) if backwards else shape
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -68,8 +65,8 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def directions(case: Case, transform: Transform, dtype: torch.dtype, scale: float = 1.0, count: int = 64):
     """Both maps of a transform, each with points of its own domain."""
-    start = noise(case, transform, (count,), scale)
     for function, carry in ((transform.forward, case.to_domain), (transform.inverse, case.to_range)):
+        start = noise(case, transform, (count,), scale, backwards=function == transform.inverse)
         yield function.__name__, function, carry(start).to(dtype, copy=True)
 
 
@@ -284,13 +281,14 @@ def test_compiles_without_a_graph_break(case: Case, direction: str, monkeypatch:
 def test_any_batch_shape(case: Case, dtype: torch.dtype, batch: tuple[int, ...]) -> None:
     transform = build(case, dtype)
     state = torch.random.get_rng_state()
-    start = noise(case, transform, batch)
     for function, carry in ((transform.forward, case.to_domain), (transform.inverse, case.to_range)):
-        points = carry(start).to(dtype)
+        backwards = function == transform.inverse
+        points = carry(noise(case, transform, batch, backwards=backwards)).to(dtype)
         before = points.clone()
         value, log_det = function(points, context=None)
-        assert value.shape == points.shape
-        assert log_det.shape == batch_shape(transform, points)
+        after = (transform.inverse_shape if backwards else transform.forward_shape)(points.shape)
+        assert value.shape == after
+        assert log_det.shape == batch
         assert value.dtype == log_det.dtype == dtype
         assert torch.equal(points, before)
         assert not points.requires_grad

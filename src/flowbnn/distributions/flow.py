@@ -4,6 +4,8 @@ The contract: ``rsample`` and ``log_prob`` as everywhere in torch, and ``rsample
 without an inverse.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -78,19 +80,20 @@ class Flow(Distribution):
                 f"{tuple(shape)}; give the base a vector of parameters",
                 kind="shape",
             )
-        cut = len(shape) - max(len(base.event_shape), transform.event_dim)
-        batch_shape, event_shape = shape[:cut], shape[cut:]
+        axes = max(len(base.event_shape), transform.event_dim)
+        batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
             wide = torch.broadcast_shapes(batch_shape, context.shape[:-1])
             if wide != batch_shape:
-                base = base.expand(wide + event_shape[: len(event_shape) - len(base.event_shape)])
+                base = base.expand(wide + start[: axes - len(base.event_shape)])
                 batch_shape = wide
         self.base, self.transform, self.context = base, transform, context
-        super().__init__(batch_shape, event_shape, validate_args=validate_args)
+        self._start = start  # the shape of a base event, as the flow sees it
+        super().__init__(batch_shape, transform.forward_shape(start), validate_args=validate_args)
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
-        return self.base.has_rsample
+        return self.base.has_rsample and not self.transform.discrete
 
     @property
     def support(self) -> constraints.Constraint:
@@ -133,24 +136,41 @@ class Flow(Distribution):
         return self._batch_base(self.base.entropy()) + self._batch_log_det(log_det)
 
     def _batch_base(self, value: Tensor) -> Tensor:
-        return sum_rightmost(value, len(self.event_shape) - len(self.base.event_shape))
+        return sum_rightmost(value, len(self._start) - len(self.base.event_shape))
 
     def _batch_log_det(self, log_det: Tensor) -> Tensor:
-        return sum_rightmost(log_det, len(self.event_shape) - self.transform.event_dim)
+        return sum_rightmost(log_det, len(self._start) - self.transform.event_dim)
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         """Reparameterized draws of shape ``sample_shape + batch_shape + event_shape``."""
-        return self.transform(reparameterized(self.base, sample_shape, generator), self.context)[0]
+        if self.transform.discrete:
+            raise NotImplementedError(
+                "samples of this flow are integers, which no gradient passes: use sample"
+            )
+        z = reparameterized(self.base, sample_shape, generator)
+        with self._seeded(generator):
+            return self.transform(z, self.context)[0]
+
+    def _seeded(self, generator: torch.Generator | None) -> AbstractContextManager[None]:
+        """While a transform draws, the global generator follows the given one."""
+        known = generator is None or not self.transform.stochastic
+        return nullcontext() if known else _following(generator)
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         with torch.no_grad():
             if self.has_rsample:
                 return self.rsample(sample_shape, generator)
             named: dict[str, Any] = {} if generator is None else {"generator": generator}
-            return self.transform(self.base.sample(torch.Size(sample_shape), **named), self.context)[0]
+            z = self.base.sample(torch.Size(sample_shape), **named)
+            with self._seeded(generator):
+                return self.transform(z, self.context)[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density anywhere, by the transform's inverse (numerical where it has no formula)."""
+        """Log-density anywhere, by the transform's inverse (numerical where it has no formula).
+
+        Where ``transform.lower_bound``, it is a one-sample estimate of a lower bound, fresh at every call.
+        Of integers it is a log-probability.
+        """
         if self._validate_args:
             self._validate_sample(value)
         if covers_everything(self.base, self.transform):
@@ -158,7 +178,7 @@ class Flow(Distribution):
             return self._batch_base(self.base.log_prob(z)) + self._batch_log_det(log_det)
         z, log_det, outside = self._pull_back(value)
         # a base that validates its arguments must not see the points that have no preimage
-        moved = outside.reshape(outside.shape + (1,) * len(self.event_shape))
+        moved = outside.reshape(outside.shape + (1,) * len(self._start))
         z = torch.where(moved, inner_point(self.base, z), z)
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
@@ -184,16 +204,25 @@ class Flow(Distribution):
     def _draw(self, sample_shape: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         """Draws, the base's log-density at their preimages, and the log-det."""
         z = reparameterized(self.base, sample_shape, generator)
-        x, log_det = self.transform(z, self.context)
+        with self._seeded(generator):
+            x, log_det = self.transform(z, self.context)
         return x, self._batch_base(self.base.log_prob(z)), self._batch_log_det(log_det)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Flow":
-        extra = len(self.event_shape) - len(self.base.event_shape)
-        inner = torch.Size(batch_shape) + self.event_shape[:extra]
+        extra = len(self._start) - len(self.base.event_shape)
+        inner = torch.Size(batch_shape) + self._start[:extra]
         return Flow(self.base.expand(inner), self.transform, self.context, self._validate_args)
 
     def __repr__(self) -> str:
         return f"Flow({self.base!r}, {_title(self.transform)})"
+
+
+@contextmanager
+def _following(generator: Any) -> Iterator[None]:
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 class _Image(constraints.Constraint):
@@ -205,7 +234,7 @@ class _Image(constraints.Constraint):
 
     def check(self, value: Tensor) -> Tensor:
         z, _, outside = self.flow._pull_back(value)
-        axes = self.event_dim
+        axes = len(self.flow._start)
         unknown = z.isnan() if not axes else z.isnan().flatten(-axes).any(-1)
         return ~outside & ~unknown
 

@@ -8,9 +8,8 @@ from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
 from flowbnn.distributions.torch_transform import TorchTransform
-from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.compose import Compose, Inverse, run_part
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.permutation import Permutation
 
@@ -125,15 +124,17 @@ def pull_back(
     """
     outside = _any_rightmost(value.isinf(), event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
-    for step in reversed(_steps(transform)):
-        part, backwards = step
-        ends = _ends(step)
+    steps, axes = _steps(transform), event_axes
+    for place in reversed(range(len(steps))):
+        part, backwards = steps[place]
+        ends = _ends(steps[place])
         if ends is not None and not _is_real(ends[1]):
-            outside = outside | _any_rightmost(~ends[1].check(value) & ~value.isnan(), event_axes)
-        value, change = (part.forward if backwards else part.inverse)(value, context)
-        log_det = log_det + sum_rightmost(change, event_axes - part.event_dim)
+            outside = outside | _any_rightmost(~ends[1].check(value) & ~value.isnan(), axes)
+        after, before = (part.event_dim, part.sample_dim) if backwards else (part.sample_dim, part.event_dim)
+        value, change = run_part(part, value, context, not backwards, axes - after, place)
+        log_det, axes = log_det + change, axes - after + before
     support = _base_support(base)
     if not _is_real(_of_numbers(support)):
         wrong = ~support.check(value) & ~_any_rightmost(value.isnan(), support.event_dim)
-        outside = outside | _any_rightmost(wrong, event_axes - support.event_dim)
+        outside = outside | _any_rightmost(wrong, axes - support.event_dim)
     return value, log_det, outside

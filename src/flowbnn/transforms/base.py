@@ -27,9 +27,25 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ``event_dim``        how many trailing axes one event has: 0 for a map of numbers, 1 for a map of vectors
 ``inverse_kind``     ``"exact"``, ``"numerical"`` (a root is found; correct to about 1e-6), or ``"none"``
 ``linearity``        ``"diagonal"``, ``"affine"`` or ``"none"``: what a closed-form KL may assume of the map
+``draws``            ``"none"``, or which direction draws random numbers: ``"forward"``, ``"inverse"`` or ``"both"``
+``discrete``         whether samples are integers, so that no gradient passes through them and p(x) is a probability
+``sample_dim``       how many trailing axes an event has on the side of the sample, if not ``event_dim``
 ===================  ==========================================================================================
+
+**Surjective and stochastic maps** (SurVAE flows, Nielsen et al. 2020) lose information one way and draw it the other way. Theirs
+is the same contract with another second value: ``inverse(x)`` returns a draw of :math:`z` and a contribution :math:`V(x, z)`,
+and ``forward(z)`` returns :math:`x` and :math:`-V`, so that everywhere
+
+.. math:: E_{q(z \mid x)} \exp\left(\log p(z) + V(x, z)\right) = p(x) .
+
+Where only ``forward`` draws, :math:`\log p(z) + V` is :math:`\log p(x)` itself. Where ``inverse`` draws, it is a one-sample estimate
+of a lower bound on it (Jensen), and the transform says so: :attr:`Transform.lower_bound` is true. At the flow's own draws, the same
+expression is a bound from above, which makes a Monte Carlo KL to a prior an upper bound. Draws come from torch's global generator.
+
+A map that changes the shape of its events defines :meth:`Transform.forward_shape` and :meth:`Transform.inverse_shape`.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,6 +60,31 @@ class Transform(nn.Module):
     event_dim: int = 1
     inverse_kind: Literal["exact", "numerical", "none"] = "exact"
     linearity: Literal["diagonal", "affine", "none"] = "none"
+    draws: Literal["none", "forward", "inverse", "both"] = "none"
+    discrete: bool = False
+
+    @property
+    def sample_dim(self) -> int:
+        """How many trailing axes one event has on the side of the sample."""
+        return self.event_dim
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a direction draws random numbers."""
+        return self.draws != "none"
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether log-densities are one-sample estimates of a lower bound."""
+        return self.draws in ("inverse", "both")
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        """The shape of ``forward(z)`` for a ``z`` of this shape, whose last ``event_dim`` axes are one event."""
+        return torch.Size(shape)
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        """The shape of ``inverse(x)`` for an ``x`` of this shape."""
+        return torch.Size(shape)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Sample to base: ``(f^{-1}(x), log|det df^{-1}/dx|)``."""
@@ -60,8 +101,20 @@ def check_tensor(value: Any, owner: object) -> None:
             if isinstance(value, Tensor)
             else f"a {type(value).__name__}"
         )
+        whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        hint = "; dequantize integers: end the flow with Dequantization, or give it .float()" if whole else ""
         raise FlowBNNError(
-            f"{type(owner).__name__} takes a dense floating point tensor, not {given}", kind="dtype"
+            f"{type(owner).__name__} takes a dense floating point tensor, not {given}{hint}", kind="dtype"
+        )
+
+
+def check_integers(value: Any, owner: object) -> None:
+    """Refuse what is no tensor of integers (or booleans)."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise FlowBNNError(
+            f"{type(owner).__name__} takes a tensor of integers, not {given}; floats that hold integers are cast with .long()",
+            kind="dtype",
         )
 
 

@@ -1,8 +1,9 @@
 """Transforms made of transforms."""
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
@@ -11,13 +12,26 @@ from flowbnn.options import Hint, checked
 from flowbnn.transforms.base import Transform, check_tensor
 
 
+def run_part(
+    part: Transform, value: Tensor, context: Tensor | None, backwards: bool, extra: int, place: int
+) -> tuple[Tensor, Tensor]:
+    """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
+    if context is not None and extra:
+        context = context.reshape(*context.shape[:-1], *(1,) * extra, context.shape[-1])
+    try:
+        value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
+    except FlowBNNError as error:
+        raise FlowBNNError(f"part {place} of the flow: {error}", **{"place": place, **error.fields}) from None
+    return value, sum_rightmost(log_det, extra)
+
+
 class Compose(Transform):
     r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
 
-    Its ``event_dim`` is the largest of its parts', whose log-dets are summed to that shape. An empty ``Compose()`` is the
-    identity on vectors.
+    Its events have as many axes as the parts need, and log-dets are summed to that shape; a part of smaller events, such as one that
+    acts on the channels of an image, sees the context at each of them. What it declares is the weakest of its parts.
+    An empty ``Compose()`` is the identity on vectors.
 
-    >>> import torch
     >>> from flowbnn.transforms import Exp, Reverse
     >>> x, log_det = Compose(Exp(), Reverse(3))(torch.tensor([0.0, 1.0, 2.0]))
     >>> x, log_det
@@ -28,28 +42,54 @@ class Compose(Transform):
     def __init__(self, *parts: Annotated[Transform, Hint("for a list write Compose(*parts)")]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.event_dim = max((part.event_dim for part in parts), default=1)
+        need, change = (0 if parts else 1), 0
+        for part in parts:
+            need = max(need, part.event_dim - change)
+            change += part.sample_dim - part.event_dim
+        self.event_dim, self._sample_dim = need, need + change
+        self._extra: list[int] = []  # axes of an event that are batch axes to the part
+        for part in parts:
+            self._extra.append(need - part.event_dim)
+            need += part.sample_dim - part.event_dim
         # the weakest of the parts
         kinds = [part.linearity for part in parts]
         self.linearity = min(kinds, key=("none", "affine", "diagonal").index, default="diagonal")
         inverses = [part.inverse_kind for part in parts]
         self.inverse_kind = min(inverses, key=("none", "numerical", "exact").index, default="exact")
+        drawn = {part.draws for part in parts} - {"none"}
+        self.draws = "both" if len(drawn) > 1 else min(drawn, default="none")
+        self.discrete = any(part.discrete for part in parts)
+
+    @property
+    def sample_dim(self) -> int:
+        return self._sample_dim
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(z, self)
-        total = z.new_zeros(z.shape[: z.ndim - self.event_dim])
-        for part in self:
-            z, log_det = part.forward(z, context)
-            total = total + sum_rightmost(log_det, self.event_dim - part.event_dim)
-        return z, total
+        return self._run(z, context, backwards=False)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(x, self)
-        total = x.new_zeros(x.shape[: x.ndim - self.event_dim])
+        return self._run(x, context, backwards=True)
+
+    def _run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        places = range(len(self.parts))
+        total: Tensor | None = None
+        for place in reversed(places) if backwards else places:
+            value, log_det = run_part(self[place], value, context, backwards, self._extra[place], place)
+            total = log_det if total is None else total + log_det
+        if total is None:
+            check_tensor(value, self)
+            total = value.new_zeros(value.shape[:-1])
+        return value, total
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        for part in self:
+            shape = part.forward_shape(shape)
+        return torch.Size(shape)
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
         for part in reversed(list(self)):
-            x, log_det = part.inverse(x, context)
-            total = total + sum_rightmost(log_det, self.event_dim - part.event_dim)
-        return x, total
+            shape = part.inverse_shape(shape)
+        return torch.Size(shape)
 
     def __iter__(self) -> Iterator[Transform]:
         return iter(self.parts)  # type: ignore[arg-type]
@@ -61,10 +101,19 @@ class Compose(Transform):
         return self.parts[index]  # type: ignore[return-value]
 
 
-class Inverse(Transform):
-    r"""The same bijection run backwards: its forward is the part's inverse.
+_TURNED: dict[str, Literal["none", "forward", "inverse", "both"]] = {
+    "none": "none",
+    "forward": "inverse",
+    "inverse": "forward",
+    "both": "both",
+}
 
-    >>> import torch
+
+class Inverse(Transform):
+    r"""The same map run backwards: its forward is the part's inverse.
+
+    A surjection that gives a bound on log-densities gives them exactly when it is run backwards, and the reverse.
+
     >>> from flowbnn.transforms import Exp
     >>> Inverse(Exp())(torch.tensor([1.0]))[0]
     tensor([0.])
@@ -76,12 +125,23 @@ class Inverse(Transform):
         if part.inverse_kind == "none":
             raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
         self.part = part
-        self.event_dim = part.event_dim
+        self.event_dim = part.sample_dim
         self.linearity = part.linearity
         self.inverse_kind = part.inverse_kind
+        self.draws = _TURNED[part.draws]
+
+    @property
+    def sample_dim(self) -> int:
+        return self.part.event_dim
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.part.inverse(z, context)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.part.forward(x, context)
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return self.part.inverse_shape(shape)
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return self.part.forward_shape(shape)
