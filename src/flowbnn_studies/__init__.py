@@ -3,7 +3,7 @@
 >>> [study.name for study in studies()][:7]
 ['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
 >>> [study.name for study in studies()][7:]
-['calibrate', 'calibrate-cifar10', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10']
+['calibrate', 'calibrate-cifar10', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
@@ -14,6 +14,7 @@ from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
 from flowbnn_studies.elephant import Elephant
 from flowbnn_studies.flow_length import FlowLength
+from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
 from flowbnn_studies.regression_1d import Regression1d
 from flowbnn_studies.runner.job import Job
@@ -49,5 +50,6 @@ for _study in (
     CalibrateCifar10(),
     CompareStudy(),
     *IMAGE_STUDIES,
+    RESNET18,
 ):
     register_study(_study)

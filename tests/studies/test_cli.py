@@ -40,6 +40,7 @@ def test_version_and_list():
         "lenet-fashion",
         "lenet-cifar10",
         "vgg16-cifar10",
+        "resnet18-cifar10",
     ]
 
 

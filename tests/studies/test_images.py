@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
+from flowbnn.models import Block
 from flowbnn_studies import get_study
 from flowbnn_studies.data import Moved, mirrored
-from flowbnn_studies.images import cost
+from flowbnn_studies.images import cost, rivals
+from flowbnn_studies.images import study as image_study
 from flowbnn_studies.images.data import KINDS, load_pictures
 from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
 
-NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")
+NAMES = ("lenet-fashion", "lenet-cifar10", "vgg16-cifar10")  # with the recipe of Xiong's report
 
 
 def small(name, **changes):
@@ -347,3 +350,37 @@ def test_a_mistaken_precision_clears_nothing_and_a_start_that_is_there_is_taken_
     else:
         assert (parts / plain).stat().st_mtime_ns == stamps[plain]
     assert "xiong-flow-channel-seed0.json" in aside
+
+
+def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
+    def tiny(architecture, channels, width):
+        return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
+
+    for module in (image_study, rivals):
+        monkeypatch.setattr(module, "make_network", tiny)
+    monkeypatch.setattr(rivals, "NORMALIZED", 2)
+    study, settings = small("resnet18-cifar10", samples=2, shift_images=2)
+    every = [variant.key for variant in study.variants(settings)]
+    only = ["best-joint-channel", "best-output-channel", "best-swag", "best-ensemble"]
+    results = run(study, settings, tmp_path, only=[*only, "best-gaussian-channel"])
+    rows = {row["key"]: row["values"] for row in results["rows"]}
+    assert [key for key in rows if not key.startswith("cited")] == [
+        key for key in every if "mixture" not in key
+    ]
+    assert rows["cited-0"]["nll"]["published"] == 0.127
+    for key in only:
+        assert {"accuracy", "nll", "ece", "shift_nll", "auroc_noise", "mi_noise", "moved_nll"} <= set(
+            rows[key]
+        )
+    content = {
+        key: json.loads((tmp_path / study.name / "parts" / f"{key}-seed0.json").read_text()) for key in only
+    }
+    assert all(part["content"]["shift"]["blur"]["nll"] for part in content.values())
+    assert "SWAG against Gaussian noise: undecided with one seed" in results["answer"]
+    assert not any("Xiong" in note for note in results["notes"])
+    # the walk depends on how the plain network was trained, the noise does not
+    other = study.make_settings(quick=True, **{"plain.weight_decay": 0.5})
+    assert other.relevant("best-swag") != study.make_settings(quick=True).relevant("best-swag")
+    assert other.relevant("best-joint-channel") == study.make_settings(quick=True).relevant(
+        "best-joint-channel"
+    )

@@ -81,7 +81,10 @@ def compare(parts: Parts, first: str, second: str, metric: Metric) -> Paired | N
 def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """Every comparison on the metrics that count, for a table of their own."""
     table = []
-    pairs = (("flow", "gaussian"), ("mixture", "gaussian"), ("gaussian", "plain"), ("flow", "plain"))
+    pairs = (
+        *(("flow", "gaussian"), ("mixture", "gaussian"), ("joint", "gaussian"), ("output", "gaussian")),
+        *(("gaussian", "plain"), ("flow", "plain"), ("joint", "plain"), ("output", "plain")),
+    )
     for recipe, site, (method, other) in ((r, s, pair) for r in RECIPES for s in SITES for pair in pairs):
         first = f"{recipe}-{method}-{site}"
         second = PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}"
@@ -172,8 +175,22 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
                 f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
                 f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
             )
+    lines += _rivals(parts, metrics)
     lines += _reached(parts, variants, metrics, published)
     return "\n".join(lines) or "Too little has been trained for an answer."
+
+
+def _rivals(parts: Parts, metrics: Sequence[Metric]) -> list[str]:
+    """Other posteriors against Gaussian noise, where a study has them."""
+    gaussian = "best-gaussian-channel"
+    names = {
+        "best-joint-channel": "Joint noise",
+        "best-output-channel": "Noise on outputs",
+        "best-swag": "SWAG",
+        "best-ensemble": "A deep ensemble",
+    }
+    stated = {name: statement(parts, key, gaussian, metrics)[0] for key, name in names.items()}
+    return [f"{name} against Gaussian noise: {text}." for name, text in stated.items() if text]
 
 
 def _reached(
@@ -224,19 +241,32 @@ def notes(
         " A p-value of the exact sign-flip test cannot be below 0.25 with 3 seeds or 0.0625 with 5, so more than chance means here "
         "that the 95 % interval by Student's t excludes zero; of many such intervals one in twenty does so by chance."
     )
+    xiong = any(v.key.startswith("xiong-") for v in variants)
+    shown = max(seeds) > 1
     lines = [
-        f"Seeds: Xiong's recipe {seeds[0]}, the best one {seeds[1]}.{chance if max(seeds) > 1 else ''}",
-        f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other seeds; "
-        f"{used}. The curves of test accuracy and ECE are for display.",
+        f"Seeds: Xiong's recipe {seeds[0]}, the best one {seeds[1]}.{chance if shown else ''}"
+        if xiong
+        else f"Seeds: {seeds[1]}.{chance if shown else ''}",
+        *(
+            [
+                f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other "
+                f"seeds; {used}. The curves of test accuracy and ECE are for display."
+            ]
+            if xiong
+            else []
+        ),
         *(remarks if settings.source == "files" else ()),
         f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
         f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
         "The same for every method.",
         "The time of the study is that of all trainings added up, of which several ran side by side on one device.",
         *(f"Cost: {part['caption']}" for part in parts.of("cost")[:1]),
-        "The values of Xiong's report are read off its figures; its dropout line is for LeNet as a whole. Its site is position, with "
-        "the KL averaged over positions, which tempers it.",
     ]
+    if xiong:
+        lines.append(
+            "The values of Xiong's report are read off its figures; its dropout line is for LeNet as a whole. Its site is position, "
+            "with the KL averaged over positions, which tempers it."
+        )
     floors = {
         v.label: fmean(calibration_floor(part["bins"], settings.tested) for part in parts.of(v.key))
         for v in present(parts, variants)

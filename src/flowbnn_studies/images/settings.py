@@ -16,6 +16,7 @@ GROUPS = (
     "dropout",
     *(f"{kind}_{site}" for site in SITES[::-1] for kind in ("gaussian", "flow", "mixture")),
 )
+RIVALS = ("joint_channel", "output_channel", "swag")  # of ResNet18
 Natural = Annotated[int, Ge(0)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 
@@ -78,7 +79,8 @@ class ImageSettings:
             by a pixel along either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
         rounds: rounds of the measurement of time and memory; 0 measures none.
         start, xiong: Xiong's training of the plain network, and of what starts from it.
-        plain, dropout, ...: the best training we found for each method, from scratch.
+        plain, dropout, ...: the best training we found for each method, from scratch; ``swag`` is the walk from the plain network, and
+            the members of an ensemble are trained as the plain one.
     """
 
     source: Literal["files", "generated"] = "files"
@@ -102,6 +104,9 @@ class ImageSettings:
     gaussian_position: Training = Training()
     flow_position: Training = Training()
     mixture_position: Training = Training()
+    joint_channel: Training = Training()
+    output_channel: Training = Training()
+    swag: Training = Training()
 
     @property
     def tested(self) -> int:
@@ -118,7 +123,7 @@ class ImageSettings:
         """
         recipe, _, method = variant.partition("-")
         if recipe == "best":
-            return method.replace("-", "_")
+            return "plain" if method == "ensemble" else method.replace("-", "_")
         return "start" if variant == "xiong-plain" else "xiong"
 
     def training(self, variant: str) -> Training:
@@ -130,7 +135,9 @@ class ImageSettings:
         needed = {self.group(variant)} if variant != "cost" else set(GROUPS)
         if variant.startswith("xiong-"):
             needed.add("start")
-        left = {"start", "xiong", *GROUPS} - needed
+        if variant == "best-swag":  # which starts from it
+            needed.add("plain")
+        left = {"start", "xiong", *GROUPS, *RIVALS} - needed
         settings = asdict(self.evaluating(variant))
         return {name: value for name, value in settings.items() if name not in left}
 
@@ -144,10 +151,11 @@ QUICK: dict[str, Any] = {  # settings of seconds on generated pictures, whose nu
     **{"source": "generated", "generated": 200, "width": 0.0625, "samples": 4, "rounds": 2},
     **{"shift_samples": 2, "shift_images": 20, "curve_samples": 2},
     **{"start": replace(_TINY, optimizer="sgd", weight_lr=2e-3), "xiong": _TINY},
-    **dict.fromkeys(GROUPS, replace(_TINY, schedule="cosine", padding=2, flip=True)),
+    **dict.fromkeys((*GROUPS, *RIVALS), replace(_TINY, schedule="cosine", padding=2, flip=True)),
 }
 
 METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
+JOINT = "low-rank"  # full within layers; across layers, what training by SGD can find
 NAMES = {
     "plain": "mle",
     "longer": "mle-longer",
@@ -155,6 +163,10 @@ NAMES = {
     "gaussian": "node-noise-gaussian",
     "flow": "node-noise-planar",
     "mixture": "node-noise-mixture",
+    "joint": "node-noise-gaussian-joint",
+    "output": "node-noise-gaussian-output",
+    "swag": "swag",
+    "ensemble": "deep-ensemble",
 }
 
 # Where Xiong's report (section 4 and its code) puts its flows; the rest of the layers carry a learnable Gaussian.
@@ -204,6 +216,8 @@ def rules_for(architecture: str, variant: str, training: Training) -> dict[Any, 
     }
     if method == "mixture":
         return {"*": NormalAffine(components=training.components, **common)}
+    own: dict[str, dict[str, Any]] = {"joint": {"joint": JOINT}, "output": {"side": "output"}}
+    common |= own.get(method, {})
     rules: dict[Any, Recipe | None] = {"*": NormalAffine(**common)}
     if method == "flow":
         convolutions, linear = FLOWS[architecture]
