@@ -25,8 +25,10 @@ ROOMS = [  # from the roof down
     "units",
     "likelihoods",
     "noise",
+    "flows",
     "distributions",
     "transforms",
+    "nets",
     "kernels",
     "predictive",
     "metrics",
@@ -93,6 +95,8 @@ def test_the_public_surface_exists_and_is_sorted():
     assert len(flowbnn.__all__) == len(set(flowbnn.__all__))  # ruff keeps them in order
     for room in (
         "transforms",
+        "nets",
+        "flows",
         "distributions",
         "noise",
         "metrics",

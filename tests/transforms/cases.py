@@ -1,9 +1,10 @@
 """Every case of the contract suite."""
 
 from case import Case
+from cases_conditioned import CASES as CONDITIONED
 from cases_maps import CASES as MAPS
 from cases_sums import CASES as SUMS
 
 __all__ = ["CASES"]
 
-CASES: list[Case] = [*SUMS, *MAPS]
+CASES: list[Case] = [*SUMS, *MAPS, *CONDITIONED]

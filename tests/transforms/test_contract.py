@@ -22,6 +22,8 @@ ROUND_TRIP = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
 MADE_OF_OTHERS = (  # what their gradients are traced through, other cases are traced through too
     "affine-coupling-custom",
+    "autoregressive-affine",
+    "autoregressive-spline",
     "compose",
     "glow-step",
     "lu-linear",

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import triangles
+from flowbnn.nets import MLP
 from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.coupling import MLP, AdditiveCoupling, AffineCoupling
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle

@@ -1,9 +1,10 @@
 """The zoo of transforms: one file for each family, all under the contract of :mod:`flowbnn.transforms.base`."""
 
 from flowbnn.transforms.affine import Affine
+from flowbnn.transforms.autoregressive import Autoregressive
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
-from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
@@ -13,15 +14,19 @@ from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 from flowbnn.transforms.triangular import BlockTriangular
+from flowbnn.transforms.univariate import AffineMap, ShiftMap, SplineMap, Univariate
 
 __all__ = [
     "ActNorm",
     "AdditiveCoupling",
     "Affine",
     "AffineCoupling",
+    "AffineMap",
+    "Autoregressive",
     "BatchNorm",
     "BlockTriangular",
     "Compose",
+    "Coupling",
     "Exp",
     "GlowStep",
     "HouseholderSylvester",
@@ -35,10 +40,13 @@ __all__ = [
     "PlanarLU",
     "Radial",
     "Reverse",
+    "ShiftMap",
     "Shuffle",
     "Sigmoid",
     "Softplus",
+    "SplineMap",
     "Tanh",
     "Transform",
     "TriangularSylvester",
+    "Univariate",
 ]

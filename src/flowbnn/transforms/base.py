@@ -30,6 +30,8 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ``draws``            ``"none"``, or which direction draws random numbers: ``"forward"``, ``"inverse"`` or ``"both"``
 ``discrete``         whether samples are integers, so that no gradient passes through them and p(x) is a probability
 ``sample_dim``       how many trailing axes an event has on the side of the sample, if not ``event_dim``
+``cheap``            ``"both"``, ``"forward"``, ``"inverse"`` or ``"none"``: the directions that cost one pass; another costs
+                     a pass for every entry
 ===================  ==========================================================================================
 
 **Surjective and stochastic maps** (SurVAE flows, Nielsen et al. 2020) lose information one way and draw it the other way. Theirs
@@ -60,6 +62,7 @@ class Transform(nn.Module):
     event_dim: int = 1
     inverse_kind: Literal["exact", "numerical", "none"] = "exact"
     linearity: Literal["diagonal", "affine", "none"] = "none"
+    cheap: Literal["both", "forward", "inverse", "none"] = "both"
     draws: Literal["none", "forward", "inverse", "both"] = "none"
     discrete: bool = False
 

@@ -59,6 +59,8 @@ class Compose(Transform):
         drawn = {part.draws for part in parts} - {"none"}
         self.draws = "both" if len(drawn) > 1 else min(drawn, default="none")
         self.discrete = any(part.discrete for part in parts)
+        slow = {part.cheap for part in parts} - {"both"}
+        self.cheap = "both" if not slow else slow.pop() if len(slow) == 1 else "none"
 
     @property
     def sample_dim(self) -> int:
@@ -129,6 +131,7 @@ class Inverse(Transform):
         self.linearity = part.linearity
         self.inverse_kind = part.inverse_kind
         self.draws = _TURNED[part.draws]
+        self.cheap = _TURNED[part.cheap]
 
     @property
     def sample_dim(self) -> int:

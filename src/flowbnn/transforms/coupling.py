@@ -1,43 +1,48 @@
 """Coupling layers: one part of the vector is transformed by parameters that a network computes from the other part."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.numerics import soft_clamp
-from flowbnn.options import Count, Ge, Hint, Positive, checked, made_by
+from flowbnn.nets.mlp import MLP, Length
+from flowbnn.numerics import sum_rightmost
+from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.univariate import AffineMap, Direction, ShiftMap, Univariate, compressed
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
-class Coupling(Transform, ABC):
-    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` monotone in each entry.
+class Coupling(Transform):
+    r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` increasing in each entry.
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
     :math:`r` carries a rounding error of size :math:`r\epsilon`, which a net that goes on growing hands to the next layer
     multiplied; a deep trained stack then cannot be inverted at far points in any precision.
 
-    A subclass says how many parameters an entry takes (``per_entry``) and writes :meth:`move` and :meth:`move_back`;
-    each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
+    Each direction calls the net once. Stack couplings with ``flip`` alternating, or with permutations between.
 
     Args:
         dim: length of the vectors, at least 2.
+        univariate: the map :math:`g` of single numbers.
         mask: what is kept, :math:`A`: ``"half"`` (the first half), ``"alternating"`` (entries 0, 2, 4, ...) or one
             boolean per entry.
         flip: exchange what is kept and what is moved.
-        hidden, activation, context_dim: of the :class:`MLP` that is made when no net is given.
-        net: a module called as ``net(q(kept), context)`` that gives ``per_entry`` numbers for each moved entry.
+        hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
+        net: a module called as ``net(q(kept), context)`` that gives ``univariate.per_entry`` numbers for each moved entry.
         compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
+        event_dim: trailing axes of one event; with 3, events are images, channels last, and the net is a convolution.
+
+    >>> from flowbnn.transforms import SplineMap
+    >>> spline = Coupling(4, SplineMap(bins=4), hidden=(8,))
+    >>> spline(torch.ones(2, 4))[1].detach().abs().max() < 1e-6
+    tensor(True)
     """
 
-    per_entry: int = 0
     mask: Tensor
     kept_index: Tensor
     moved_index: Tensor
@@ -47,17 +52,19 @@ class Coupling(Transform, ABC):
     def __init__(
         self,
         dim: AtLeastTwo,
+        univariate: Univariate,
         mask: Mask = "half",
         flip: bool = False,
         hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: Annotated[int, Ge(0)] = 0,
+        context_dim: Length = 0,
         net: nn.Module | None = None,
         compress: bool = True,
+        event_dim: Count = 1,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.compress = compress
+        self.dim, self.univariate, self.compress, self.event_dim = dim, univariate, compress, event_dim
+        self.inverse_kind = univariate.inverse_kind
         keep = _read_mask(mask, dim)
         self.register_buffer("mask", ~keep if flip else keep)
         for name in ("kept_index", "moved_index", "restore"):
@@ -65,34 +72,24 @@ class Coupling(Transform, ABC):
         self._arrange()
         self.register_load_state_dict_post_hook(_arrange_after_load)
         kept = self.kept_index.numel()
-        self.net = net or MLP(kept, self.per_entry * (dim - kept), hidden, activation, context_dim)
-
-    @abstractmethod
-    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """The moved entries and the log-det, given ``parameters`` of ``per_entry`` numbers for each entry."""
-
-    @abstractmethod
-    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of :meth:`move` for the same parameters."""
+        self.net = net or MLP(kept, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        kept, moved = self._split(z)
-        moved, log_det = self.move(moved, self._condition(kept, moved, context))
-        return self._join(kept, moved), log_det
+        return self._apply_map(self.univariate.forward, z, context)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        kept, moved = self._split(x)
-        moved, log_det = self.move_back(moved, self._condition(kept, moved, context))
-        return self._join(kept, moved), log_det
+        return self._apply_map(self.univariate.inverse, x, context)
 
-    def _condition(self, kept: Tensor, moved: Tensor, context: Tensor | None) -> Tensor:
-        parameters = self.net(kept / (1.0 + 0.2 * kept.abs()) if self.compress else kept, context)
-        wanted = (*moved.shape[:-1], self.per_entry * moved.shape[-1])
+    def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        kept, moved = self._split(value)
+        parameters = self.net(compressed(kept) if self.compress else kept, context)
+        wanted = (*moved.shape[:-1], self.univariate.per_entry * moved.shape[-1])
         if parameters.shape != wanted:
             raise FlowBNNError(
                 f"the net of a coupling must give {wanted} here, not {tuple(parameters.shape)}", kind="shape"
             )
-        return parameters
+        moved, log_slope = function(moved, parameters)
+        return self._join(kept, moved), sum_rightmost(log_slope, self.event_dim)
 
     def _arrange(self) -> None:
         keep = self.mask.tolist()
@@ -132,13 +129,19 @@ class AdditiveCoupling(Coupling):
     (tensor(6.), tensor([0., 0.]))
     """
 
-    per_entry = 1
-
-    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return value + parameters, value.new_zeros(value.shape[:-1])
-
-    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return value - parameters, value.new_zeros(value.shape[:-1])
+    @checked
+    def __init__(
+        self,
+        dim: AtLeastTwo,
+        mask: Mask = "half",
+        flip: bool = False,
+        hidden: Sequence[Count] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: Length = 0,
+        net: nn.Module | None = None,
+        compress: bool = True,
+    ) -> None:
+        super().__init__(dim, ShiftMap(), mask, flip, hidden, activation, context_dim, net, compress)
 
 
 class AffineCoupling(Coupling):
@@ -157,8 +160,6 @@ class AffineCoupling(Coupling):
     (torch.Size([2, 4]), tensor([0., 0.]))
     """
 
-    per_entry = 2
-
     @checked
     def __init__(
         self,
@@ -167,23 +168,12 @@ class AffineCoupling(Coupling):
         flip: bool = False,
         hidden: Sequence[Count] = (64, 64),
         activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: Annotated[int, Ge(0)] = 0,
+        context_dim: Length = 0,
         net: nn.Module | None = None,
         compress: bool = True,
         bound: Positive = 2.0,
     ) -> None:
-        super().__init__(dim, mask, flip, hidden, activation, context_dim, net, compress)
-        self.bound = bound
-
-    def move(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.chunk(2, dim=-1)
-        log_scale = soft_clamp(raw, self.bound)
-        return value * log_scale.exp() + shift, log_scale.sum(-1)
-
-    def move_back(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.chunk(2, dim=-1)
-        log_scale = soft_clamp(raw, self.bound)
-        return (value - shift) * (-log_scale).exp(), -log_scale.sum(-1)
+        super().__init__(dim, AffineMap(bound), mask, flip, hidden, activation, context_dim, net, compress)
 
 
 def _read_mask(mask: Mask, dim: int) -> Tensor:
@@ -200,56 +190,3 @@ def _read_mask(mask: Mask, dim: int) -> Tensor:
 
 def _arrange_after_load(module: nn.Module, incompatible: Any) -> None:
     module._arrange()  # type: ignore[operator]
-
-
-class MLP(nn.Module):
-    r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
-
-    The last layer starts at zero, so that the network gives zeros for every input and what it conditions starts at
-    the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
-
-    Args:
-        dim_in: length of the input vectors.
-        dim_out: length of the output vectors.
-        hidden: width of each hidden layer; ``()`` makes a linear map.
-        activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
-        context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
-
-    >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
-    >>> net(torch.ones(5, 3), torch.ones(4)).shape
-    torch.Size([5, 2])
-    """
-
-    @checked
-    def __init__(
-        self,
-        dim_in: Count,
-        dim_out: Count,
-        hidden: Sequence[Count] = (64, 64),
-        activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: Annotated[int, Ge(0)] = 0,
-    ) -> None:
-        super().__init__()
-        widths = [dim_in + context_dim, *hidden, dim_out]
-        self.context_dim = context_dim
-        layers: list[nn.Module] = []
-        for before, after in pairwise(widths[:-1]):
-            layers += [nn.Linear(before, after), made_by(activation, name="activation", kind=nn.Module)]
-        last = nn.Linear(widths[-2], dim_out)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(*layers, last)
-
-    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
-        if self.context_dim == 0:
-            return self.layers(value)
-        if context is None or context.shape[-1:] != (self.context_dim,):
-            raise FlowBNNError(
-                f"this network needs a context of length {self.context_dim}, not "
-                f"{None if context is None else tuple(context.shape)}: pass context=",
-                kind="shape",
-                argument="context",
-            )
-        context = context.expand(*value.shape[:-1], self.context_dim)
-        return self.layers(torch.cat([value, context], dim=-1))

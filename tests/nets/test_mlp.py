@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms.coupling import MLP
+from flowbnn.nets import MLP
 
 
 def woken(net: MLP) -> MLP:

@@ -1,0 +1,287 @@
+"""Flows by name: a base and a transform as one module, which called gives the distribution.
+
+>>> import torch
+>>> flow = NSF(dim=2)
+>>> x = flow().sample((5,))
+>>> flow().log_prob(x).shape
+torch.Size([5])
+>>> conditional = MAF(2, context_dim=3)
+>>> conditional(torch.ones(5, 3)).log_prob(x).shape
+torch.Size([5])
+
+A name is a few lines over :class:`FlowModel`. The transform of a model, ``NSF(dim, context_dim, ...).transform``, serves as
+well as noise of a network or as the posterior of an autoencoder. All start at or near the identity.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from torch import Tensor, nn
+
+from flowbnn.distributions import Base, Flow, NormalBase
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.mlp import Length
+from flowbnn.options import Count, Ge, Hint, Interval, Positive, checked
+from flowbnn.transforms import (
+    ActNorm,
+    Affine,
+    AffineMap,
+    Autoregressive,
+    Compose,
+    Coupling,
+    GlowStep,
+    HouseholderSylvester,
+    LULinear,
+    PlanarLU,
+    ShiftMap,
+    SplineMap,
+    Transform,
+    Univariate,
+)
+from flowbnn.transforms.coupling import Mask
+
+__all__ = ["IAF", "MAF", "NICE", "NSF", "FlowModel", "Glow", "Planar", "RealNVP", "Sylvester"]
+
+Widths = Sequence[Count]
+Bins = Annotated[int, Ge(2)]
+None0 = Annotated[int, Interval(ge=0, le=0), Hint("it reads no context")]
+
+
+class FlowModel(nn.Module):
+    """Any flow as a module: the base and the transform it owns, and the distribution they make when it is called.
+
+    Args:
+        base: the owner of the base distribution.
+        transform: from the base to the sample.
+        context_dim: length of the context vectors that the transform reads; 0 for none.
+
+    >>> from flowbnn.transforms import Radial
+    >>> FlowModel(NormalBase(2, 0.0, 1.0), Radial(2))().event_shape
+    torch.Size([2])
+    """
+
+    @checked
+    def __init__(self, base: Base, transform: Transform, context_dim: Length = 0) -> None:
+        super().__init__()
+        self.base, self.transform, self.context_dim = base, transform, context_dim
+
+    def forward(self, context: Tensor | None = None) -> Flow:
+        """The distribution, one for each context vector ``(..., context_dim)``."""
+        given = 0 if context is None else context.shape[-1] if context.ndim else -1
+        if given != self.context_dim:
+            raise FlowBNNError(
+                f"{type(self).__name__} was made with context_dim={self.context_dim}, and is given "
+                + ("no context" if context is None else f"a context of shape {tuple(context.shape)}"),
+                kind="shape",
+                argument="context",
+            )
+        return Flow(self.base.distribution(), self.transform, context)
+
+
+class _Named(FlowModel):
+    """A flow on a standard normal base, unless another of the same length is given."""
+
+    def __init__(self, dim: int, context_dim: int, base: Base | None, *parts: Transform) -> None:
+        if base is not None and base.dim != dim:
+            raise FlowBNNError(
+                f"{type(self).__name__}({dim}) needs a base of that length, not of {base.dim}",
+                kind="shape",
+                argument="base",
+            )
+        super().__init__(base or NormalBase(dim, 0.0, 1.0), Compose(*parts), context_dim)
+
+
+def _coupling(
+    dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int, mask: Mask = "half"
+) -> Transform:
+    """A coupling; one entry has no other to read, and is moved alone."""
+    if dim == 1:
+        return Autoregressive(1, univariate, hidden=hidden, context_dim=context_dim)
+    return Coupling(dim, univariate, mask, bool(step % 2), hidden, context_dim=context_dim)
+
+
+def _orders(dim: int, length: int) -> list[range]:
+    """Every second one backwards, so that each entry comes early and late."""
+    return [range(dim - 1, -1, -1) if step % 2 else range(dim) for step in range(length)]
+
+
+class NICE(_Named):
+    """Additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
+
+    Args:
+        dim, context_dim: lengths of the vectors and of the context; at least 2 and 0.
+        length: number of couplings, which keep the halves in turn.
+        hidden: widths of their networks.
+        base: standard normal by default.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        base: Base | None = None,
+    ) -> None:
+        parts = [_coupling(dim, ShiftMap(), step, hidden, context_dim) for step in range(length)]
+        super().__init__(dim, context_dim, base, *parts, Affine(dim))
+
+
+class RealNVP(_Named):
+    """Affine couplings that keep even and odd entries in turn (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
+
+    Args: as in :class:`NICE`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        base: Base | None = None,
+    ) -> None:
+        parts = [
+            _coupling(dim, AffineMap(), step, hidden, context_dim, "alternating") for step in range(length)
+        ]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class Glow(_Named):
+    """Steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018, https://arxiv.org/abs/1807.03039).
+
+    Args:
+        data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
+        dim, context_dim, length, hidden, base: as in :class:`NICE`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        data_start: bool = False,
+        base: Base | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim, "data_start": data_start}
+        one = [ActNorm(1, data_start=data_start)] if dim == 1 else []  # which has nothing to mix
+        steps = [GlowStep(dim, flip=bool(step % 2), **settings) for step in range(length) if dim > 1]
+        super().__init__(dim, context_dim, base, *one, *steps)
+
+
+class MAF(_Named):
+    """Autoregressive maps with cheap densities (Papamakarios, Pavlakou & Murray 2017, https://arxiv.org/abs/1705.07057).
+
+    A draw costs ``dim`` passes, a density one; for noise and posteriors take :class:`IAF`.
+
+    Args:
+        dim, context_dim: lengths of the vectors and of the context.
+        length: number of maps, every second one in the reversed order.
+        hidden: widths of their masked networks.
+        univariate: the map of each entry.
+        base: standard normal by default.
+    """
+
+    cheap: Literal["forward", "inverse"] = "inverse"
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        univariate: Univariate = AffineMap(),  # noqa: B008
+        base: Base | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {"cheap": self.cheap, "hidden": hidden, "context_dim": context_dim}
+        parts = [Autoregressive(dim, univariate, order=order, **settings) for order in _orders(dim, length)]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class IAF(MAF):
+    """The same maps with cheap draws (Kingma et al. 2016, https://arxiv.org/abs/1606.04934).
+
+    Draws and their own densities cost one pass, which is what noise and posteriors want; the density of another point costs
+    ``dim`` passes. Arguments as in :class:`MAF`.
+    """
+
+    cheap = "forward"
+
+
+class NSF(_Named):
+    """Neural spline flow: rational-quadratic splines after linear maps (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
+
+    Args:
+        bins, bound: of the splines; outside ``[-bound, bound]`` they are the identity.
+        autoregressive: autoregressive maps with cheap densities in place of couplings, which are cheap in both directions;
+            with cheap draws they are ``IAF(dim, univariate=SplineMap(bins, bound))``.
+        dim, context_dim, length, hidden, base: as in :class:`MAF`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 4,
+        hidden: Widths = (64, 64),
+        bins: Bins = 8,
+        bound: Positive = 5.0,
+        autoregressive: bool = False,
+        base: Base | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
+        parts: list[Transform] = []
+        for step in range(length):
+            spline = SplineMap(bins, bound)
+            own = (
+                Autoregressive(dim, spline, **settings)
+                if autoregressive
+                else _coupling(dim, spline, step, **settings)
+            )
+            parts += [LULinear(dim), own]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class Planar(_Named):
+    """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
+
+    Their inverse, which densities need, is found numerically.
+
+    Args:
+        dim: length of the vectors.
+        length: number of flows.
+        base: standard normal by default.
+    """
+
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: None0 = 0, length: Count = 10, base: Base | None = None
+    ) -> None:
+        super().__init__(dim, context_dim, base, PlanarLU(dim, [("planar", length)]))
+
+
+class Sylvester(_Named):
+    """Sylvester flows: planar ones in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
+
+    Args:
+        reflections: Householder reflections of each; at most ``dim`` are used.
+        dim, length, base: as in :class:`Planar`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: None0 = 0,
+        length: Count = 4,
+        reflections: Count = 8,
+        base: Base | None = None,
+    ) -> None:
+        parts = [HouseholderSylvester(dim, min(reflections, dim)) for _ in range(length)]
+        super().__init__(dim, context_dim, base, *parts)

@@ -1,0 +1,70 @@
+"""Fully connected conditioners."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Ge, checked, made_by
+
+Length = Annotated[int, Ge(0)]
+
+
+def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Tensor:
+    """The value with the context, broadcast to its batch axes, behind it on the last axis; a length of 0 ignores any context."""
+    if context_dim == 0:
+        return value
+    if context is None or context.shape[-1:] != (context_dim,):
+        raise FlowBNNError(
+            f"this network needs a context of length {context_dim}, not "
+            f"{None if context is None else tuple(context.shape)}: pass context=",
+            kind="shape",
+            argument="context",
+        )
+    return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
+
+
+class MLP(nn.Module):
+    r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
+
+    The last layer starts at zero, so that the network gives zeros for every input and what it conditions starts at
+    the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
+
+    Args:
+        dim_in: length of the input vectors.
+        dim_out: length of the output vectors.
+        hidden: width of each hidden layer; ``()`` makes a linear map.
+        activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
+        context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
+
+    >>> net = MLP(3, 2, hidden=(16,), context_dim=4)
+    >>> net(torch.ones(5, 3), torch.ones(4)).shape
+    torch.Size([5, 2])
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim_in: Count,
+        dim_out: Count,
+        hidden: Sequence[Count] = (64, 64),
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        context_dim: Length = 0,
+    ) -> None:
+        super().__init__()
+        widths = [dim_in + context_dim, *hidden, dim_out]
+        self.context_dim = context_dim
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths[:-1]):
+            layers += [nn.Linear(before, after), made_by(activation, name="activation", kind=nn.Module)]
+        last = nn.Linear(widths[-2], dim_out)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        return self.layers(with_context(value, context, self.context_dim))

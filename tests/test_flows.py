@@ -1,0 +1,97 @@
+"""The named flows: one module, a distribution when called, cheap where it says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.distributions import StudentBase
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Autoregressive, Compose, Inverse
+
+NAMES = [name for name in fb.flows.__all__ if name != "FlowModel"]
+CONDITIONAL = [name for name in NAMES if name not in ("Planar", "Sylvester")]
+
+
+def small(name: str, dim: int, context_dim: int = 0, **given) -> fb.flows.FlowModel:
+    """A flow of two steps whose parameters have moved."""
+    torch.manual_seed(0)
+    if name in CONDITIONAL:
+        given["hidden"] = (8,)
+    flow = getattr(fb.flows, name)(dim, context_dim, length=2, **given).double()
+    with torch.no_grad():
+        for parameter in flow.transform.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return flow.eval()
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_have_the_density_that_they_are_drawn_with(name: str, dim: int) -> None:
+    flow = small(name, dim, base=StudentBase(dim, 0.0, 1.0).double())
+    x, log_prob = flow().rsample_and_log_prob((20,))
+    torch.testing.assert_close(flow().log_prob(x), log_prob)
+    log_prob.sum().backward()
+    assert all(p.grad.isfinite().all() for p in flow.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_flow_is_near_its_base(name: str) -> None:
+    torch.manual_seed(0)
+    flow = getattr(fb.flows, name)(4, length=1)
+    z = torch.randn(100, 4)
+    assert (flow.transform(z)[0] - z).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("name", CONDITIONAL)
+def test_a_context_makes_one_distribution_for_each(name: str) -> None:
+    flow = small(name, 3, context_dim=2)
+    context, x = torch.randn(5, 2).double(), torch.randn(5, 3).double()
+    together = flow(context).log_prob(x)
+    one_by_one = torch.stack([flow(c).log_prob(row) for c, row in zip(context, x, strict=True)])
+    torch.testing.assert_close(together, one_by_one)
+    assert not torch.allclose(together, flow(context + 1).log_prob(x))
+    assert flow(context).rsample((7,)).shape == (7, 5, 3)
+
+
+def passes(flow: fb.flows.FlowModel, direction: str) -> int:
+    """How often the first network is called."""
+    calls: list[int] = []
+    net = next(module for module in flow.modules() if isinstance(module, nn.Sequential))
+    net.register_forward_hook(lambda *_: calls.append(1))
+    getattr(flow.transform, direction)(torch.zeros(2, 4).double())
+    return len(calls)
+
+
+@pytest.mark.parametrize("name", CONDITIONAL)
+@pytest.mark.parametrize("direction", ["forward", "inverse"])
+def test_the_cheap_direction_costs_one_pass_and_the_other_one_for_each_entry(
+    name: str, direction: str
+) -> None:
+    flow = small(name, 4)
+    cheap = flow.transform.cheap in ("both", direction)
+    assert passes(flow, direction) == (1 if cheap else 4)
+
+
+def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
+    maf, iaf = Autoregressive(3), Autoregressive(3, cheap="forward")
+    assert [maf.cheap, iaf.cheap, Autoregressive(1).cheap] == ["inverse", "forward", "both"]
+    assert [Inverse(maf).cheap, Inverse(iaf).cheap] == ["forward", "inverse"]
+    assert [Compose(maf, maf).cheap, Compose(maf, iaf).cheap, Compose().cheap] == ["inverse", "none", "both"]
+    assert Compose(Compose(maf, iaf), maf).cheap == "none"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
+        (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
+        (lambda: fb.flows.Planar(2, 3), "reads no context"),
+        (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of that length, not of 3"),
+        (lambda: fb.flows.NSF(2, bins=1), "at least 2"),
+        (lambda: fb.flows.NSF(2)().log_prob(torch.ones(3)), "vectors of length 2"),
+    ],
+)
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words):
+        call()
