@@ -225,3 +225,20 @@ def test_a_layer_without_examples_is_refused(structure: str) -> None:
         Positions(), data, structure=structure, rules=rules, folds=0, progress=False, accelerator="cpu"
     )
     assert calibrated.calibration.dimensions == 12
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_hopeless_examples_of_a_wide_proposal_are_no_excuse_for_it(seed):
+    """In a deep network wide noise multiplies up: a few examples lose everything, and their own spread must not hide the loss."""
+    torch.manual_seed(seed)
+    network = fb.models.MLP(3, (8,) * 12, 3)
+    for parameter in network.parameters():
+        gain = (2.8 / 8) ** 0.5 if parameter.ndim == 2 else 0.0
+        parameter.data = gain * torch.randn(parameter.shape)
+    inputs, targets = torch.randn(30, 3), torch.randint(3, (30,))
+    model = fb.to_stochastic(network, {"*": fb.noise.NormalAffine()})
+    given = model, fb.likelihoods.Categorical(), inputs, targets
+    fit = fit_gaussian(*given, "full", prior="fixed", scale=2.0)
+    assert min(fit.trace[1:]) > fit.trace[0]
+    assert fit.elbo > max(fit.trace) - 10.0
+    assert torch.isfinite(fit.gaussian.covariance()).all()

@@ -12,6 +12,7 @@ expectations. Some twenty passes suffice, and no rate is to be chosen: a step th
 own error is taken back and halved.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -328,8 +329,13 @@ def fit_gaussian(
                 likelihood.log_scale.copy_(0.5 * seen.square.log())
             estimated = problem.estimate(proposal)
             gain = estimated.elbo - seen.elbo
-            error = float((estimated.fitted - seen.fitted).std()) * len(targets) ** 0.5
-            if not gain > -2.0 * error and size > LEAST:  # a loss beyond chance, or not a number
+            # a proposal with a few hopeless examples has a spread of its own making, so the present one's counts
+            apart, own = (estimated.fitted - seen.fitted).std(correction=0), seen.fitted.std(correction=0)
+            spread = min(float(apart), 2.0**0.5 * float(own))
+            error = spread * len(targets) ** 0.5
+            if not gain > -2.0 * error:  # a loss beyond chance, or not a number
+                if size <= LEAST and math.isfinite((again := problem.estimate(current)).elbo):
+                    seen = again  # which was lucky, perhaps
                 size = max(LEAST, 0.5 * size)
                 continue
             current, seen = proposal, estimated
