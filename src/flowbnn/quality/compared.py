@@ -1,5 +1,6 @@
 r"""A posterior beside long chains: predictions, draws, and the modes of the density that both are of."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowbnn.batches import move
 from flowbnn.diagnostics.gaussian import sliced_wasserstein
-from flowbnn.likelihoods import Gaussian
+from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, sampled
-from flowbnn.quality.target import NoiseTarget, Whitened
+from flowbnn.predictive import GaussianPredictive
+from flowbnn.quality.chains import RHAT, NoiseChains, sampled
+from flowbnn.quality.target import NoiseTarget, Whitened, fixed_data
 
 GRID = 201  # points of a target's density
 POINTS = 15  # on the way from one maximum to another
@@ -26,7 +29,8 @@ class Agreement:
         agreement, agreement_floor: share of the inputs with the same most probable class; for a regression, whose predicted means are
             within half of the chains' standard deviation.
         variation, variation_floor: total variation :math:`\tfrac12 \int |p - p'|` of the predictive distributions, mean over inputs.
-        wasserstein, wasserstein_floor: sliced Wasserstein distance of the noise, in standard deviations.
+        wasserstein, wasserstein_floor: sliced Wasserstein distance of the noise, in standard deviations; NaN for chains of weights.
+        excess: mean negative log-likelihood of the targets less that of the chains' predictions: what a perfect posterior would gain.
         certified: whether the chains have mixed.
     """
 
@@ -36,6 +40,7 @@ class Agreement:
     variation_floor: float
     wasserstein: float
     wasserstein_floor: float
+    excess: float
     certified: bool
 
     @property
@@ -48,68 +53,86 @@ class Agreement:
 def agreement(
     posterior: Posterior,
     loader: Iterable[Any],
-    chains: NoiseChains | None = None,
+    chains: NoiseChains | ChainPosterior | None = None,
+    test: Iterable[Any] | None = None,
     samples: Count = 1000,
     seed: Seed = 0,
 ) -> Agreement:
-    """Do a posterior and long chains predict the same at the loader's inputs (Wilson et al. 2022, the measures of their competition)?
+    """Do a posterior and long chains predict the same (Wilson et al. 2022, the measures of their competition)?
 
     Args:
-        posterior: of noise, fitted.
-        loader: the data.
-        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given.
+        posterior: of noise, fitted; of any kind where the chains are of weights.
+        loader: the data that it was fitted to.
+        chains: of :func:`~flowbnn.quality.noise_chains`, of this posterior or another with the same prior; made here unless given. Or
+            a posterior of :class:`flowbnn.HMC` or :class:`flowbnn.NUTS`, for predictions of any posterior of the same network.
+        test: where predictions are compared; at the loader's data unless given.
         samples: draws of the posterior, and of the chains at most.
         seed: of all draws.
     """
+    if isinstance(chains, ChainPosterior):
+        data = fixed_data(loader if test is None else test, seed)
+        exact = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
+        certified = chains.diagnostics().rhat_outputs <= RHAT
+        return _agreement(posterior, exact, data, samples, seed, certified)
     target = NoiseTarget(posterior, loader, seed)
-    return agreement_of(target, (chains or sampled(target)).checked_for(target), samples)
+    return agreement_of(target, (chains or sampled(target)).checked_for(target), samples, test)
 
 
-def agreement_of(target: NoiseTarget, chains: NoiseChains, samples: int = 1000) -> Agreement:
+def agreement_of(
+    target: NoiseTarget, chains: NoiseChains, samples: int = 1000, test: Iterable[Any] | None = None
+) -> Agreement:
     """:func:`agreement` of a target with its chains."""
-    half = len(chains.position) // 2
+    data = target.inputs, target.targets
+    if test is not None:
+        data = move(fixed_data(test, target.seed), target.device, target.dtype)
     thin = -(-chains.position[..., 0].numel() // samples)
-    drawn = target.draw(samples, 96)[0]
-    position = chains.position.to(target.device)
-    halves = [part[:, ::thin].flatten(0, 1) for part in (position[:half], position[half:])]
-    outputs = [target.outputs(chains.space.vectors(part)) for part in halves]
-    same, far = _compared(target, target.outputs(drawn), torch.cat(outputs))
-    floor, least = _compared(target, *outputs)
-    own = chains.space.position(drawn)
-    return Agreement(
-        same,
-        floor,
-        far,
-        least,
-        sliced_wasserstein(own, torch.cat(halves)),
-        sliced_wasserstein(halves[0], halves[1]),
-        chains.certified,
-    )
+    position = chains.position[:, ::thin].to(target.device).flatten(0, 1)
+    exact = target.likelihood.predictive(target.outputs(chains.space.vectors(position), data))
+    own = chains.space.position(target.draw(samples, 96)[0])
+    half = len(position) // 2
+    distances = sliced_wasserstein(own, position), sliced_wasserstein(position[:half], position[half:])
+    return _agreement(target.posterior, exact, data, samples, target.seed, chains.certified, distances)
 
 
-def _compared(target: NoiseTarget, one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Agreement and total variation of the predictions that two sets of outputs ``[S, N, ...]`` make."""
-    if not isinstance(target.likelihood, Gaussian):
-        p, q = (target.likelihood.predictive(part).probabilities for part in (one, other))
+def _agreement(
+    posterior: Posterior,
+    exact: Any,
+    data: tuple[Any, Tensor],
+    samples: int,
+    seed: int,
+    certified: bool,
+    distances: tuple[float, float] = (math.nan, math.nan),
+) -> Agreement:
+    """Compare predictions at these data with those of the chains, one after the other in ``exact``."""
+    own = posterior.predict([data], samples, seed=seed, progress=False).to(data[1].device)
+    exact, half = exact.to(data[1].device), exact.num_samples // 2
+    same, far = _compared(own, exact)
+    floor, least = _compared(exact.part(slice(half)), exact.part(slice(half, None)))
+    excess = float(own.nll(data[1]).double().mean() - exact.nll(data[1]).double().mean())
+    return Agreement(same, floor, far, least, *distances, excess, certified)
+
+
+def _compared(one: Any, other: Any) -> tuple[float, float]:
+    """Agreement and total variation of two predictives."""
+    if not isinstance(one, GaussianPredictive):
+        p, q = one.probabilities, other.probabilities
         return float((p.argmax(-1) == q.argmax(-1)).float().mean()), 0.5 * float((p - q).abs().sum(-1).mean())
-    moments = [target.likelihood.moments(part.double()) for part in (one, other)]  # [S, N, K] each
-    means = [mean.mean(0) for mean, _ in moments]
-    spreads = [(mean.var(0, correction=0) + variance.mean(0)).sqrt() for mean, variance in moments]
-    same = float(((means[0] - means[1]).abs() < 0.5 * spreads[1]).double().mean())
-    far = torch.linspace(-8.0, 8.0, GRID, dtype=torch.float64, device=one.device)
+    same = float(((one.mean - other.mean).abs() < 0.5 * other.std).double().mean())
+    far = torch.linspace(-8.0, 8.0, GRID, dtype=torch.float64, device=one.mean.device)
     total = 0.0
-    for index in range(means[0].shape[0]):  # the mixture's density on a grid around one input's targets
-        width = torch.maximum(spreads[0][index], spreads[1][index])
-        grid = 0.5 * (means[0][index] + means[1][index]) + far[:, None] * width
+    for index in range(len(one)):  # the mixture's density on a grid around one input's targets
+        pair = one[index].to(torch.float64), other[index].to(torch.float64)
+        width = torch.maximum(pair[0].std, pair[1].std).reshape(-1)
+        grid = 0.5 * (pair[0].mean + pair[1].mean).reshape(-1) + far[:, None] * width
         p, q = (
-            torch.distributions.Normal(mean[:, None, index], variance[:, None, index].sqrt())
+            torch.distributions.Normal(part.samples, part.sample_variances.sqrt())
             .log_prob(grid)
             .exp()
             .mean(0)
-            for mean, variance in moments
+            for part in pair
         )
         total += 0.5 * float(((p - q).abs() * (far[1] - far[0]) * width).sum(0).mean())
-    return same, total / means[0].shape[0]
+    return same, total / len(one)
 
 
 @dataclass(frozen=True, eq=False)

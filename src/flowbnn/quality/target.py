@@ -39,7 +39,7 @@ class NoiseTarget:
 
     def __init__(self, posterior: Posterior, loader: Iterable[Any], seed: int = 0) -> None:
         _check_density(posterior)
-        self.seed = seed
+        self.posterior, self.seed = posterior, seed
         model = deepcopy(posterior.model).requires_grad_(False).eval()
         self.likelihood = deepcopy(posterior.likelihood).requires_grad_(False).eval()
         self.network = NoisyNetwork(model, self.likelihood)
@@ -105,14 +105,21 @@ class NoiseTarget:
         ]
         return torch.stack(each).sum(0)
 
-    def _chunks(self, vectors: Tensor, work: Callable[[slice, Any, Tensor, Tensor], None]) -> None:
+    def _chunks(
+        self,
+        vectors: Tensor,
+        work: Callable[[slice, Any, Tensor, Tensor], None],
+        data: tuple[Any, Tensor] | None = None,
+    ) -> None:
         """Call ``work(which vectors, inputs, targets, noise of every row)`` for all vectors and all data."""
-        at_once = max(1, self.rows // self.count)
+        everything = (self.inputs, self.targets) if data is None else data
+        count = len(everything[1])
+        at_once = max(1, self.rows // count)
         for first in range(0, len(vectors), at_once):
             some = slice(first, min(first + at_once, len(vectors)))
             blocks = some.stop - first
-            for low in range(0, self.count, self.rows):
-                inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
+            for low in range(0, count, self.rows):
+                inputs, targets = take(everything, low, low + self.rows)
                 noise = vectors[some].to(self.dtype).repeat_interleave(len(targets), 0)
                 work(some, repeat(inputs, blocks), repeat(targets, blocks), noise)
 
@@ -143,19 +150,16 @@ class NoiseTarget:
         return self._fitting(run)
 
     @torch.no_grad()
-    def outputs(self, vectors: Tensor) -> Tensor:
-        """The network's outputs for all inputs, ``[S, N, ...]``."""
-        parts: list[Tensor] = []
-        at_once = max(1, self.rows // self.count)
-        for some in vectors.to(self.dtype).split(at_once):
-            row = []
-            for low in range(0, self.count, self.rows):
-                inputs = take(self.inputs, low, low + self.rows)
-                count = min(self.rows, self.count - low)
-                outputs = self.network.outputs(repeat(inputs, len(some)), some.repeat_interleave(count, 0))
-                row.append(outputs.reshape(len(some), count, *outputs.shape[1:]))
-            parts.append(torch.cat(row, 1))
-        return torch.cat(parts)
+    def outputs(self, vectors: Tensor, data: tuple[Any, Tensor] | None = None) -> Tensor:
+        """The network's outputs for all inputs, or those of other data, ``[S, N, ...]``."""
+        parts: dict[int, list[Tensor]] = {}
+
+        def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
+            outputs = self.network.outputs(inputs, noise)
+            parts.setdefault(some.start, []).append(outputs.unflatten(0, (some.stop - some.start, -1)))
+
+        self._chunks(vectors, add, data)
+        return torch.cat([torch.cat(row, 1) for row in parts.values()])
 
     def log_joint(self, vectors: Tensor) -> Tensor:
         r""":math:`\log p(D, z)`, ``[S]``."""
