@@ -2,8 +2,10 @@
 
 >>> [study.name for study in studies()][:7]
 ['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
->>> [study.name for study in studies()][7:]
-['calibrate', 'calibrate-cifar10', 'compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
+>>> [study.name for study in studies()][7:11]
+['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters']
+>>> [study.name for study in studies()][11:]
+['compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
@@ -16,6 +18,7 @@ from flowbnn_studies.elephant import Elephant
 from flowbnn_studies.flow_length import FlowLength
 from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
+from flowbnn_studies.posterior_quality import PosteriorQuality
 from flowbnn_studies.regression_1d import Regression1d
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.run import run_study
@@ -23,6 +26,7 @@ from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, re
 from flowbnn_studies.runner.workers import open_workers
 from flowbnn_studies.two_clusters import TwoClusters
 from flowbnn_studies.uci import Uci
+from flowbnn_studies.when_it_matters import WhenItMatters
 
 __all__ = [
     "Findings",
@@ -48,6 +52,8 @@ for _study in (
     Uci(),
     CalibrateStudy(),
     CalibrateCifar10(),
+    PosteriorQuality(),
+    WhenItMatters(),
     CompareStudy(),
     *IMAGE_STUDIES,
     RESNET18,

@@ -36,6 +36,8 @@ def test_version_and_list():
         "uci",
         "calibrate",
         "calibrate-cifar10",
+        "posterior-quality",
+        "when-it-matters",
         "compare",
         "lenet-fashion",
         "lenet-cifar10",

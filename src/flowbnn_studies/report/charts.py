@@ -76,8 +76,10 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
             if std is not None:
                 low, high = mean - numbers(std), mean + numbers(std)
                 axes.fill_between(x, low, high, color=light(colour), alpha=0.16, linewidth=0)
-            marker = "o" if np.isfinite(mean).sum() < 3 else ""
+            marker = "o" if np.isfinite(mean).sum() < 3 or data.get("log") else ""
             axes.plot(x, mean, color=light(colour), linestyle=pattern(dashes), marker=marker, markersize=4)
+        if data.get("log"):
+            axes.set_xscale("log")
         places = np.concatenate([np.zeros(0), *(x for x, _, _ in lines.values())])
         set_ticks(axes, 6, 5, integer=bool(np.all(np.isnan(places) | (places == np.round(places)))))
         axes.margins(x=0.02)
@@ -93,7 +95,10 @@ def _curve_panel(panel: Data, data: Data, styles: Mapping[str, Style]) -> Panel:
 
 
 def curves(data: Data, colours: Mapping[str, str]) -> Plot:
-    """The mean over seeds in a band of one standard deviation; with ``baseline``, the differences of the means to that line."""
+    """The mean over seeds in a band of one standard deviation; with ``baseline``, the differences of the means to that line.
+
+    With ``log`` the axis across is logarithmic, and the points are marked.
+    """
     styles = _styles(data["panels"], colours)
     columns, size = (4, (245, 205)) if data.get("columns") == 4 else _layout(len(data["panels"]))
     keys = [Key(label, colour, "line", dashes) for label, (colour, dashes) in styles.items()]

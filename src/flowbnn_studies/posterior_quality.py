@@ -1,0 +1,426 @@
+"""How good are posteriors of the noise, from factorized to a flow over all layers, with long chains as the truth?"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn import fit, quality
+from flowbnn.calibrate import calibrate
+from flowbnn.convert import to_stochastic
+from flowbnn.data import clusters, load_digits
+from flowbnn.errors import FlowBNNWarning
+from flowbnn.likelihoods import Categorical, Gaussian, Likelihood
+from flowbnn.methods import MLE
+from flowbnn.methods.variational.base import cosine
+from flowbnn.models import MLP, LeNet, SmallConv
+from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, freeze
+from flowbnn.noise.joint import independent_vectors
+from flowbnn.options import Count, Positive, options
+from flowbnn.posterior import NoisePosterior
+from flowbnn.quality.chains import NoiseChains
+from flowbnn.results import Metric, Parts
+from flowbnn.transforms import BlockTriangular
+from flowbnn_studies.data import load_images
+from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.statistics import counted, paired
+from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.uci import load_uci
+
+Data = tuple[Tensor, Tensor]
+NATURAL = "natural"
+RECIPES: dict[str, tuple[str, Recipe]] = {
+    "factorized": ("Factorized Gaussian", NormalAffine()),
+    "planar": ("12 planar flows per layer", NormalPlanar(12)),
+    "coupling": ("4 couplings per layer", NormalCoupling(4)),
+    "layers": ("Full covariance per layer", NormalAffine(joint="layers")),
+    "low-rank": ("Joint, rank 16 across layers", NormalAffine(joint="low-rank", rank=16)),
+    "chain": ("Joint, chain of layers", NormalAffine(joint="chain")),
+    NATURAL: ("Joint, full covariance, by fb.calibrate", NormalAffine(joint="full")),
+    "full": ("Joint, full covariance", NormalAffine(joint="full")),
+    "flow": ("Joint, full covariance after 4 couplings", NormalCoupling(4, joint="full", kl_samples=64)),
+}
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network, and how many examples its weights, its noise and the predictions get."""
+
+    label: str
+    weights: int
+    examples: int
+    test: int
+
+
+PROBLEMS = {
+    "blobs": Problem("Blobs, D = 34, N = 100", 100, 100, 2000),
+    "boston": Problem("Boston, D = 63, N = 100", 100, 100, 300),
+    "digits": Problem("Few-shot digits, D = 128, N = 50", 50, 50, 1000),
+    "conv": Problem("Digits, small conv net, D = 125, N = 1,000", 300, 1000, 323),
+    "lenet": Problem("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
+}
+COLUMNS = {
+    "gap": ("Gap", "lower", ".2f", "Log-evidence less ELBO in nats: the KL divergence to the exact posterior."),
+    "per_example": ("Gap per example", "lower", ".4f", "The gap over the number of examples."),
+    "k": ("k-hat", "lower", ".2f", "Shape of the tail of the importance weights; below 0.7 draws can stand for the exact ones."),
+    "variation": ("TV", "lower", ".4f", "Total variation to the chains' predictions of test inputs; of the chains, of their halves."),
+    "agreement": ("Agreement", "higher", ".4f", "Share of test inputs with the chains' decision; of the chains, between their halves."),
+    "excess": ("NLL - HMC's", "none", "+.4f", "Test NLL less that of the chains' predictions."),
+    "rhat": ("R-hat", "lower", ".3f", "Of the chains that the row is measured against; above 1.01 they are not taken for the truth."),
+    "modes": ("Modes", "none", ".1f", "Distinct maxima of the exact density that climbs from prior draws end at."),
+    "seconds": ("Seconds", "none", ".1f", "Of the fit, or of the chains."),
+}  # fmt: skip
+
+
+@options
+class Settings:
+    """What the study depends on.
+
+    Args:
+        problems: which; ``conv`` and ``lenet`` are for a GPU.
+        posteriors: which, the weights frozen.
+        along: those that are fitted with the weights trained along, too.
+        epochs: of the weights' own training, in batches of ``batch``.
+        steps: of posteriors that are fitted by stochastic gradients, all examples in each, with ``draws`` for every example.
+        weight_lr, noise_lr: their rates, the former of weights that are trained along.
+        chains, samples, warmup: of the exact posterior; up to four times as many draws where they have not mixed.
+        predictions: draws of a prediction, and of k-hat.
+        climbs: from draws of the prior, for modes.
+    """
+
+    problems: tuple[str, ...] = ("blobs", "boston", "digits")
+    posteriors: tuple[str, ...] = tuple(RECIPES)
+    along: tuple[str, ...] = ("factorized", "layers", "full", "flow")
+    epochs: Count = 200
+    batch: Count = 50
+    lr: Positive = 1e-2
+    steps: Count = 1000
+    draws: Count = 8
+    weight_lr: Positive = 1e-3
+    noise_lr: Positive = 0.02
+    chains: Count = 8
+    samples: Count = 250
+    warmup: Count = 150
+    predictions: Count = 1000
+    climbs: Count = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trained network, the data of its noise, and test data."""
+
+    network: nn.Module
+    likelihood: Likelihood
+    data: Data
+    test: Data
+
+    @property
+    def loader(self) -> list[Data]:
+        return [self.data]
+
+    @property
+    def layers(self) -> int:
+        return sum(isinstance(part, nn.Linear | nn.Conv2d) for part in self.network.modules())
+
+
+def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.Module]:
+    """Examples in random order, test examples where these are apart, and an untrained network."""
+    source = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    if name == "blobs":
+        return clusters(number, 1.95, source), None, MLP(2, (32,), 2)
+    if name == "boston":
+        inputs, targets, *test = load_uci("boston", seed)
+        center, spread, middle, width = inputs.mean(0), inputs.std(0), targets.mean(), targets.std()
+        inputs, targets = torch.cat([inputs, test[0]]), torch.cat([targets, test[1]])
+        return ((inputs - center) / spread, (targets - middle) / width), None, MLP(13, (50,), 1)
+    if name == "lenet":
+        known, test_set = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
+        order = torch.randperm(len(known.labels), generator=source)[:number]
+        data = known.normalized()[order], known.labels[order]
+        return data, (test_set.normalized(), test_set.labels), LeNet(1)
+    digits = load_digits(seed=seed)
+    parts = digits.train, digits.validation, digits.test
+    images, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    order = torch.randperm(len(labels), generator=source)
+    network = MLP(64, (64,), 9) if name == "digits" else SmallConv(classes=9, width=12)
+    return (images[order], labels[order]), None, network
+
+
+def case_of(
+    name: str, s: Settings, seed: int, device: Mapping[str, Any], examples: int | None = None
+) -> Case:
+    """A problem with one seed: weights are trained on some examples, and their noise is fitted to others."""
+    problem = PROBLEMS[name]
+    first, second = problem.weights, problem.weights + (examples or problem.examples)
+    data, test, network = points_of(name, seed, second + problem.test)
+    seen, fresh, rest = (
+        tuple(part[some] for part in data)
+        for some in (slice(first), slice(first, second), slice(second, None))
+    )
+    test = tuple(part[: problem.test] for part in test or rest)  # type: ignore[assignment]
+    batches = [tuple(part[low : low + s.batch] for part in seen) for low in range(0, first, s.batch)]
+    kind: Likelihood = Gaussian() if name == "boston" else Categorical()
+    with quiet():
+        plain = MLE(epochs=s.epochs, lr=s.lr, schedule=cosine).fit(
+            network, batches, likelihood=kind, seed=seed, progress=False, **device
+        )
+    if name == "boston":  # one level for all posteriors, so that they have one density: that of the residuals
+        residuals = plain.predict(fresh[0], progress=False).mean.cpu() - fresh[1]
+        kind = Gaussian(float(residuals.square().mean().sqrt()))
+    return Case(plain.model, kind, fresh, test)  # type: ignore[arg-type]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the library's own warnings: what they say of a posterior is in its row."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlowBNNWarning)
+        yield
+
+
+def posterior_of(
+    key: str,
+    case: Case,
+    s: Settings,
+    seed: int,
+    device: Mapping[str, Any],
+    start: NoisePosterior | None = None,
+) -> NoisePosterior:
+    """A posterior of the noise, joint ones from a Gaussian to ``start`` at, the weights frozen; without one they are trained along."""
+    model = to_stochastic(case.network, {"*": RECIPES[key][1]})
+    if start is not None:
+        freeze(model, "weights")
+        if RECIPES[key][1].joint:
+            start_at(model, start.model)
+    with quiet():
+        posterior = fit(
+            model,
+            case.loader,
+            epochs=s.steps,
+            samples=s.draws,
+            weight_lr=s.weight_lr,
+            noise_lr=s.noise_lr,
+            likelihood=deepcopy(case.likelihood),
+            seed=seed,
+            progress=False,
+            **device,
+        )
+        if start is not None and RECIPES[key][1].joint == "full":  # what it starts at is a special case of it
+            bounds = [
+                quality.pareto_k(one, case.loader, s.predictions, seed).elbo for one in (posterior, start)
+            ]
+            return posterior if bounds[0] > bounds[1] else start
+    return posterior
+
+
+def natural(case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full") -> NoisePosterior:
+    """The Gaussian that :func:`~flowbnn.calibrate` gives."""
+    with quiet():
+        return calibrate(
+            case.network,
+            case.loader,
+            structure=structure,
+            prior="fixed",
+            folds=0,
+            likelihood=case.likelihood,
+            seed=seed,
+            progress=False,
+            **device,
+        )
+
+
+@torch.no_grad()
+def start_at(model: nn.Module, gaussian: nn.Module) -> None:
+    """Give joint noise the covariance of a Gaussian, before any flow has learned."""
+    ((vector, _),), ((known, _),) = independent_vectors(model), independent_vectors(gaussian)
+    unit = torch.eye(known.layout.dim, device=next(known.parameters()).device)
+    mean = known.transform(torch.zeros_like(unit[0]))[0]
+    root = (known.transform(unit)[0] - mean).double()
+    covariance = next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular))
+    covariance.match(mean, root.mT @ root)
+
+
+def chains_of(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:
+    """The exact posterior; whether it may be taken for that is in its R-hat."""
+    with quiet():
+        return quality.noise_chains(
+            posterior, case.loader, samples=s.samples, warmup=s.warmup, chains=s.chains, seed=seed
+        )
+
+
+def measured(
+    posterior: NoisePosterior, chains: NoiseChains, case: Case, s: Settings, seed: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The numbers of a posterior, and those that the chains have against themselves."""
+    with quiet():
+        k = quality.pareto_k(posterior, case.loader, s.predictions, seed)
+        gap = quality.elbo_gap(posterior, case.loader, chains, s.predictions, seed)
+        near = quality.agreement(posterior, case.loader, chains, [case.test], s.predictions, seed)
+    own = {
+        "gap": gap.nats,
+        "per_example": gap.per_example,
+        "k": k.k,
+        "variation": near.variation,
+        "agreement": near.agreement,
+        "excess": near.excess,
+        "rhat": chains.rhat,
+    }
+    floor = {"variation": near.variation_floor, "agreement": near.agreement_floor, "rhat": chains.rhat}
+    return own, floor
+
+
+def timed(work: Callable[..., Any], *given: Any) -> tuple[Any, float]:
+    """What a function gives, and the seconds that it took."""
+    started = time.perf_counter()
+    return work(*given), time.perf_counter() - started
+
+
+class PosteriorQuality(Study):
+    """Which posterior is near to the exact one, and does it show in predictions?"""
+
+    name = "posterior-quality"
+    title = "How good are posteriors of noise?"
+    description = "eight posteriors of the noise beside long chains: gap to the evidence, k-hat, total variation, agreement"
+    question = (
+        "The noise of a trained network is fitted to a few examples by posteriors from factorized to a flow over all layers. How far "
+        "is each from the exact posterior, in nats and in predictions?"
+    )
+    source = "flowbnn's own"
+    settings = Settings
+    seeds = 10
+    headline = ("gap_blobs", "gap_boston", "gap_digits", "variation_digits", "agreement_digits")
+    quick: ClassVar[dict[str, Any]] = {
+        "problems": ("blobs",),
+        "posteriors": ("factorized", "natural", "full", "flow"),
+        "along": ("factorized",),
+        "epochs": 5,
+        "steps": 3,
+        "chains": 2,
+        "samples": 4,
+        "warmup": 4,
+        "predictions": 30,
+        "climbs": 1,
+    }
+
+    def variants(self, settings: Settings) -> tuple[Variant, ...]:
+        one = [Variant(name, PROBLEMS[name].label, cost=2) for name in settings.problems]
+        more = [
+            Variant(f"{name}-along", f"{PROBLEMS[name].label}, weights trained", cost=3)
+            for name in settings.problems
+        ]
+        return (*one, *(more if settings.along else ()))
+
+    def train(self, job: Job) -> dict[str, Any]:
+        s: Settings = job.settings
+        name, _, along = job.variant.partition("-")
+        device = {"accelerator": job.accelerator}
+        case = case_of(name, s, job.seed, device)
+        table: dict[str, dict[str, float]] = {}
+        if along:  # weights that are trained have a density of their own
+            for key in s.along:
+                posterior, seconds = timed(posterior_of, key, case, s, job.seed, device)
+                chains = chains_of(posterior, case, s, job.seed)
+                table[f"{key}-along"] = measured(posterior, chains, case, s, job.seed)[0] | {
+                    "seconds": seconds
+                }
+            return {"values": {}, "table": table}
+        start, seconds = timed(natural, case, job.seed, device)
+        chains, long = timed(chains_of, start, case, s, job.seed)
+        own, floor = measured(start, chains, case, s, job.seed)
+        modes = quality.modes(start, case.loader, starts=s.climbs, seed=job.seed)
+        table[EXACT] = floor | {"modes": len(modes), "seconds": long}
+        table[NATURAL] = own | {"seconds": seconds}
+        for key in sorted({*s.posteriors} - {NATURAL}, key=lambda key: key != "full"):
+            if key == "chain" and case.layers == 2:
+                continue  # a full covariance
+            posterior, seconds = timed(posterior_of, key, case, s, job.seed, device, start)
+            start = posterior if key == "full" else start
+            table[key] = measured(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
+        return {"values": {}, "table": table}
+
+    def findings(self, settings: Settings, parts: Parts) -> Findings:
+        by_row = by_rows(parts)
+        metrics = [
+            Metric(f"{key}_{name}", label, better, form, meaning, PROBLEMS[name].label)
+            for name in settings.problems
+            for key, (label, better, form, meaning) in COLUMNS.items()
+        ]
+        labels = {key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors}
+        labels |= {f"{key}-along": f"{RECIPES[key][0]}, weights trained along" for key in settings.along}
+        labels = {EXACT: "HMC, between its halves", **labels}
+        methods = {
+            EXACT: "hmc",
+            "planar": "node-noise-planar",
+            "coupling": "node-noise-coupling",
+            "flow": "node-noise-coupling",
+        }
+        rows = [
+            by_row.row(
+                key, label, metrics, None, methods.get(key.removesuffix("-along"), "node-noise-gaussian")
+            )
+            for key, label in labels.items()
+        ]
+        notes = [
+            "Weights are trained on other examples than those that the noise is fitted to, and then frozen; or trained along with the "
+            "noise, on its examples. The prior of the noise is N(1, 0.5²).",
+            "Posteriors are fitted by stochastic gradients until the rate is zero, joint ones from what fb.calibrate finds by natural "
+            "gradients; the full covariance, and the flow after it, is never below what it starts from. A chain of two layers is full "
+            "covariance, and has no row.",
+            *uncertified(parts),
+        ]
+        return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
+
+
+def by_rows(parts: Parts) -> Parts:
+    """Parts by the rows of the table, instead of by the problems that were run."""
+    content: dict[tuple[str, int], dict[str, Any]] = {}
+    for (variant, seed), part in parts.content.items():
+        name = variant.partition("-")[0]
+        for row, numbers in part["table"].items():
+            values = content.setdefault((row, seed), {"values": {}})["values"]
+            values |= {f"{key}_{name}": value for key, value in numbers.items()}
+    return Parts(parts.seeds, content)
+
+
+def uncertified(parts: Parts) -> list[str]:
+    """A line on chains that have not mixed, whose numbers are in the tables all the same."""
+    wrong = [
+        f"{variant} seed {seed} ({row}, {numbers['rhat']:.3f})"
+        for (variant, seed), part in sorted(parts.content.items())
+        for row, numbers in part["table"].items()
+        if numbers["rhat"] > 1.01 and (row == EXACT or row.endswith("-along"))
+    ]
+    text = f"Chains with an R-hat above 1.01, counted all the same: {', '.join(wrong)}."
+    return [text if wrong else "All chains have an R-hat of at most 1.01."]
+
+
+def answer(settings: Settings, parts: Parts) -> str:
+    """The answer, put together from the numbers."""
+    lines = []
+    for name in settings.problems:
+
+        def mean(row: str, key: str, name: str = name) -> float:
+            return parts.mean(row, f"{key}_{name}")
+
+        ks = parts.values("full", f"k_{name}")
+        text = (
+            f"{PROBLEMS[name].label}, {counted(len(parts.seeds))}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
+            f"posterior, the factorized {mean('factorized', 'gap'):.2f}; k-hat {mean('full', 'k'):.2f}, below 0.7 in "
+            f"{sum(k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
+            f"{mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), agreement "
+            f"{mean('full', 'agreement'):.1%} ({mean(EXACT, 'agreement'):.1%}); test NLL "
+            f"{paired(*parts.common('full', 'factorized', f'excess_{name}')).words()} from factorized."
+        )
+        if parts.values("flow", f"gap_{name}"):
+            gain = paired(*parts.common("flow", "full", f"gap_{name}"))
+            text += f" A flow on it changes the gap by {gain.words(2)} nats."
+        lines.append(text)
+    return "\n".join(lines)

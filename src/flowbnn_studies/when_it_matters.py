@@ -1,0 +1,207 @@
+"""When does a richer posterior pay? The gap per example against what it costs in predictions, over the number of examples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flowbnn.options import options
+from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn_studies.posterior_quality import (
+    PROBLEMS,
+    Settings,
+    case_of,
+    chains_of,
+    measured,
+    natural,
+)
+from flowbnn_studies.runner.figures import panel
+from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.statistics import counted, paired
+from flowbnn_studies.runner.study import Findings, Study, Variant
+
+ROWS = {"factorized": "Factorized", "full": "Joint"}
+SHOWS = 0.01  # nats of a test example's log-likelihood
+COLUMNS = {
+    "per_example": ("Gap per example", "lower", ".4f", "Log-evidence less ELBO over the number of examples, in nats."),
+    "excess": ("NLL - HMC's", "lower", "+.4f", "Test NLL less that of the chains' predictions."),
+    "variation": ("TV", "lower", ".4f", "Total variation to the chains' predictions at test inputs."),
+    "k": ("k-hat", "lower", ".2f", "Shape of the tail of the importance weights."),
+}  # fmt: skip
+METRICS = (
+    *(
+        Metric(f"{key}_{row}", f"{label}, {name.lower()}", better, form, meaning)
+        for key, (label, better, form, meaning) in COLUMNS.items()
+        for row, name in ROWS.items()
+    ),
+    Metric("rhat", "R-hat", "lower", ".3f", "Of the chains; above 1.01 they are not taken for the truth."),
+)
+
+
+@options
+class MattersSettings(Settings):
+    """What the study depends on, besides the :class:`~flowbnn_studies.posterior_quality.Settings` of weights and chains.
+
+    Args:
+        sizes: examples that the noise is fitted to; those beyond what a problem has are left out.
+    """
+
+    problems: tuple[str, ...] = ("blobs", "digits")
+    sizes: tuple[int, ...] = (20, 50, 100, 200, 500, 1000, 2000)
+
+
+MOST = {"digits": 1000, "boston": 200}  # examples of the noise that leave some to test on
+
+
+class WhenItMatters(Study):
+    """How large may the gap be before it shows in predictions?"""
+
+    name = "when-it-matters"
+    title = "When does a richer posterior pay?"
+    description = "the gap per example of factorized and joint Gaussians against their NLL minus HMC's, for 20 to 2,000 examples"
+    question = (
+        "The noise of a trained network is fitted to 20 to 2,000 fresh examples by a factorized and by a joint Gaussian. From which "
+        "gap per example on do their predictions fall behind those of the exact posterior?"
+    )
+    source = "flowbnn's own"
+    settings = MattersSettings
+    seeds = 10
+    headline = ("per_example_factorized", "per_example_full", "excess_factorized", "excess_full")
+    quick: ClassVar[dict[str, Any]] = {
+        "problems": ("blobs",),
+        "sizes": (20, 30),
+        "epochs": 5,
+        "chains": 2,
+        "samples": 4,
+        "warmup": 4,
+        "predictions": 30,
+    }
+
+    def variants(self, settings: MattersSettings) -> tuple[Variant, ...]:
+        return tuple(
+            Variant(f"{name}-{size}", f"{label_of(name)}, N = {size:,}", cost=200 + size)
+            for name in settings.problems
+            for size in settings.sizes
+            if size <= MOST.get(name, size)
+        )
+
+    def train(self, job: Job) -> dict[str, Any]:
+        s: MattersSettings = job.settings
+        name, _, size = job.variant.partition("-")
+        device = {"accelerator": job.accelerator}
+        case = case_of(name, s, job.seed, device, int(size))
+        posteriors = {key: natural(case, job.seed, device, key) for key in ROWS}
+        chains = chains_of(posteriors["full"], case, s, job.seed)
+        values: dict[str, float] = {"rhat": chains.rhat}
+        for key, posterior in posteriors.items():
+            own, _ = measured(posterior, chains, case, s, job.seed)
+            values |= {f"{column}_{key}": own[column] for column in COLUMNS}
+        return {"values": values}
+
+    def findings(self, settings: MattersSettings, parts: Parts) -> Findings:
+        rows = self.rows(settings, parts, METRICS)
+        wrong = sum(part["values"]["rhat"] > 1.01 for part in parts.content.values())
+        notes = [
+            "Both Gaussians are those of fb.calibrate (structure='factorized' and 'full'), with the prior N(1, 0.5²); the weights are "
+            "trained on as few examples as in posterior-quality, and frozen.",
+            f"Chains with an R-hat above 1.01, counted all the same: {wrong} of {len(parts.content)}.",
+        ]
+        figures = [self.curve(settings, parts), self.sizes(settings, parts)]
+        return Findings(answer(settings, parts), METRICS, rows, figures, notes)
+
+    def curve(self, settings: MattersSettings, parts: Parts) -> dict[str, Any]:
+        """What a gap costs."""
+        panels = []
+        for name in settings.problems:
+            keys = keys_of(settings, name)
+            lines = [
+                line_of(
+                    label,
+                    parts,
+                    keys,
+                    f"excess_{row}",
+                    [parts.mean(key, f"per_example_{row}") for key in keys],
+                )
+                for row, label in ROWS.items()
+            ]
+            panels.append(panel(label_of(name), "test NLL minus HMC's", lines))
+        caption = (
+            "Mean over seeds for every number of examples, the band is one standard deviation; few examples are on the right. Where a "
+            "line is at zero, no posterior would predict better."
+        )
+        data = {"x_label": "gap to the log-evidence per example (nats)", "log": True, "panels": panels}
+        return figure("curves", "What a gap costs", caption, data)
+
+    def sizes(self, settings: MattersSettings, parts: Parts) -> dict[str, Any]:
+        """Gap and cost over the number of examples."""
+        panels = []
+        for column in ("per_example", "excess"):
+            for name in settings.problems:
+                keys = keys_of(settings, name)
+                sizes = [float(key.partition("-")[2]) for key in keys]
+                lines = [line_of(label, parts, keys, f"{column}_{row}", sizes) for row, label in ROWS.items()]
+                panels.append(panel(f"{COLUMNS[column][0]}, {label_of(name)}", "nats", lines))
+        caption = "Mean over seeds, the band is one standard deviation."
+        data = {"x_label": "examples", "log": True, "panels": panels}
+        return figure("curves", "Over the number of examples", caption, data)
+
+
+def label_of(name: str) -> str:
+    """The name of a problem without its number of examples.
+
+    >>> label_of("blobs")
+    'Blobs, D = 34'
+    """
+    return PROBLEMS[name].label.rpartition(", N")[0]
+
+
+def keys_of(settings: MattersSettings, name: str) -> list[str]:
+    """The variants of a problem."""
+    return [one.key for one in WhenItMatters().variants(replace(settings, problems=(name,)))]
+
+
+def line_of(label: str, parts: Parts, keys: Sequence[str], metric: str, x: Sequence[float]) -> dict[str, Any]:
+    """A line of a figure, in the order of its places."""
+    order = sorted(range(len(keys)), key=lambda index: x[index] if math.isfinite(x[index]) else math.inf)
+    cells = [summary(parts.values(keys[index], metric)) for index in order]
+    many = len(parts.seeds) > 1
+    return {
+        "label": label,
+        "x": [x[index] for index in order],
+        "mean": [cell["mean"] for cell in cells],
+        "std": [cell["std"] for cell in cells] if many else None,
+    }
+
+
+def answer(settings: MattersSettings, parts: Parts) -> str:
+    """The answer, put together from the numbers."""
+    lines = []
+    found: list[tuple[float, float]] = []
+    for name in settings.problems:
+        keys = keys_of(settings, name)
+        found += [
+            (parts.mean(key, f"per_example_{row}"), parts.mean(key, f"excess_{row}"))
+            for key in keys
+            for row in ROWS
+        ]
+        pays = []
+        for key in keys:
+            gain = paired(parts.values(key, "excess_factorized"), parts.values(key, "excess_full"))
+            if gain.clear and gain.mean > SHOWS:
+                pays.append(f"{int(key.partition('-')[2]):,} ({gain.words(3)})")
+        lines.append(
+            f"{label_of(name)}, {counted(len(parts.seeds))}: a joint Gaussian predicts better than a factorized one by more than "
+            f"{SHOWS} nats, and chance, with {', '.join(pays) or 'no number of'} examples."
+        )
+    small = [gap for gap, cost in found if cost > SHOWS]
+    large = [gap for gap, cost in found if cost <= SHOWS]
+    if small:
+        lines.append(
+            f"No posterior with a gap below {min(small):.3f} nats per example is behind the exact one by more than {SHOWS} in test "
+            f"NLL; the largest gap that does not show is {max(large, default=math.nan):.3f}."
+        )
+    else:
+        lines.append(
+            f"No gap, up to {max(large):.3f} nats per example, shows by more than {SHOWS} in test NLL."
+        )
+    return "\n".join(lines)

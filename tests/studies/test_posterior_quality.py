@@ -1,0 +1,69 @@
+"""The studies of posteriors beside long chains, with settings of a trial."""
+
+import pytest
+import torch
+
+from flowbnn import quality
+from flowbnn.results import Parts
+from flowbnn_studies import get_study
+from flowbnn_studies import posterior_quality as study
+from flowbnn_studies import when_it_matters as matters
+from flowbnn_studies.runner.run import run_study
+
+
+def test_the_study_runs(tmp_path):
+    one = get_study("posterior-quality")
+    results = run_study(one, settings=one.make_settings(quick=True), seeds=1, out=tmp_path, progress=False)
+    rows = {row["key"]: row["values"] for row in results["rows"]}
+    assert list(rows) == ["exact", "factorized", "natural", "full", "flow", "factorized-along"]
+    assert set(rows["full"]) == {f"{key}_blobs" for key in study.COLUMNS if key != "modes"}
+    assert {"modes_blobs", "variation_blobs", "rhat_blobs"} < set(rows["exact"])
+    gaps = [rows[key]["gap_blobs"]["mean"] for key in ("flow", "full", "natural")]
+    assert gaps == sorted(gaps)  # a posterior is no worse than what it starts from
+    assert "factorized" in results["answer"]
+
+
+def test_chains_that_have_not_mixed_are_named():
+    table = {"exact": {"rhat": 1.2}, "full": {"rhat": 1.2}}
+    (line,) = study.uncertified(Parts([0], {("blobs", 0): {"table": table}}))
+    assert "blobs seed 0 (exact, 1.200)" in line
+    (line,) = study.uncertified(Parts([0], {("blobs", 0): {"table": {"exact": {"rhat": 1.005}}}}))
+    assert "All chains" in line
+
+
+def test_joint_noise_starts_at_the_gaussian_that_it_is_given():
+    settings = get_study("posterior-quality").make_settings(quick=True)
+    case = study.case_of("blobs", settings, 0, {})
+    start = study.natural(case, 0, {})
+    for key in ("full", "flow"):
+        model = study.to_stochastic(case.network, {"*": study.RECIPES[key][1]})
+        study.start_at(model, start.model)
+        same = study.NoisePosterior(model, case.likelihood)
+        bounds = [quality.pareto_k(one, case.loader, 200).elbo for one in (same, start)]
+        assert bounds[0] == pytest.approx(bounds[1], abs=1e-3)
+    assert torch.equal(case.network.fc1.weight, start.model.fc1.weight)
+
+
+def test_the_curve_over_the_number_of_examples(tmp_path):
+    one = get_study("when-it-matters")
+    results = run_study(one, settings=one.make_settings(quick=True), seeds=1, out=tmp_path, progress=False)
+    assert [row["key"] for row in results["rows"]] == ["blobs-20", "blobs-30"]
+    curve, sizes = results["figures"]
+    assert [line["label"] for line in curve["data"]["panels"][0]["lines"]] == ["Factorized", "Joint"]
+    assert all(line["x"] == sorted(line["x"]) for line in curve["data"]["panels"][0]["lines"])
+    assert sizes["data"]["panels"][0]["lines"][0]["x"] == [20, 30]
+    assert (tmp_path / "when-it-matters" / "results.json").exists()
+
+
+def test_gaps_that_show_are_told():
+    settings = get_study("when-it-matters").make_settings(problems=("blobs",), sizes=(20, 50))
+    values = {"per_example_factorized": 0.3, "per_example_full": 0.1, "excess_factorized": 0.08}
+    content = {
+        (f"blobs-{size}", seed): {"values": values | {"excess_full": 0.001 * seed}}
+        for size in (20, 50)
+        for seed in range(3)
+    }
+    text = matters.answer(settings, Parts([0, 1, 2], content))
+    assert "with 20 (+0.079 (95 % interval" in text
+    assert "gap below 0.300 nats per example" in text
+    assert "does not show is 0.100" in text
