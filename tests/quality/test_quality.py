@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.diagnostics.gaussian import sliced_wasserstein
 from flowbnn.diagnostics.pareto import generalized_pareto, pareto_smoothed
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
+from flowbnn.methods import MemberPosterior
+from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.noise.joint import independent_vectors
+from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.quality.chains import NoiseChains
+from flowbnn.quality.chains import NoiseChains, seconds_for
 from flowbnn.quality.evidence import Evidence, warn_of_disagreement
 from flowbnn.quality.report import Report
+from flowbnn.quality.target import NoiseTarget
 
 NOISE, SIZES = 0.3, [3, 2]  # of the data, and of the layers
 
@@ -76,8 +81,15 @@ class Known:
         return self.posterior(self.mean, 2.0 * self.covariance)
 
     @cached_property
+    def report(self) -> Report:
+        with pytest.MonkeyPatch.context() as patch:  # shorter chains than a user's
+            few = partial(fb.quality.noise_chains, samples=250, warmup=40)
+            patch.setattr("flowbnn.quality.report.noise_chains", few)
+            return fb.diagnose(self.factorized, self.loader, progress=False)
+
+    @property
     def chains(self) -> NoiseChains:
-        return fb.quality.noise_chains(self.factorized, self.loader, samples=250, warmup=40)
+        return self.report.chains
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +207,7 @@ def test_predictions_of_the_exact_posterior_are_within_the_floor(known):
     assert exact.variation < 1.5 * exact.variation_floor < 0.05
     assert exact.agreement == 1.0
     assert exact.wasserstein < 2 * exact.wasserstein_floor
+    assert abs(exact.excess) < 0.02
     moved = known.posterior(known.mean + 0.5, known.covariance)
     away = fb.quality.agreement(moved, known.loader, known.chains)
     # each input's predictive is a normal whose mean has moved
@@ -272,15 +285,72 @@ def test_chains_that_do_not_mix_are_not_certified():
 def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, capsys):
     good = fb.diagnose(known.exact, known.loader, seconds=0.0)
     assert good.good
+    assert good.chains is None
     assert good.richer == "nothing" or good.pareto.k >= 0.5
     assert "log-evidence" in capsys.readouterr().out
-    chains = known.chains
-    near = fb.quality.agreement(known.factorized, known.loader, chains)
-    gap = fb.quality.elbo_gap(known.factorized, known.loader, chains)
-    report = Report(good.pareto, 5, 20, chains, gap, near)
-    assert report.richer == max(("within", "across"), key=lambda name: getattr(gap, name))
+    report = known.report
+    assert report.chains.certified
+    assert abs(report.gap.evidence.value - known.evidence) < 4 * report.gap.evidence.error + 1e-3
+    assert report.richer == max(("within", "across"), key=lambda name: getattr(report.gap, name))
     assert "could matter" in report.sentence
     assert "total variation" in str(report)
+
+
+def test_chains_that_would_take_too_long_are_left_out(known):
+    target = NoiseTarget(known.exact, known.loader)
+    assert seconds_for(target, 1e-6) == math.inf
+    assert 0.0 < seconds_for(target, math.inf) < math.inf
+    assert fb.diagnose(known.exact, known.loader, seconds=1e-3, progress=False).chains is None
+
+
+def test_sliced_wasserstein_of_two_normals():
+    source = torch.Generator().manual_seed(0)
+    normal, other = torch.randn(2, 4000, 6, generator=source, dtype=torch.float64)
+    # along every direction the distance of N(0, 1) and N(0, 9) is 2 E|z|
+    distance = sliced_wasserstein(normal, 3.0 * other)
+    assert distance == pytest.approx(2.0 * math.sqrt(2.0 / math.pi), rel=0.02)
+    assert sliced_wasserstein(normal, other) < 0.05
+
+
+def test_any_posterior_is_compared_with_chains_over_weights(known):
+    network = nn.Linear(2, 1, bias=False)
+    source = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 2, generator=source)
+    targets = inputs.sum(1, keepdim=True) + torch.randn(40, 1, generator=source)
+    covariance = torch.linalg.inv(
+        inputs.T @ inputs + torch.eye(2)
+    )  # of the weights, under a standard normal prior
+    mean = covariance @ inputs.T @ targets[:, 0]
+    network.weight.data.copy_(mean)
+
+    def draws(number: int) -> dict[str, Tensor]:
+        normal = torch.randn(number, 1, 2, generator=source)
+        return {"weight": mean + normal @ torch.linalg.cholesky(covariance).T}
+
+    record = {
+        name: torch.zeros(2, 400) for name in ("energy", "divergent", "acceptance", "gradients", "depth")
+    }
+    record |= {"outputs": torch.randn(2, 400, 3, generator=source), "step_size": torch.ones(2)}
+    chains = ChainPosterior(network, Gaussian(1.0), draws(800), record=record, sampler={"method": "nuts"})
+    loader = [(inputs, targets)]
+    exact = MemberPosterior(network, Gaussian(1.0), draws(800))
+    same = fb.quality.agreement(exact, loader, chains, samples=800)
+    assert same.variation < 2 * same.variation_floor < 0.05
+    assert same.agreement == 1.0
+    assert abs(same.excess) < 0.01
+    assert math.isnan(same.wasserstein)
+    # one network has the same means, and a variance of 1 where the exact predictions have more
+    test = [(3.0 * inputs, 3.0 * targets)]
+    point = fb.quality.agreement(PointPosterior(network, Gaussian(1.0)), loader, chains, test, samples=800)
+    spread = (1.0 + ((3.0 * inputs @ covariance) * 3.0 * inputs).sum(1)).sqrt()
+    cross = (
+        2.0 * spread.square() * spread.log() / (spread.square() - 1.0)
+    ).sqrt()  # where both densities are equal
+    far = torch.erf(cross / 2**0.5) - torch.erf(cross / spread / 2**0.5)
+    assert point.variation == pytest.approx(float(far.mean()), abs=0.01)
+    square = (3.0 * (targets[:, 0] - inputs @ mean)).square()
+    excess = 0.5 * (square - square / spread.square() - 2.0 * spread.log()).mean()
+    assert point.excess == pytest.approx(float(excess), abs=0.1)
 
 
 def test_chains_of_another_density_are_refused(known):

@@ -1,5 +1,7 @@
 r"""The exact posterior of a network's noise by long chains, which approximations are measured against."""
 
+import math
+import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from flowbnn.posterior.weights import generator_of
 from flowbnn.quality.target import NoiseTarget, Whitened
 
 RHAT = 1.01  # up to which chains are taken for the truth
-LONGEST = 4  # times the draws asked for, where fewer do not mix
+TRANSITIONS, PILOT = 800, 12  # of chains, and those that tell how long they take
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ def noise_chains(
     warmup: Count = 300,
     chains: Annotated[int, Ge(2)] = 4,
     target_accept: Probability = 0.8,
+    longest: Count = 4,
     seed: Seed = 0,
     progress: bool = False,
 ) -> NoiseChains:
@@ -92,10 +95,11 @@ def noise_chains(
     Args:
         posterior: of noise, fitted; up to 6,000 dimensions.
         loader: the data.
-        samples: draws of each chain; twice and four times as many where R-hat is above 1.01.
+        samples: draws of each chain, which double where R-hat is above 1.01.
         warmup: transitions of each before.
         chains: run beside each other.
         target_accept: mean acceptance probability that the step size is tuned to.
+        longest: times the draws asked for, at most.
         seed: of all draws.
         progress: show a bar.
 
@@ -103,41 +107,19 @@ def noise_chains(
         The chains; a :class:`~flowbnn.FlowBNNWarning` of kind ``"chains"`` says where they are not to be trusted.
     """
     target = NoiseTarget(posterior, loader, seed)
-    return sampled(target, samples, warmup, chains, target_accept, progress)
-
-
-def sampled(
-    target: NoiseTarget,
-    samples: int = 500,
-    warmup: int = 300,
-    chains: int = 4,
-    target_accept: float = 0.8,
-    progress: bool = False,
-) -> NoiseChains:
-    """:func:`noise_chains` of a target."""
-    space = target.whitening()
-    starts = torch.cat([target.draw_prior(chains // 2), target.draw(chains - chains // 2, 97)[0]])
-    run = Chains(
-        space,
-        partial(nuts_kernel, space, max_depth=10),
-        space.position(starts),
-        [generator_of(target.seed, chain) for chain in range(chains)],
-        warmup=warmup,
-        samples=samples,
-        target=target_accept,
-    )
+    run = _begun(target, samples, warmup, chains, target_accept)
     while True:
         record = run.run(progress=progress, description="sampling the noise")
         position = record["position"]
         rhat = split_rhat(position)
-        if float(rhat.max()) <= RHAT or run.samples >= LONGEST * samples:
+        if float(rhat.max()) <= RHAT or 2 * run.samples > longest * samples:
             break
         run.samples *= 2
     place = int(rhat.argmax())
     owners = [name for name, size in zip(target.names, target.sizes, strict=True) for _ in range(size)]
     found = NoiseChains(
         target,
-        space,
+        target.whitening(),
         position,
         record["energy"],
         float(rhat.max()),
@@ -147,6 +129,38 @@ def sampled(
     )
     _warn(found, warmup)
     return found
+
+
+def _begun(target: NoiseTarget, samples: int, warmup: int, chains: int, target_accept: float) -> Chains:
+    """Half of the chains are at draws of the prior, half at draws of the posterior."""
+    space = target.whitening()
+    starts = torch.cat([target.draw_prior(chains // 2), target.draw(chains - chains // 2, 97)[0]])
+    return Chains(
+        space,
+        partial(nuts_kernel, space, max_depth=10),
+        space.position(starts),
+        [generator_of(target.seed, chain) for chain in range(chains)],
+        warmup=warmup,
+        samples=samples,
+        target=target_accept,
+    )
+
+
+def seconds_for(target: NoiseTarget, limit: float) -> float:
+    """What :func:`noise_chains` will take, by a few of its transitions; infinite where a gradient says that it is beyond the limit."""
+    began = time.perf_counter()
+    target.gradient(target.draw(4, 97)[0])
+    if TRANSITIONS * (time.perf_counter() - began) > limit:  # of one leapfrog step each
+        return math.inf
+    run = _begun(target, FEWEST, PILOT, 4, 0.8)
+    run.starts = run.starts[2:].repeat(
+        2, 1
+    )  # from the posterior, since the way there from the prior is soon over
+    run.run(progress=False)
+    began = time.perf_counter()
+    for number in range(PILOT):
+        run.advance(number + PILOT)
+    return TRANSITIONS * (time.perf_counter() - began) / PILOT
 
 
 def _warn(chains: NoiseChains, warmup: int) -> None:
@@ -159,11 +173,11 @@ def _warn(chains: NoiseChains, warmup: int) -> None:
             "with modes(), and trust pareto_k and evidence(method='tempered') meanwhile, which need no chains"
         )
         warnings.warn(
-            FlowBNNWarning(line, kind="chains", rhat=chains.rhat, layers=[chains.worst]), stacklevel=4
+            FlowBNNWarning(line, kind="chains", rhat=chains.rhat, layers=[chains.worst]), stacklevel=3
         )
     elif share > 0.01:
         line = (
             f"{share:.1%} of the transitions diverged: narrow parts of the density may be missing; target_accept=0.95 takes smaller "
             "steps"
         )
-        warnings.warn(FlowBNNWarning(line, kind="chains", divergences=chains.divergences), stacklevel=4)
+        warnings.warn(FlowBNNWarning(line, kind="chains", divergences=chains.divergences), stacklevel=3)

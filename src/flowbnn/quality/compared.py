@@ -14,7 +14,7 @@ from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive
-from flowbnn.quality.chains import RHAT, NoiseChains, sampled
+from flowbnn.quality.chains import RHAT, NoiseChains, noise_chains
 from flowbnn.quality.target import NoiseTarget, Whitened, fixed_data
 
 GRID = 201  # points of a target's density
@@ -69,41 +69,25 @@ def agreement(
         samples: draws of the posterior, and of the chains at most.
         seed: of all draws.
     """
+    distances = math.nan, math.nan
     if isinstance(chains, ChainPosterior):
         data = fixed_data(loader if test is None else test, seed)
         exact = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
         certified = chains.diagnostics().rhat_outputs <= RHAT
-        return _agreement(posterior, exact, data, samples, seed, certified)
-    target = NoiseTarget(posterior, loader, seed)
-    return agreement_of(target, (chains or sampled(target)).checked_for(target), samples, test)
-
-
-def agreement_of(
-    target: NoiseTarget, chains: NoiseChains, samples: int = 1000, test: Iterable[Any] | None = None
-) -> Agreement:
-    """:func:`agreement` of a target with its chains."""
-    data = target.inputs, target.targets
-    if test is not None:
-        data = move(fixed_data(test, target.seed), target.device, target.dtype)
-    thin = -(-chains.position[..., 0].numel() // samples)
-    position = chains.position[:, ::thin].to(target.device).flatten(0, 1)
-    exact = target.likelihood.predictive(target.outputs(chains.space.vectors(position), data))
-    own = chains.space.position(target.draw(samples, 96)[0])
-    half = len(position) // 2
-    distances = sliced_wasserstein(own, position), sliced_wasserstein(position[:half], position[half:])
-    return _agreement(target.posterior, exact, data, samples, target.seed, chains.certified, distances)
-
-
-def _agreement(
-    posterior: Posterior,
-    exact: Any,
-    data: tuple[Any, Tensor],
-    samples: int,
-    seed: int,
-    certified: bool,
-    distances: tuple[float, float] = (math.nan, math.nan),
-) -> Agreement:
-    """Compare predictions at these data with those of the chains, one after the other in ``exact``."""
+    else:
+        target = NoiseTarget(posterior, loader, seed)
+        chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
+        data, certified = (target.inputs, target.targets), chains.certified
+        if test is not None:
+            data = move(fixed_data(test, seed), target.device, target.dtype)
+        thin = -(-chains.position[..., 0].numel() // samples)
+        position = chains.position[:, ::thin].to(target.device).flatten(0, 1)
+        exact = target.likelihood.predictive(target.outputs(chains.space.vectors(position), data))
+        drawn, half = chains.space.position(target.draw(samples, 96)[0]), len(position) // 2
+        distances = (
+            sliced_wasserstein(drawn, position),
+            sliced_wasserstein(position[:half], position[half:]),
+        )
     own = posterior.predict([data], samples, seed=seed, progress=False).to(data[1].device)
     exact, half = exact.to(data[1].device), exact.num_samples // 2
     same, far = _compared(own, exact)
@@ -177,12 +161,8 @@ def modes(
         seed: of the starts.
     """
     target = NoiseTarget(posterior, loader, seed)
-    return climbed(target.whitening(), target.draw_prior(starts), dip, steps)
-
-
-def climbed(space: Whitened, starts: Tensor, dip: float, steps: int) -> Modes:
-    """:func:`modes` from these starts ``[S, D]``."""
-    ends = torch.stack([_climb(space, start, steps) for start in space.position(starts)])
+    space = target.whitening()
+    ends = torch.stack([_climb(space, start, steps) for start in space.position(target.draw_prior(starts))])
     heights = -space(ends)[0]
     order = heights.argsort(descending=True)
     ends, heights = ends[order], heights[order]

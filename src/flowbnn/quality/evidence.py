@@ -19,15 +19,12 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.options import Interval, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, sampled
+from flowbnn.quality.chains import NoiseChains, noise_chains
 from flowbnn.quality.target import NoiseTarget
 
 Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
-GROUPS, PARTICLES, STEPS = (
-    4,
-    64,
-    8,
-)  # of tempering: independent groups, particles of each, leapfrog steps of a move
+# of tempering: independent groups, particles of each, leapfrog steps of a move
+GROUPS, PARTICLES, STEPS = 4, 64, 8
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,11 @@ class ParetoK:
     def verdict(self) -> Literal["good", "usable", "bad"]:
         return "good" if self.k < GOOD else "usable" if self.k < USABLE else "bad"
 
+    @property
+    def smoothed(self) -> "Evidence":
+        """The log-evidence by Pareto-smoothed weights."""
+        return Evidence(self.evidence, self.evidence_error, "psis", self.k < USABLE)
+
 
 @checked
 def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, seed: Seed = 0) -> ParetoK:
@@ -78,11 +80,10 @@ def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, 
     >>> pareto_k(posterior, data).samples
     400
     """
-    return importance(NoiseTarget(posterior, loader, seed), samples)
+    return _importance(NoiseTarget(posterior, loader, seed), samples)
 
 
-def importance(target: NoiseTarget, samples: int) -> ParetoK:
-    """:func:`pareto_k` of a target."""
+def _importance(target: NoiseTarget, samples: int) -> ParetoK:
     vectors, density = target.draw(samples)
     weights = target.log_joint(vectors) - density
     smoothed, k = pareto_smoothed(weights)
@@ -145,9 +146,9 @@ def evidence(
     """
     target = NoiseTarget(posterior, loader, seed)
     if method == "bridge" and chains is None:
-        chains = sampled(target)
+        chains = noise_chains(posterior, loader, seed=seed)
     bridged = None if chains is None else _bridge(chains.checked_for(target))
-    smoothed = _psis(target, samples)
+    smoothed = _importance(target, samples).smoothed
     found = _tempered(target) if method == "tempered" else smoothed if method == "psis" else bridged
     assert found is not None
     for other in (bridged, smoothed):
@@ -171,11 +172,6 @@ def warn_of_disagreement(one: Evidence, other: Evidence | None) -> None:
             ),
             stacklevel=3,
         )
-
-
-def _psis(target: NoiseTarget, samples: int) -> Evidence:
-    found = importance(target, samples)
-    return Evidence(found.evidence, found.evidence_error, "psis", found.k < USABLE)
 
 
 def _bridge(chains: NoiseChains) -> Evidence:
@@ -316,14 +312,9 @@ def elbo_gap(
         seed: of all draws.
     """
     target = NoiseTarget(posterior, loader, seed)
-    chains = chains or sampled(target)
-    return gap_of(target, chains.checked_for(target), importance(target, samples))
-
-
-def gap_of(target: NoiseTarget, chains: NoiseChains, found: ParetoK) -> Gap:
-    """:func:`elbo_gap` from what is there already."""
-    best = _bridge(chains)
-    warn_of_disagreement(best, Evidence(found.evidence, found.evidence_error, "psis", found.k < USABLE))
+    chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
+    found, best = _importance(target, samples), _bridge(chains)
+    warn_of_disagreement(best, found.smoothed)
     own = target.draw(max(4096, 16 * target.dim), 98)[0]
     covariance = own.T.cov().reshape(target.dim, target.dim)
     has = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(own) - 1.0)

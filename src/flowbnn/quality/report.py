@@ -1,20 +1,17 @@
 """One table and one sentence: is the posterior good, and could a richer one matter here?"""
 
-import time
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
-from flowbnn.quality.chains import NoiseChains, sampled
-from flowbnn.quality.compared import Agreement, agreement_of
-from flowbnn.quality.evidence import Draws, Gap, ParetoK, gap_of, importance
-from flowbnn.quality.target import DENSE, NoiseTarget
+from flowbnn.quality.chains import NoiseChains, noise_chains, seconds_for
+from flowbnn.quality.compared import Agreement, agreement
+from flowbnn.quality.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
+from flowbnn.quality.target import DENSE, NoiseTarget, fixed_data
 
-EVALUATIONS = 800 * 16  # of the density and its gradient, that chains take
 SMALL = 0.01  # nats for each example: a gap that predictions do not show
 NEAR = 0.03  # total variation that hardly anyone would notice
 
@@ -89,43 +86,21 @@ class Report:
                 *rows,
                 ("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling"),
             ]
-        draws = chains.position[..., 0].numel()
+        draws, halves = chains.position[..., 0].numel(), "between halves of the chains"
+        best = gap.evidence
         return [
             *rows,
-            (
-                "log-evidence",
-                f"{gap.evidence.value:.2f} ± {gap.evidence.error:.2f}",
-                f"by {gap.evidence.method}",
-            ),
-            (
-                "gap",
-                f"{gap.nats:.2f} ± {gap.error:.2f}",
-                f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example",
-            ),
+            ("log-evidence", f"{best.value:.2f} ± {best.error:.2f}", f"by {best.method}"),
+            ("gap", f"{gap.nats:.2f} ± {gap.error:.2f}", f"{gap.per_dimension:.4f} per dimension, {gap.per_example:.4f} per example"),
             ("  within layers", f"{gap.within:.2f}", "nats that correlation there would gain"),
             ("  across layers", f"{gap.across:.2f}", "nats that correlation there would gain"),
             ("  rest", f"{gap.rest:.2f}", "means, widths, shape"),
-            (
-                "chains",
-                f"R-hat {chains.rhat:.3f}",
-                f"{draws:,} draws worth {chains.effective:.0f}, {chains.divergences} divergences",
-            ),
-            (
-                "total variation",
-                f"{near.variation:.4f}",
-                f"{near.variation_floor:.4f} between halves of the chains",
-            ),
-            (
-                "agreement",
-                f"{near.agreement:.1%}",
-                f"{near.agreement_floor:.1%} between halves of the chains",
-            ),
-            (
-                "sliced Wasserstein",
-                f"{near.wasserstein:.3f}",
-                f"{near.wasserstein_floor:.3f} between halves of the chains",
-            ),
-        ]
+            ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws worth {chains.effective:.0f}, {chains.divergences} divergences"),
+            ("total variation", f"{near.variation:.4f}", f"{near.variation_floor:.4f} {halves}"),
+            ("agreement", f"{near.agreement:.1%}", f"{near.agreement_floor:.1%} {halves}"),
+            ("sliced Wasserstein", f"{near.wasserstein:.3f}", f"{near.wasserstein_floor:.3f} {halves}"),
+            ("NLL", f"{near.excess:+.4f}", "against the chains' predictions"),
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -140,22 +115,25 @@ def diagnose(
     loader: Iterable[Any],
     samples: Draws = 400,
     seconds: NonNegative = 300.0,
+    test: Iterable[Any] | None = None,
     seed: Seed = 0,
     progress: bool = True,
 ) -> Report:
     """Say how good a posterior of noise is, and whether a richer one could matter: print a table and a sentence.
 
-    Importance sampling always; chains where they should take no longer than ``seconds``, by the time that one gradient takes.
+    Importance sampling always; chains where they should take no longer than ``seconds``, by the time that a few transitions take.
 
     Args:
         posterior: of noise, fitted.
         loader: the data that it was fitted to; they must be the same in every pass.
         samples: draws for importance sampling.
         seconds: for chains; 0 leaves them out.
+        test: where predictions are compared with those of the chains; at the loader's data unless given.
         seed: of all draws.
         progress: show a bar, and print.
 
     >>> import flowbnn as fb
+    >>> import torch
     >>> inputs = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
     >>> data = [(inputs, inputs.sum(1, keepdim=True))]
     >>> method = fb.NodeNoise(fb.noise.NormalAffine(), epochs=20)
@@ -164,23 +142,16 @@ def diagnose(
     >>> report.dimensions, report.examples, report.gap
     (3, 30, None)
     """
-    target = NoiseTarget(posterior, loader, seed)
-    found = importance(target, samples)
-    report = Report(found, target.dim, target.count)
-    if target.dim <= DENSE and seconds and _seconds(target) <= seconds:
-        chains = sampled(target, progress=progress)
-        near = agreement_of(target, chains)
-        report = Report(found, target.dim, target.count, chains, gap_of(target, chains, found), near)
+    data = [fixed_data(loader, seed)]
+    target = NoiseTarget(posterior, data, seed)
+    report = Report(pareto_k(posterior, data, samples, seed), target.dim, target.count)
+    needed = seconds_for(target, seconds) if target.dim <= DENSE and seconds else math.inf
+    if needed <= seconds:
+        longest = int(min(4, seconds // needed))
+        chains = noise_chains(posterior, data, longest=longest, seed=seed, progress=progress)
+        gap = elbo_gap(posterior, data, chains, samples, seed)
+        near = agreement(posterior, data, chains, test, seed=seed)
+        report = replace(report, chains=chains, gap=gap, agreement=near)
     if progress:
         print(report)
     return report
-
-
-def _seconds(target: NoiseTarget) -> float:
-    """What chains will take."""
-    start = torch.zeros(4, target.dim, dtype=torch.float64, device=target.device) + target.center
-    for _ in range(2):
-        began = time.perf_counter()
-        float(target.gradient(start)[1].sum())
-        taken = time.perf_counter() - began
-    return EVALUATIONS * taken

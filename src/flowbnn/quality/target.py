@@ -24,7 +24,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 
-ROWS = {"cpu": 512, "cuda": 8192}  # in one pass
+ROWS = {"cpu": 4096, "cuda": 8192}  # in one pass
 DENSE = 6_000  # dimensions up to which a matrix over all noise is taken
 
 
@@ -166,8 +166,8 @@ class NoiseTarget:
         with torch.no_grad():
             return self.log_prior(vectors) + self.log_likelihood(vectors)
 
-    def gradient(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r""":math:`\log p(z)` and :math:`\log p(D \mid z)`, ``[S]``, and the gradients of both, ``[2, S, D]``."""
+    def gradient(self, vectors: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        r""":math:`\log p(z) + \beta \log p(D \mid z)`, ``[S]``, and its gradient, ``[S, D]``; :math:`\beta` is the temperature."""
         prior, slope = with_gradient(self.log_prior)(vectors)
 
         def run() -> Tensor:
@@ -185,8 +185,8 @@ class NoiseTarget:
             self._chunks(vectors, add)
             return total
 
-        total = self._fitting(run)
-        return prior, total[:, 0], torch.stack([slope, total[:, 1:]])
+        total = temperature * self._fitting(run)
+        return prior + total[:, 0], slope + total[:, 1:]
 
     # -------------------- coordinates in which the density is nearly a standard normal
 
@@ -241,9 +241,8 @@ class Whitened:
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Energies ``[C]`` and gradients ``[C, D]``, as chains take them."""
-        prior, fitted, slopes = self.target.gradient(self.vectors(position))
-        slope = slopes[0] + self.temperature * slopes[1]
-        return -(prior + self.temperature * fitted), -(slope @ self.root)
+        density, slope = self.target.gradient(self.vectors(position), self.temperature)
+        return -density, -(slope @ self.root)
 
     def vectors(self, position: Tensor) -> Tensor:
         """The noise at positions ``[..., D]``."""
@@ -260,7 +259,8 @@ def _check_density(posterior: Any) -> None:
     if not isinstance(posterior, NoisePosterior):
         trouble = (
             "this takes a posterior of noise (of fb.NodeNoise or fb.calibrate), not a "
-            f"{getattr(posterior, 'kind', type(posterior).__name__)} posterior"
+            f"{getattr(posterior, 'kind', type(posterior).__name__)} posterior: weights have copies of every mode, which make "
+            "densities hard to compare, but agreement() takes chains over weights for predictions of any posterior"
         )
     else:
         for name, layer in noise_layers(posterior.model).items():
