@@ -2,9 +2,9 @@
 
 >>> [study.name for study in studies()][:7]
 ['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
->>> [study.name for study in studies()][7:11]
-['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters']
->>> [study.name for study in studies()][11:]
+>>> [study.name for study in studies()][7:12]
+['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
+>>> [study.name for study in studies()][12:]
 ['compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
 
@@ -18,6 +18,7 @@ from flowbnn_studies.elephant import Elephant
 from flowbnn_studies.flow_length import FlowLength
 from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
+from flowbnn_studies.mode_ensembles import ModeEnsembles
 from flowbnn_studies.posterior_quality import PosteriorQuality
 from flowbnn_studies.regression_1d import Regression1d
 from flowbnn_studies.runner.job import Job
@@ -54,6 +55,7 @@ for _study in (
     CalibrateCifar10(),
     PosteriorQuality(),
     WhenItMatters(),
+    ModeEnsembles(),
     CompareStudy(),
     *IMAGE_STUDIES,
     RESNET18,

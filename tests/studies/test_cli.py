@@ -38,6 +38,7 @@ def test_version_and_list():
         "calibrate-cifar10",
         "posterior-quality",
         "when-it-matters",
+        "mode-ensembles",
         "compare",
         "lenet-fashion",
         "lenet-cifar10",

@@ -25,7 +25,7 @@ COLLECTED, NORMALIZED = (
 )  # sets of weights that SWAG collects in an epoch, and draws whose statistics it takes
 
 # not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them, in as many epochs as nine minutes allow
-_PLAIN = Training(
+PLAIN = Training(
     epochs=20,
     batch=512,
     optimizer="sgd",
@@ -38,15 +38,15 @@ _PLAIN = Training(
     flip=True,
     cutout=8,
 )
-_NOISE = replace(_PLAIN, noise_lr=0.1, warmup=0.5, base_scale=0.2, components=4)
+_NOISE = replace(PLAIN, noise_lr=0.1, warmup=0.5, base_scale=0.2, components=4)
 _TRAININGS = {
-    "plain": _PLAIN,
+    "plain": PLAIN,
     "gaussian_channel": _NOISE,
     "mixture_channel": _NOISE,
     "output_channel": _NOISE,
     # a matrix learns from many noisy gradients, whose steps add up
     "joint_channel": replace(_NOISE, noise_lr=0.02),
-    "swag": replace(_PLAIN, epochs=5, weight_lr=0.02, schedule="constant", rise=0.0),
+    "swag": replace(PLAIN, epochs=5, weight_lr=0.02, schedule="constant", rise=0.0),
 }
 
 
@@ -62,7 +62,7 @@ class RivalStudy(ImageStudy):
     @property
     def question(self) -> str:  # type: ignore[override]
         return (
-            f"{self.network} learns {self.dataset} in a short training of {_PLAIN.epochs} epochs. Which posterior gives the best "
+            f"{self.network} learns {self.dataset} in a short training of {PLAIN.epochs} epochs. Which posterior gives the best "
             f" probabilities, on the test set, on corrupted images and on {self.strange} it has never seen: noise on the "
             "inputs or outputs of its layers, SWAG or a deep ensemble?"
         )
