@@ -12,6 +12,8 @@ from flowbnn.transforms import Autoregressive, Compose, Inverse
 NAMES = [name for name in fb.flows.__all__ if name != "FlowModel"]
 CONDITIONAL = [name for name in NAMES if name not in ("Planar", "Sylvester")]
 
+SOLVED = ("ResidualFlow",)  # the direction that is not cheap is found by a solver
+
 
 def small(name: str, dim: int, context_dim: int = 0, **given) -> fb.flows.FlowModel:
     """A flow of two steps whose parameters have moved."""
@@ -63,7 +65,7 @@ def passes(flow: fb.flows.FlowModel, direction: str) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("name", CONDITIONAL)
+@pytest.mark.parametrize("name", [name for name in CONDITIONAL if name not in SOLVED])
 @pytest.mark.parametrize("direction", ["forward", "inverse"])
 def test_the_cheap_direction_costs_one_pass_and_the_other_one_for_each_entry(
     name: str, direction: str

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flowbnn.distributions import Base, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Ge, Hint, Interval, Positive, checked
+from flowbnn.options import Count, Ge, Hint, Interval, Positive, Probability, checked
 from flowbnn.transforms import (
     ActNorm,
     Affine,
@@ -31,8 +31,10 @@ from flowbnn.transforms import (
     Coupling,
     GlowStep,
     HouseholderSylvester,
+    Inverse,
     LULinear,
     PlanarLU,
+    Residual,
     ShiftMap,
     SplineMap,
     Transform,
@@ -40,7 +42,7 @@ from flowbnn.transforms import (
 )
 from flowbnn.transforms.coupling import Mask
 
-__all__ = ["IAF", "MAF", "NICE", "NSF", "FlowModel", "Glow", "Planar", "RealNVP", "Sylvester"]
+__all__ = ["IAF", "MAF", "NICE", "NSF", "FlowModel", "Glow", "Planar", "RealNVP", "ResidualFlow", "Sylvester"]
 
 Widths = Sequence[Count]
 Bins = Annotated[int, Ge(2)]
@@ -284,4 +286,37 @@ class Sylvester(_Named):
         base: Base | None = None,
     ) -> None:
         parts = [HouseholderSylvester(dim, min(reflections, dim)) for _ in range(length)]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class ResidualFlow(_Named):
+    """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
+    https://arxiv.org/abs/1906.02735).
+
+    Densities cost one pass, a draw a fixed point for each block; turned with ``cheap="forward"``, the reverse.
+
+    Args:
+        lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
+        cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
+        data_start: ActNorm normalises the first training batch, as in :class:`Glow`.
+        dim, context_dim, length, hidden, base: as in :class:`MAF`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 8,
+        hidden: Widths = (64, 64),
+        lipschitz: Probability = 0.9,
+        log_det: Literal["exact", "truncated", "roulette"] | None = None,
+        cheap: Literal["forward", "inverse"] = "inverse",
+        data_start: bool = False,
+        base: Base | None = None,
+    ) -> None:
+        parts: list[Transform] = [ActNorm(dim, data_start=data_start)]
+        for _ in range(length):
+            block = Residual(dim, hidden, context_dim, lipschitz, log_det)
+            parts += [block if cheap == "forward" else Inverse(block), ActNorm(dim, data_start=data_start)]
         super().__init__(dim, context_dim, base, *parts)

@@ -266,6 +266,8 @@ def test_copies_are_equal_and_apart(case: Case) -> None:
 def test_compiles_without_a_graph_break(case: Case, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tanh_root, "__defaults__", (2,))  # the other steps of the iteration compile alike
     transform = build(case)
+    if transform.solver in (direction, "both"):
+        pytest.skip("a solver stops when it has settled")
     _, function, start = next(
         item for item in directions(case, transform, torch.float64) if item[0] == direction
     )

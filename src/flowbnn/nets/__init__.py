@@ -1,10 +1,12 @@
 """Conditioners: networks that compute the parameters of transforms.
 
 Each is called as ``net(value, context)``, reads and writes the last axis, and starts with a last layer of zeros, so that what it
-conditions starts at the identity.
+conditions starts at the identity. :class:`LipschitzMLP` and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
 """
 
+from flowbnn.nets.lipschitz import LipschitzMLP
 from flowbnn.nets.masked import MaskedMLP
 from flowbnn.nets.mlp import MLP
+from flowbnn.nets.smooth import SmoothMLP
 
-__all__ = ["MLP", "MaskedMLP"]
+__all__ = ["MLP", "LipschitzMLP", "MaskedMLP", "SmoothMLP"]

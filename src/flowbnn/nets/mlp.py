@@ -13,10 +13,8 @@ from flowbnn.options import Count, Ge, checked, made_by
 Length = Annotated[int, Ge(0)]
 
 
-def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Tensor:
-    """The value with the context, broadcast to its batch axes, behind it on the last axis; a length of 0 ignores any context."""
-    if context_dim == 0:
-        return value
+def check_context(context: Tensor | None, context_dim: int) -> Tensor:
+    """The context, if it has the length that a network reads."""
     if context is None or context.shape[-1:] != (context_dim,):
         raise FlowBNNError(
             f"this network needs a context of length {context_dim}, not "
@@ -24,6 +22,14 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Ten
             kind="shape",
             argument="context",
         )
+    return context
+
+
+def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Tensor:
+    """The value with the context, broadcast to its batch axes, behind it on the last axis; a length of 0 ignores any context."""
+    if context_dim == 0:
+        return value
+    context = check_context(context, context_dim)
     return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
 
 

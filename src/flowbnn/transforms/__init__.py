@@ -12,6 +12,7 @@ from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
+from flowbnn.transforms.residual import Residual
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 from flowbnn.transforms.triangular import BlockTriangular
 from flowbnn.transforms.univariate import AffineMap, ShiftMap, SplineMap, Univariate
@@ -39,6 +40,7 @@ __all__ = [
     "Planar",
     "PlanarLU",
     "Radial",
+    "Residual",
     "Reverse",
     "ShiftMap",
     "Shuffle",

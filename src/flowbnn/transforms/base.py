@@ -31,7 +31,10 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ``discrete``         whether samples are integers, so that no gradient passes through them and p(x) is a probability
 ``sample_dim``       how many trailing axes an event has on the side of the sample, if not ``event_dim``
 ``cheap``            ``"both"``, ``"forward"``, ``"inverse"`` or ``"none"``: the directions that cost one pass; another costs
-                     a pass for every entry
+                     a pass for every entry, or a solver
+``solver``           ``"none"``, or the directions that iterate until they settle: ``"forward"``, ``"inverse"``, ``"both"``;
+                     they are as accurate as their solver, and do not compile into one graph
+``log_det_kind``     ``"exact"``, or ``"estimate"`` where random numbers may be drawn for it in training
 ===================  ==========================================================================================
 
 **Surjective and stochastic maps** (SurVAE flows, Nielsen et al. 2020) lose information one way and draw it the other way. Theirs
@@ -63,6 +66,8 @@ class Transform(nn.Module):
     inverse_kind: Literal["exact", "numerical", "none"] = "exact"
     linearity: Literal["diagonal", "affine", "none"] = "none"
     cheap: Literal["both", "forward", "inverse", "none"] = "both"
+    solver: Literal["none", "forward", "inverse", "both"] = "none"
+    log_det_kind: Literal["exact", "estimate"] = "exact"
     draws: Literal["none", "forward", "inverse", "both"] = "none"
     discrete: bool = False
 
@@ -73,8 +78,8 @@ class Transform(nn.Module):
 
     @property
     def stochastic(self) -> bool:
-        """Whether a direction draws random numbers."""
-        return self.draws != "none"
+        """Whether a direction draws random numbers, for its value or for its log-det."""
+        return self.draws != "none" or self.log_det_kind == "estimate"
 
     @property
     def lower_bound(self) -> bool:

@@ -59,6 +59,10 @@ class Compose(Transform):
         drawn = {part.draws for part in parts} - {"none"}
         self.draws = "both" if len(drawn) > 1 else min(drawn, default="none")
         self.discrete = any(part.discrete for part in parts)
+        solved = {part.solver for part in parts} - {"none"}
+        self.solver = "both" if len(solved) > 1 else min(solved, default="none")
+        estimates = [part.log_det_kind for part in parts]
+        self.log_det_kind = min(estimates, key=("estimate", "exact").index, default="exact")
         slow = {part.cheap for part in parts} - {"both"}
         self.cheap = "both" if not slow else slow.pop() if len(slow) == 1 else "none"
 
@@ -132,6 +136,8 @@ class Inverse(Transform):
         self.inverse_kind = part.inverse_kind
         self.draws = _TURNED[part.draws]
         self.cheap = _TURNED[part.cheap]
+        self.solver = _TURNED[part.solver]
+        self.log_det_kind = part.log_det_kind
 
     @property
     def sample_dim(self) -> int:

@@ -1,0 +1,222 @@
+"""Residual flows: a step by a contraction, whose log-determinant is exact in low dimension and estimated in high."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.lipschitz import LipschitzMLP
+from flowbnn.nets.mlp import Length
+from flowbnn.nets.smooth import Product, SmoothMLP
+from flowbnn.numerics import sum_rightmost
+from flowbnn.options import Count, Probability, checked
+from flowbnn.transforms.base import Transform, check_tensor, check_vectors
+
+EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
+EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
+EVAL_TERMS = 20  # of the roulette in eval(), as in Chen et al. 2019, appendix E
+
+
+class Residual(Transform):
+    r"""An invertible residual block :math:`x = z + g(z)` with :math:`\mathrm{Lip}(g) \le L < 1` (i-ResNet, Behrmann et al. 2019).
+
+    .. math:: \log|\det| = \log\det(I + J) = \sum_{k=1}^{\infty} \frac{(-1)^{k+1}}{k} \operatorname{tr} J^k, \qquad
+              J = \frac{\partial g}{\partial z}
+
+    How the log-determinant is found (``log_det``):
+
+    - ``"exact"``: the determinant of :math:`I + J`. :math:`D` products with :math:`J`, deterministic, every derivative.
+    - ``"truncated"``: the first ``terms`` terms of the series with :math:`v^\top J^k v` for the trace, :math:`v` of random signs
+      (Hutchinson). Biased by what is cut off, at most :math:`D L^{n+1} / ((n + 1)(1 - L))`.
+    - ``"roulette"``: ``terms`` terms, and then one more as long as a coin of probability ``go_on`` falls heads, the :math:`j`-th of
+      these divided by its probability, ``go_on**j`` (Residual Flows, Chen et al. 2019). Unbiased; the variance is finite if the
+      squared spectral radius of :math:`J` is below ``go_on``.
+    - ``None``: exact up to 8 dimensions, in ``eval()`` up to 256; else the roulette, in ``eval()`` with 20 terms at least.
+
+    Both estimates have the gradient :math:`w^\top \frac{\partial J}{\partial\theta} v` with :math:`w = \sum_k (-1)^k (J^\top)^k v`,
+    weighted likewise and held fixed (the Neumann series, Chen et al. 2019, section 3.2): memory does not grow with the number of
+    terms. It is a first derivative only.
+
+    One pass takes :math:`z` to :math:`x`. ``inverse`` iterates :math:`z \leftarrow x - g(z)` and attaches the root by two Newton steps
+    with the Jacobian held fixed, so that first and second derivatives are those of the implicit function. For a density, run the
+    block backwards: ``Inverse(Residual(dim))``.
+
+    Args:
+        dim: length of the vectors, or the shape of one event for a ``net`` of one's own.
+        hidden, context_dim, lipschitz: of the :class:`~flowbnn.nets.lipschitz.LipschitzMLP` that is made when no net is given.
+        log_det: one of the above; ``log_det_kind`` is ``"estimate"`` where random numbers may be drawn for it.
+        terms: how many terms of the series are always computed.
+        go_on: probability of each further term of the roulette.
+        net: a module called as ``net(z, context)`` with a Lipschitz constant below one, which is not checked.
+
+    >>> block = Residual(2, hidden=(8,)).eval()
+    >>> x, log_det = block(torch.tensor([[0.5, -1.0]]))
+    >>> block.inverse(x)[0]
+    tensor([[ 0.5000, -1.0000]], grad_fn=<SubBackward0>)
+    """
+
+    inverse_kind = "numerical"
+    cheap = "forward"
+    solver = "inverse"
+
+    @checked
+    def __init__(
+        self,
+        dim: Count | Sequence[Count],
+        hidden: Sequence[Count] = (64, 64),
+        context_dim: Length = 0,
+        lipschitz: Probability = 0.9,
+        log_det: Literal["exact", "truncated", "roulette"] | None = None,
+        terms: Count = 2,
+        go_on: Probability = 0.5,
+        net: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = torch.Size([dim] if isinstance(dim, int) else dim)
+        self.event_dim, self.dim = len(self.shape), self.shape.numel()
+        if net is None and self.event_dim > 1:
+            raise FlowBNNError(f"Residual({tuple(self.shape)}) needs a net of its own", argument="net")
+        self.net = net or LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
+        self.log_det, self.terms, self.go_on = log_det, terms, go_on
+        exact = self.dim <= EXACT_IN_TRAINING if log_det is None else log_det == "exact"
+        self.log_det_kind = "exact" if exact else "estimate"
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check(z)
+        step, pull, _ = self._given(context).linearize(z)
+        return z + step, self._log_det(pull, step)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check(x)
+        step = self._given(context)
+        with torch.no_grad():
+            z = self._root(step, x)
+            _, pull, push = step.linearize(z)
+            matrix = self._one_plus_jacobian(pull, z) if self.dim <= EXACT_IN_EVAL else None
+        for _ in range(2):
+            rest = z + step(z) - x
+            if matrix is None:
+                z = z - _Solve.apply(rest, pull, push)
+            else:
+                z = z - torch.linalg.solve(matrix, rest.flatten(-self.event_dim)).reshape(rest.shape)
+        moved, pull, _ = step.linearize(z)
+        return z, -self._log_det(pull, moved)
+
+    def _check(self, value: Tensor) -> None:
+        parameter = next(self.net.parameters(), None)
+        if self.event_dim == 1:
+            check_vectors(value, self.dim, self, parameter)
+        else:
+            check_tensor(value, self)
+            if value.shape[-self.event_dim :] != self.shape:
+                raise FlowBNNError(
+                    f"Residual takes events of shape {tuple(self.shape)}, not {tuple(value.shape)}",
+                    kind="shape",
+                )
+
+    def _given(self, context: Tensor | None) -> Any:
+        return self.net.given(context) if isinstance(self.net, SmoothMLP) else _Traced(self.net, context)
+
+    def _log_det(self, pull: Product, like: Tensor) -> Tensor:
+        how = self.log_det
+        if how is None:
+            exact = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
+            how = "exact" if exact else "roulette"
+        if how == "exact":
+            return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet
+        terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
+        extra = 0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.go_on)) - 1
+        weights = [1.0] * terms + [self.go_on**-j for j in range(1, extra + 1)]
+        return self._series(pull, like, weights)
+
+    def _series(self, pull: Product, like: Tensor, weights: Sequence[float]) -> Tensor:
+        sign = torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
+        with torch.no_grad():
+            power, total, neumann = (
+                sign,
+                sum_rightmost(torch.zeros_like(like), self.event_dim),
+                torch.zeros_like(like),
+            )
+            for k, weight in enumerate(weights):
+                neumann = neumann.add(power, alpha=(-1) ** k * weight)
+                power = pull(power)
+                total = total.add(
+                    sum_rightmost(power * sign, self.event_dim), alpha=(-1) ** k * weight / (k + 1)
+                )
+        if not torch.is_grad_enabled():
+            return total
+        slope = sum_rightmost(pull(neumann) * sign, self.event_dim)
+        return total + (slope - slope.detach())
+
+    def _one_plus_jacobian(self, pull: Product, like: Tensor) -> Tensor:
+        eye = torch.eye(self.dim, dtype=like.dtype, device=like.device)
+        batch = like.shape[: like.ndim - self.event_dim]
+        rows = pull(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
+        return eye + rows.flatten(-self.event_dim).movedim(0, -2)
+
+    def _root(self, step: Any, x: Tensor) -> Tensor:
+        """Fixed point of ``z = x - step(z)``, to about half of the digits: the Newton steps that follow double them."""
+        tolerance = torch.finfo(x.dtype).eps ** 0.5 * (1.0 + x.abs())
+        z = x
+        if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+            for _ in range(200):  # a number that is the same for all: 0.9**200 is below half of the digits
+                z = x - step(z)
+            return z
+        for count in range(1000):
+            last, z = z, x - step(z)
+            if count % 4 == 3 and bool((((z - last).abs() <= tolerance) | ~x.isfinite()).all()):
+                return z
+        raise FlowBNNError(
+            "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps",
+            kind="convergence",
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.dim if self.event_dim == 1 else tuple(self.shape)}, log_det={self.log_det!r}"
+
+
+class _Traced:
+    """A user's net, whose products with the Jacobian are traced."""
+
+    def __init__(self, net: nn.Module, context: Tensor | None) -> None:
+        self.net, self.context = net, context
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.net(z, self.context)
+
+    def linearize(self, z: Tensor) -> tuple[Tensor, Product, Product]:
+        step, transposed, *_ = torch.func.vjp(self, z)
+
+        def each(product: Product, v: Tensor) -> Tensor:
+            if v.ndim == z.ndim:
+                return product(v)
+            return torch.func.vmap(product)(v.expand(v.shape[0], *z.shape))
+
+        return (
+            step,
+            lambda v: each(lambda one: transposed(one)[0], v),
+            lambda u: each(lambda one: torch.func.jvp(self, (z,), (one,))[1], u),
+        )
+
+
+class _Solve(torch.autograd.Function):
+    r"""A constant :math:`(I + J)^{-1}` for the derivatives; near a root, where its argument is zero, the value is the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, pull: Product, push: Product, solve: bool = False) -> Tensor:
+        ctx.products = pull, push
+        result = value.clone()
+        if solve:  # result = value - J result, by iteration
+            tolerance = torch.finfo(value.dtype).eps * (value.abs().amax() if value.numel() else 0.0)
+            for _ in range(1000):
+                last, result = result, value - push(result)
+                if not bool(((result - last).abs() > tolerance).any()):
+                    break
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        pull, push = ctx.products
+        return _Solve.apply(grads[0], push, pull, True), None, None, None

@@ -1,0 +1,215 @@
+"""Residual blocks: the estimates of the log-determinant and of its gradient against the exact ones, and the Lipschitz bound."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowbnn.distributions import Flow, NormalBase
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.lipschitz import LipschitzMLP
+from flowbnn.transforms import Inverse, Residual, residual
+from flowbnn.transforms.base import Transform
+
+POINT = torch.tensor([0.3, -0.5, 1.2], dtype=torch.float64)
+
+
+def strong(log_det: str, terms: int = 2) -> Residual:
+    """A block of three dimensions at whose point J is large (spectral radius 0.6): steep activations, weights of one sign."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        block = Residual(3, hidden=(8,), lipschitz=0.7, log_det=log_det, terms=terms).double().eval()
+    with torch.no_grad():
+        for layer in block.net.layers:
+            layer.weight.copy_(3 * torch.eye(*layer.weight.shape) + 0.5 * layer.weight)
+            layer.bias.fill_(3.0)
+    return block
+
+
+def jacobian_of_the_step() -> Tensor:
+    return torch.func.jacrev(strong("exact").net)(POINT)
+
+
+def draws_of(block: Residual, calls: int, rows: int = 100) -> Tensor:
+    """Means over the rows of a call, which share the number of terms: one independent number for each call."""
+    points = POINT.expand(rows, 3)
+    with torch.no_grad():
+        return torch.stack([block(points)[1].mean() for _ in range(calls)])
+
+
+def deviations(draws: Tensor, truth: Tensor) -> float:
+    """How many standard errors of their mean the draws are away from a value."""
+    return ((draws.mean(0) - truth).abs() / (draws.std(0) / math.sqrt(len(draws)))).item()
+
+
+def test_mean_of_the_roulette_is_the_exact_log_det():
+    torch.manual_seed(1)
+    truth = strong("exact")(POINT)[1].detach()
+    assert jacobian_of_the_step().abs().max() > 0.5
+    draws = draws_of(strong("roulette"), 500)
+    assert deviations(draws, truth) < 4
+    assert draws.std() / math.sqrt(500) < 0.03 * truth.abs()
+
+
+def test_truncation_is_biased_by_the_terms_cut_off():
+    torch.manual_seed(1)
+    step, truth = jacobian_of_the_step(), strong("exact")(POINT)[1].detach()
+    powers = [step, step @ step]
+    series = powers[0].trace() - powers[1].trace() / 2
+    draws = draws_of(strong("truncated"), 200)
+    assert deviations(draws, series) < 4
+    assert deviations(draws, truth) > 10
+    bound = 3 * 0.7**3 / (3 * (1 - 0.7))
+    assert 0.1 < abs(series - truth) < bound
+
+
+def test_mean_of_the_estimated_gradient_is_the_exact_gradient():
+    torch.manual_seed(2)
+    exact, estimate = strong("exact"), strong("roulette")
+    points = POINT.expand(100, 3)
+
+    def slope(block: Residual) -> Tensor:
+        """Along a direction in the space of all parameters and of the input."""
+        start = points.clone().requires_grad_()
+        sources = [start, *list(block.parameters())[:-1]]  # the last is a shift, which no volume knows of
+        found = torch.autograd.grad(block(start)[1].mean(), sources)
+        return sum((one * torch.linspace(1, 2, one.numel()).view(one.shape)).sum() for one in found)
+
+    draws = torch.stack([slope(estimate) for _ in range(300)])
+    assert deviations(draws, slope(exact)) < 4
+    assert draws.std() / math.sqrt(300) < 0.1 * slope(exact).abs()
+
+
+def test_memory_does_not_grow_with_the_number_of_terms():
+    def saved(terms: int) -> int:
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            strong("truncated", terms)(POINT.expand(10, 3))
+        return sum(sizes)
+
+    assert saved(2) == saved(30)
+
+
+def test_lipschitz_bound_holds_in_eval_for_any_weights():
+    net = LipschitzMLP(3, 3, (16, 16), lipschitz=0.8).double().eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 2.0 * torch.randn_like(parameter)
+    sizes = torch.stack([torch.linalg.matrix_norm(weight, 2) for weight in net.weights()])
+    torch.testing.assert_close(sizes * torch.tensor([1, 1.1, 1.1]), torch.full((3,), 0.8 ** (1 / 3)).double())
+    slopes = net.given().slopes(3 * torch.randn(1000, 3, dtype=torch.float64))[1]
+    assert max(slope.max() for slope in slopes) <= 1.1
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net(torch.ones(3, dtype=torch.float64))
+    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+
+
+def test_power_iteration_finds_the_singular_value_and_is_saved():
+    net = LipschitzMLP(3, 3, (16,)).double()
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.weight += torch.randn_like(layer.weight)
+    for _ in range(200):
+        rough = net.weights()
+    for power, exact in zip(rough, net.eval().weights(), strict=True):
+        torch.testing.assert_close(power, exact, rtol=1e-6, atol=1e-9)
+    assert {"left_0", "left_1"} <= set(net.state_dict())
+    # a single step from vectors of other weights is too small, and so is not used in eval()
+    (slope,) = torch.autograd.grad(net.weights()[0].sum(), net.layers[0].weight)
+    (rough_slope,) = torch.autograd.grad(net.train().weights()[0].sum(), net.layers[0].weight)
+    torch.testing.assert_close(slope, rough_slope, rtol=1e-5, atol=1e-8)
+
+
+def test_high_dimensions_have_the_same_inverse_and_derivatives(monkeypatch: pytest.MonkeyPatch):
+    block = strong("exact")
+    points = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def density(x: Tensor) -> Tensor:
+        z, log_det = block.inverse(x)
+        return log_det.sum() - 0.5 * z.square().sum()
+
+    def all_of_it() -> list[Tensor]:
+        block.zero_grad()
+        density(points).backward()
+        slopes = [p.grad for p in block.parameters()]
+        return [block.inverse(points)[0], torch.autograd.functional.hessian(density, points), *slopes]
+
+    by_matrix = all_of_it()
+    monkeypatch.setattr(residual, "EXACT_IN_EVAL", 0)
+    for matrix, iteration in zip(by_matrix, all_of_it(), strict=True):
+        torch.testing.assert_close(iteration, matrix, rtol=1e-9, atol=1e-9)
+
+
+class Convolution(nn.Module):
+    """A contraction of one's own, on images."""
+
+    def __init__(self, size: float = 0.1) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
+        nn.init.constant_(self.layer.weight, size)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        rows = z.reshape(-1, *z.shape[-3:])
+        return 0.4 * torch.tanh(self.layer(rows)).view(z.shape)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_a_net_of_ones_own_on_images(batch: tuple[int, ...]):
+    block = Residual((2, 3, 3), net=Convolution(), log_det="exact").double()
+    z = torch.randn(*batch, 2, 3, 3, dtype=torch.float64)
+    x, log_det = block(z)
+    assert log_det.shape == batch
+    one = z.reshape(-1, 2, 3, 3)[0]
+    whole = torch.func.jacrev(lambda value: block(value)[0])(one).reshape(18, 18)
+    torch.testing.assert_close(log_det.flatten()[0], torch.linalg.slogdet(whole).logabsdet)
+    back, log_det_back = block.inverse(x)
+    torch.testing.assert_close(back, z)
+    torch.testing.assert_close(log_det_back, -log_det)
+
+
+def test_conditional_density_is_that_of_each_context():
+    flow = Inverse(Residual(2, hidden=(8,), context_dim=3)).double().eval()
+    context, x = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 5, 2, dtype=torch.float64)
+    base = NormalBase(2, 0.0, 1.0).double().distribution()
+    together = Flow(base, flow, context)
+    log_prob = together.log_prob(x)
+    assert log_prob.shape == (7, 5)
+    for index in range(5):
+        torch.testing.assert_close(Flow(base, flow, context[index]).log_prob(x[:, index]), log_prob[:, index])
+    assert not torch.allclose(log_prob[:, 0], Flow(base, flow, context[1]).log_prob(x[:, 0]))
+    drawn, at_draws = together.rsample_and_log_prob((3,))
+    torch.testing.assert_close(together.log_prob(drawn), at_draws)
+
+
+@pytest.mark.parametrize(
+    ("dim", "log_det", "kind"),
+    [(8, None, "exact"), (9, None, "estimate"), (2, "roulette", "estimate"), (99, "exact", "exact")],
+)
+def test_what_is_an_estimate_is_declared(dim: int, log_det: str | None, kind: str):
+    block: Transform = Residual(dim, hidden=(4,), log_det=log_det)
+    assert block.log_det_kind == Inverse(block).log_det_kind == kind
+    points = torch.randn(3, dim)
+    assert torch.equal(block(points)[1], block(points)[1]) == (kind == "exact")
+    if log_det is None:
+        block.eval()
+        assert torch.equal(block(points)[1], block(points)[1])
+
+
+def test_bad_input_ends_in_one_line():
+    with pytest.raises(FlowBNNError, match="not a contraction") as caught:
+        Residual((2, 3, 3), net=Expansion()).inverse(torch.ones(2, 3, 3))
+    assert caught.value.kind == "convergence"
+    with pytest.raises(FlowBNNError, match="events of shape"):
+        Residual((2, 3, 3), net=Convolution())(torch.ones(3, 3))
+    with pytest.raises(FlowBNNError, match="needs a net"):
+        Residual((2, 3, 3))
+    with pytest.raises(FlowBNNError, match="context of length 3"):
+        Residual(2, context_dim=3)(torch.ones(2))
+    with pytest.raises(FlowBNNError, match="lipschitz"):
+        Residual(2, lipschitz=1.0)
+
+
+class Expansion(nn.Module):
+    def forward(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return 2 * z
