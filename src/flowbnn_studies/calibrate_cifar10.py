@@ -74,8 +74,8 @@ class Settings:
     generated: Count = 400
     width: Positive = 1.0
     held_out: Count = 5_000
-    fits: tuple[str, ...] = tuple(FITS)
-    samples: Count = 64
+    fits: tuple[str, ...] = ("factorized", "layers", "chain", "joint")
+    samples: Count = 32
     shift_samples: Count = 16
     shift_images: Count = 500
     vgg16: Training = Training(
