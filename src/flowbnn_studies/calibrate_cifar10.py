@@ -79,7 +79,7 @@ class Settings:
     shift_samples: Count = 16
     shift_images: Count = 500
     vgg16: Training = Training(
-        epochs=30,
+        epochs=24,
         batch=512,
         optimizer="sgd",
         nesterov=True,
@@ -90,7 +90,7 @@ class Settings:
         padding=4,
         flip=True,
     )
-    resnet18: Training = replace(vgg16, epochs=20)
+    resnet18: Training = replace(vgg16, epochs=16)
 
     def images(self) -> ImageSettings:
         """What the data and the evaluation on novel and corrupted images depend on."""

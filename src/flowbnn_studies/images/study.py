@@ -241,12 +241,12 @@ _VGG16_REMARK = (
 )
 FIGURE_5, FIGURE_6 = (f"Xiong's report, figure {number}" for number in (5, 6))
 CIFAR10_NOVEL = {"fashion-mnist": "Fashion-MNIST", "noise": "noise"}
-FEW = {"curve_samples": 4, "shift_images": 1000, "moved": True}
+_FEW = {"curve_samples": 4, "shift_images": 1000, "moved": True}
 
 # fmt: off
 IMAGE_STUDIES = (
     ImageStudy("LeNet", "Fashion-MNIST", "fashion-mnist", FIGURE_5, {"mnist": "MNIST"}, "digits", FASHION, _FASHION, _LENET_REMARKS),
     ImageStudy("LeNet", "CIFAR-10", "cifar10", FIGURE_5, CIFAR10_NOVEL, "images", LENET_CIFAR10, _CIFAR10, _LENET_REMARKS),
-    ImageStudy("VGG16", "CIFAR-10", "cifar10", FIGURE_6, CIFAR10_NOVEL, "images", VGG16_CIFAR10, {**_VGG16, **FEW}, (_VGG16_REMARK,)),
+    ImageStudy("VGG16", "CIFAR-10", "cifar10", FIGURE_6, CIFAR10_NOVEL, "images", VGG16_CIFAR10, {**_VGG16, **_FEW}, (_VGG16_REMARK,)),
 )
 # fmt: on
