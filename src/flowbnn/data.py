@@ -344,12 +344,12 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Digits:
-    """Images ``[n, 1, 8, 8]`` in [0, 1] with their labels, in four parts.
+    """Images with their labels, in four parts; :func:`load_digits` gives images ``[n, 1, 8, 8]`` in [0, 1].
 
     Args:
-        train, validation, test: of the known digits, labelled from 0 to 8 in the order of :attr:`known`.
-        novel: every image of the digit put aside, labelled by that digit.
-        known: the digit that each label stands for.
+        train, validation, test: of the known classes, labelled from 0 in the order of :attr:`known`.
+        novel: images of the classes put aside, labelled by them.
+        known: the class (the digit) that each label stands for.
     """
 
     train: Pair

@@ -1,26 +1,30 @@
 """One file for each figure or table of the literature: its settings, the published numbers, a run that writes results.json.
 
->>> [study.name for study in studies()][:7]
-['two-clusters', 'flow-length', 'digits', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
->>> [study.name for study in studies()][7:12]
+>>> [study.name for study in studies()][:8]
+['two-clusters', 'flow-length', 'digits', 'linear-regression', 'regression-1d', 'clusters-2d', 'elephant', 'uci']
+>>> [study.name for study in studies()][8:13]
 ['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
->>> [study.name for study in studies()][12:]
-['compare', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
+>>> [study.name for study in studies()][13:]
+['compare', 'mnist-mlp', 'elephant-fashion', 'rotated-mnist', 'cifar-5', 'lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.calibrate import CalibrateStudy
 from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
+from flowbnn_studies.cifar_5 import Cifar5
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
-from flowbnn_studies.elephant import Elephant
+from flowbnn_studies.elephant import Elephant, ElephantFashion
 from flowbnn_studies.flow_length import FlowLength
 from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
+from flowbnn_studies.linear_regression import LinearRegression
+from flowbnn_studies.mnist_mlp import MnistMlp
 from flowbnn_studies.mode_ensembles import ModeEnsembles
 from flowbnn_studies.posterior_quality import PosteriorQuality
 from flowbnn_studies.regression_1d import Regression1d
+from flowbnn_studies.rotated_mnist import RotatedMnist
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, register_study, studies
@@ -47,6 +51,7 @@ for _study in (
     TwoClusters(),
     FlowLength(),
     DigitsStudy(),
+    LinearRegression(),
     Regression1d(),
     Clusters2d(),
     Elephant(),
@@ -57,6 +62,10 @@ for _study in (
     WhenItMatters(),
     ModeEnsembles(),
     CompareStudy(),
+    MnistMlp(),
+    ElephantFashion(),
+    RotatedMnist(),
+    Cifar5(),
     *IMAGE_STUDIES,
     RESNET18,
 ):

@@ -1,4 +1,4 @@
-"""The elephant in the office of Ravenda's report, on digits: a class that training never saw, and rejecting it as new."""
+"""The elephant in the office of Ravenda's report: a class that training never saw, and rejecting it as new."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -9,10 +9,12 @@ from flowbnn.candidates import Candidate
 from flowbnn.data import Digits, TensorLoader, load_digits
 from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc
-from flowbnn.models import SmallConv
+from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
+from flowbnn_studies.data.sources import SOURCES
+from flowbnn_studies.images.methods import PictureSettings, PictureStudy
 from flowbnn_studies.runner.figures import histogram, histogram_panels, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
@@ -27,14 +29,14 @@ MEANINGS = {
     "variance": "The total variance is that of each class's probability over the sampled networks, summed over the classes: 0 when all "
     "of them say the same; a single network has none.",
 }
-KNOWN, NOVEL, REJECTING = "The digits it knows", "Detecting the new digit", "Rejecting as a new class"
+KNOWN, NOVEL, REJECTING = "The classes it knows", "Detecting the new class", "Rejecting as a new class"
 Kept = Annotated[float, Interval(gt=0, le=1)]
 
 # fmt: off
 METRICS = (
     *(Metric(m.key, m.label, m.better, m.format, m.definition, KNOWN) for m in CLASSIFICATION[:3]),
     *(Metric(f"auroc_{key}", f"AUROC, {label}", "higher", ".3f",
-             f"Of an image of the new digit and one of a known digit, drawn at random, how often the new one has the higher {label}: "
+             f"Of an image of the new class and one of a known class, drawn at random, how often the new one has the higher {label}: "
              f"1 is always, 0.5 is guessing. {MEANINGS[key]}", NOVEL)
       for key, label in UNCERTAINTIES.items()),
     *(Metric(f"{part}_{key}", f"{label}, {where}", "none", ".3f", f"Mean {label} of the {where} images.", NOVEL)
@@ -56,8 +58,8 @@ class Settings(MethodSettings):
     """What the study depends on, besides :class:`MethodSettings`.
 
     Args:
-        novel: the digit that training never sees.
-        shown: the known digit of the picture.
+        novel: the class that training never sees.
+        shown: the known class of the picture.
         width, hidden: of the network.
         drawn: how many of the sampled networks, T in the report, the picture shows.
         kept: share of held-out known images that the threshold of rejection keeps.
@@ -86,13 +88,18 @@ class Elephant(MethodStudy):
         "called new without losing the digits that are known?"
     )
     source = "Ravenda's report, section 1.6 and figure 6, on digits in place of Fashion-MNIST"
-    settings = Settings
+    settings: ClassVar[type[Any]] = Settings
     headline = ("with_new_entropy", "never", "found", "lost", "auroc_entropy", "accuracy")
     specific: ClassVar[dict[str, dict[str, Any]]] = {  # chains as long as a study of minutes allows
         "hmc": {"samples": 40, "warmup": 40, "chains": 1, "steps": 8},
         "nuts": {"samples": 30, "warmup": 30, "chains": 1, "max_depth": 3},
     }
     quick: ClassVar[dict[str, Any]] = {"epochs": 2, "samples": 8, "drawn": 8, "width": 4, "hidden": 16}
+    classes: ClassVar[tuple[str, ...]] = tuple("0123456789")
+    split: ClassVar[str] = (
+        "Each seed has a split of its own: 60 % of the known digits to learn from, 15 % held out, 25 % to test; the new images are all "
+        "those of the new digit."
+    )
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
@@ -101,22 +108,72 @@ class Elephant(MethodStudy):
         loader = shuffled(digits.train, s.batch, job.seed)
         validation = TensorLoader(*digits.validation, batch_size=s.batch)
         posterior = self.fit(job, candidate, network, loader, validation)
-        return scores(posterior, digits, s, pictures=job.seed == 0)
+        return scores(posterior, digits, s, self.classes, pictures=job.seed == 0)
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         chosen = self.measured(settings, parts)
         notes = [
-            "Each seed has a split of its own: 60 % of the known digits to learn from, 15 % held out, 25 % to test; the new images "
-            f"are all those of the digit {settings.novel}. The threshold of each uncertainty is the one that {settings.kept:.0%} of "
-            "the held-out known images do not exceed; no image of the new digit has a part in choosing it.",
+            f"{self.split} The threshold of each uncertainty is the one that {settings.kept:.0%} of the held-out known images do not "
+            "exceed; no image of the new class has a part in choosing it.",
             "A single network has no total variance, so it is not evaluated by it.",
             "Ravenda's report prints no numbers for this; it states that the sampled predictions of the new image vary much and "
             "those of the known one do not, and with variational inference more so than with MC dropout.",
             *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS)
-        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "sides"))
+        drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "sides"), self.classes)
         return Findings(answer(parts, chosen), METRICS, rows, drawn, notes)
+
+
+@options(kw_only=True)
+class FashionSettings(PictureSettings, Settings):
+    """As :class:`Settings`, on Fashion-MNIST: the sneaker is left out, the ankle boot is shown; a LeNet, whose widths are fixed."""
+
+    novel: Annotated[int, Interval(ge=0, le=9)] = 7
+    shown: Annotated[int, Interval(ge=0, le=9)] = 9
+    batch: Count = 256
+    epochs: Count = 15
+    lr: Positive = 1e-3
+    samples: Count = 64
+
+
+class ElephantFashion(Elephant, PictureStudy):
+    """The same question with the data of the report."""
+
+    name = "elephant-fashion"
+    title = "The elephant in the office: a sneaker nobody has shown it"
+    description = "Fashion-MNIST without the sneaker, then sneakers at test (Ravenda's report): T predictions, and rejecting as new"
+    question = (
+        "A LeNet learns nine kinds of clothes and is then shown sneakers. Do its sampled predictions disagree about them, and can they "
+        "be called new without losing the clothes that are known?"
+    )
+    source = "Ravenda's report, section 1.6 and figure 6"
+    settings = FashionSettings
+    specific: ClassVar[dict[str, dict[str, Any]]] = {}
+    quick: ClassVar[dict[str, Any]] = {
+        "source": "generated",
+        "validation": 60,
+        "epochs": 1,
+        "batch": 60,
+        "samples": 4,
+        "drawn": 4,
+        "methods": ("mle", "mc-dropout", "bayes-by-backprop"),
+    }
+    data = "fashion-mnist"
+    classes = SOURCES["fashion-mnist"].classes
+    split = (
+        "The training images without the sneakers are split alike for all seeds: 5,000 are held out; known test images and test images "
+        "of sneakers are all there are. A LeNet; the report's network is not told. HMC and NUTS over all images are left out."
+    )
+
+    def novel(self, settings: FashionSettings) -> tuple[int, ...]:
+        return (settings.novel,)
+
+    def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
+        data = self.parts(job)
+        network = LeNet(1, len(data.known))
+        posterior = self.learned(job, candidate, network, data)
+        return scores(posterior, data, job.settings, self.classes, pictures=job.seed == 0)
 
 
 def uncertainty(predictive: CategoricalPredictive, name: str) -> Tensor:
@@ -177,11 +234,13 @@ def accuracy_with_new(
     }
 
 
-def scores(posterior: Posterior, digits: Digits, s: Settings, pictures: bool) -> dict[str, Any]:
+def scores(
+    posterior: Posterior, digits: Digits, s: Settings, classes: Sequence[str], pictures: bool
+) -> dict[str, Any]:
     """Everything the table and the figures need of one trained method."""
     images = (digits.test[0], digits.novel[0], digits.validation[0])
     known, novel, held_out = (predict(posterior, one, s.samples) for one in images)
-    targets = digits.test[1]
+    targets = digits.test[1].cpu()
     values: dict[str, float | None] = dict(known.evaluate(targets))
     for key in UNCERTAINTIES:
         if key == "variance" and posterior.default_samples == 1:
@@ -202,11 +261,11 @@ def scores(posterior: Posterior, digits: Digits, s: Settings, pictures: bool) ->
         "entropy": {name: histogram(one.entropy, 0.0, 2.2, 22) for name, one in both.items()},
     }
     if pictures:
-        content["classes"] = [str(digit) for digit in digits.known]
+        content["classes"] = [classes[label] for label in digits.known]
         place = int((targets == digits.known.index(s.shown)).nonzero()[0, 0])
         content["sides"] = [
-            _side(known[place], digits.test[0][place], f"a {s.shown}, which it knows", s.drawn),
-            _side(novel[0], digits.novel[0][0], f"an unseen {s.novel}", s.drawn),
+            _side(known[place], digits.test[0][place], f"{classes[s.shown]}, which it knows", s.drawn),
+            _side(novel[0], digits.novel[0][0], f"{classes[s.novel]}, never seen", s.drawn),
         ]
     return content
 
@@ -220,7 +279,11 @@ def _side(one: CategoricalPredictive, image: Tensor, title: str, drawn: int) -> 
 
 
 def figures(
-    settings: Settings, parts: Parts, chosen: Sequence[Candidate], drawn: Mapping[str, dict[str, Any]]
+    settings: Settings,
+    parts: Parts,
+    chosen: Sequence[Candidate],
+    drawn: Mapping[str, dict[str, Any]],
+    classes: Sequence[str],
 ) -> list[dict[str, Any]]:
     """The T distributions of two images, and the entropies of all."""
     made = []
@@ -238,19 +301,19 @@ def figures(
         made.append(
             figure(
                 "draws",
-                "A known digit and a new one, seen by sampled networks",
-                f"Seed 0, as in figure 6 of Ravenda's report: for the same two images, the probabilities of the nine known digits in "
-                f"up to {settings.drawn} sampled networks. The images are the first {settings.shown} of the test and the first "
-                f"{settings.novel}. All answers to the new digit are wrong; what counts is whether the dots disagree.",
+                "A known class and a new one, seen by sampled networks",
+                f"Seed 0, as in figure 6 of Ravenda's report: for the same two images, the probabilities of the nine known classes in "
+                f"up to {settings.drawn} sampled networks. The images are the first of their class ({classes[settings.shown]} and "
+                f"{classes[settings.novel]}). All answers to the new one are wrong; what counts is whether the dots disagree.",
                 {"classes": first["classes"], "images": images, "panels": panels},
             )
         )
     contents = {one.label: [part["entropy"] for part in parts.of(one.key)] for one in chosen}
-    groups = {"known": "known digits", "novel": f"the new {settings.novel}"}
+    groups = {"known": "known classes", "novel": f"the new one: {classes[settings.novel]}"}
     entropies = figure(
         "histogram",
-        "Entropy* of known and of new digits",
-        "Entropy of the mean probabilities in nats; all seeds together. The further apart the two are, the fewer known digits "
+        "Entropy* of known and of new images",
+        "Entropy of the mean probabilities in nats; all seeds together. The further apart the two are, the fewer known images "
         "are lost when the new one is rejected.",
         {"x_label": "entropy* (nats)", "panels": histogram_panels(contents, groups)},
     )
@@ -266,14 +329,14 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     text = (
         f"Over {len(parts.seeds)} splits, calling new what has a high entropy* is right most often with "
         f"{listed(parts, order[:3], 'with_new_entropy')} (accuracy with “new” as a class), least with "
-        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new digit "
+        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new class "
         f"and loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
         f"{parts.mean(best.key, 'never'):.3f}."
     )
     spread = best_first(parts, chosen, "novel_variance", higher=True)
     if spread:
         text += (
-            f"\nThe sampled networks disagree most about the new digit with {listed(parts, spread[:2], 'novel_variance')} (total "
+            f"\nThe sampled networks disagree most about the new class with {listed(parts, spread[:2], 'novel_variance')} (total "
             f"variance), least with {listed(parts, spread[-1:], 'novel_variance')}."
         )
     known = best_first(parts, chosen, "auroc_variance")
@@ -283,6 +346,6 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     if known:
         text += (
             f"\nOf the {len(known)} methods that have a total variance, {len(ahead) or 'none'} detect"
-            f"{'s' if len(ahead) == 1 else ''} the new digit better by it than by entropy*."
+            f"{'s' if len(ahead) == 1 else ''} the new class better by it than by entropy*."
         )
     return text

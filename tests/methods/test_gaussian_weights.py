@@ -10,7 +10,12 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from flowbnn.distributions.draws import standard_normal, standard_normals
-from flowbnn.methods.variational.bayes_by_backprop import DrawnWeights, GaussianWeights, mixture_kl
+from flowbnn.methods.variational.bayes_by_backprop import (
+    DrawnWeights,
+    GaussianWeights,
+    log_uniform_kl,
+    mixture_kl,
+)
 from flowbnn.methods.variational.layers import (
     apply_weights,
     base_scales,
@@ -60,6 +65,23 @@ def test_mixture_kl_against_quadrature(numbers):
     error = each.std() / 10.0
     assert abs(each.mean() - truth) < 4.0 * error
     assert error < 0.05 * truth  # so that the comparison says something
+
+
+def test_log_uniform_kl_against_quadrature():
+    grid = torch.linspace(-9.0, 9.0, 400_000, dtype=torch.float64)  # an even number: no point at the pole
+    density = Normal(torch.zeros((), dtype=torch.float64), 1.0).log_prob(grid).exp()
+
+    def exact(
+        alpha: float,
+    ) -> float:  # less its limit for alpha to infinity, where the weight is nothing but noise
+        absolute, noise = ((1.0 + alpha**0.5 * grid).abs().log(), grid.abs().log())
+        return float(torch.trapezoid(density * (absolute - noise), grid)) - 0.5 * math.log(alpha)
+
+    for alpha in (1e-4, 0.01, 0.3, 1.0, 3.0, 30.0):
+        for mean in (-0.02, 5.0):  # the scale of the weights is of no account
+            log_std = torch.tensor([0.5 * math.log(alpha) + math.log(abs(mean))], dtype=torch.float64)
+            found = log_uniform_kl(torch.tensor([mean], dtype=torch.float64), log_std)
+            assert float(found) == pytest.approx(exact(alpha), abs=0.01)
 
 
 def test_mixture_kl_has_the_gradients_of_its_formula():

@@ -7,7 +7,14 @@ import torch
 from chain_problems import assert_gaussian, exact_draws, gaussian, logistic
 
 from flowbnn.methods.mcmc.chains import Chains, Warmup, reasonable_step, window_ends
-from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel, kinetic, leapfrog, with_gradient
+from flowbnn.methods.mcmc.hamiltonian import (
+    begin,
+    hmc_kernel,
+    kinetic,
+    leapfrog,
+    metropolis_kernel,
+    with_gradient,
+)
 
 
 def test_leapfrog_goes_back_the_way_it_came():
@@ -51,6 +58,30 @@ def test_a_transition_leaves_a_gaussian_as_it_is(steps, size):
     assert 0.3 < transition.acceptance.mean() < 0.95  # the accept step has something to do
     assert (state.position != before).any(1).double().mean() > 0.5
     assert_gaussian(state.position)
+
+
+def test_a_random_walk_leaves_a_gaussian_as_it_is_and_needs_no_gradient():
+    def blind(position):  # a gradient that would lead astray
+        energy, gradient = gaussian(position)
+        return energy, torch.full_like(gradient, 7.0)
+
+    state = begin(blind, exact_draws(3000, 1))
+    before, generator = state.position, torch.Generator().manual_seed(0)
+    for _ in range(5):
+        state, transition = metropolis_kernel(blind, state, 0.8, torch.tensor([1.0, 4.0]), generator)
+    assert 0.2 < transition.acceptance.mean() < 0.8
+    assert (state.position != before).any(1).double().mean() > 0.8
+    assert transition.gradients.tolist() == [1] * 3000
+    assert_gaussian(state.position)
+
+
+def test_a_random_walk_makes_steps_of_the_size_it_is_given():
+    flat = with_gradient(lambda q: 0.0 * q.sum(-1))  # where every proposal is accepted
+    state = begin(flat, torch.zeros(20_000, 2, dtype=torch.float64))
+    mass = torch.tensor([1.0, 9.0], dtype=torch.float64)
+    moved, transition = metropolis_kernel(flat, state, 0.5, mass, torch.Generator().manual_seed(0))
+    assert transition.acceptance.eq(1.0).all()
+    assert moved.position.std(0).tolist() == pytest.approx([0.5, 1.5], rel=0.03)
 
 
 def test_a_transition_leaves_a_logistic_density_as_it_is():

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flowbnn.data import TensorLoader
+from flowbnn.data import Digits, TensorLoader
 from flowbnn_studies.data import (
     CORRUPTIONS,
     CropAndFlip,
@@ -102,9 +102,7 @@ def load_pictures(
     """
 
     def read(name: str, split: str) -> ImageSet:
-        if settings.source == "files":
-            return _read(name, split)
-        return generated_images(settings.generated // (1 if split == "train" else 4), name, split)
+        return read_images(name, split, settings.source, settings.generated)
 
     learned = read(data, "train")
     if settings.choose:
@@ -119,6 +117,36 @@ def load_pictures(
 
     strangers = {name: None if name == "noise" else stranger(name) for name in novel}
     return Pictures(learned.to(device), tested.to(device), strangers)
+
+
+def read_images(name: str, split: str, source: str = "files", generated: int = 0) -> ImageSet:
+    """A published set, or for trials ``generated`` pictures of its shape, and a quarter as many to test on."""
+    if source == "files":
+        return _read(name, split)
+    return generated_images(generated // (1 if split == "train" else 4), name, split)
+
+
+def known_and_novel(
+    name: str, novel: Sequence[int], validation: int, device: str, source: str = "files", generated: int = 0
+) -> Digits:
+    """A set without some of its classes, on a device and as a network takes it; ``novel`` are test images of those classes.
+
+    >>> parts = known_and_novel("cifar10", [1, 8], 10, "cpu", "generated", 100)
+    >>> [len(labels) for _, labels in (parts.train, parts.validation, parts.test, parts.novel)], parts.known
+    ([70, 10, 21, 4], (0, 2, 3, 4, 5, 6, 7, 9))
+    """
+    whole, tested = (read_images(name, split, source, generated) for split in ("train", "test"))
+    known = tuple(label for label in range(len(whole.classes)) if label not in novel)
+    places = torch.full((len(whole.classes),), -1).scatter_(0, torch.tensor(known), torch.arange(len(known)))
+    seen = [places[one.labels] >= 0 for one in (whole, tested)]
+    learned, aside = whole.subset(seen[0]).split(validation, SPLIT_SEED)
+    strange = tested.subset(~seen[1])
+
+    def pair(some: ImageSet) -> Pair:
+        return whole.normalizer()(some.images.to(device)), places[some.labels].to(device)
+
+    labelled = (pair(strange)[0], strange.labels.to(device))
+    return Digits(pair(learned), pair(aside), pair(tested.subset(seen[1])), labelled, known)
 
 
 @lru_cache(maxsize=6)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
 from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
-from flowbnn_studies.report.style import CLASSES, decimal, light, tick
+from flowbnn_studies.report.style import CLASSES, KINDS, decimal, light, tick
 
 Data = dict[str, Any]
 WIDE = 2.0  # standard deviations to either side
@@ -69,7 +69,7 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
         Key("predictive mean, in the colour of the method", "muted"),
         Key("± 2 standard deviations: epistemic", "muted", "area", alpha=0.5),
         Key("± 2 standard deviations: whole prediction", "muted", "area", alpha=0.2),
-        Key("true curve", "ink", "line", "4 3"),
+        Key(data.get("truth_label") or "true curve", "ink", "line", "4 3"),
     ]
     keys += [Key("ends of the training range", "faint")] if data.get("span") else []
     made = [make(panel, mean) for panel, mean in zip(panels, means, strict=True)]
@@ -130,6 +130,8 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
 
 def draws(data: Data, colours: Mapping[str, str]) -> Plot:
     """The class probabilities that single sampled networks give to a known image (grey) and to a novel one (the method's colour)."""
+    classes = data.get("classes") or []
+    long = any(len(name) > 3 for name in classes)
 
     def distribution(axes: Axes, samples: np.ndarray, colour: str) -> None:
         count, width = samples.shape
@@ -144,8 +146,9 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         axes.set_ylim(0, 1.04)
         axes.set_xlim(-0.6, width - 0.4)
         set_ticks(axes, 5, 2)
+        words: Any = {"fontsize": 8, "rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
         axes.set_xticks(
-            range(width), data.get("classes") or [str(place) for place in range(width)], fontsize=9
+            range(width), classes or [str(place) for place in range(width)], **{"fontsize": 9, **words}
         )
 
     def make(panel: Data) -> Panel:
@@ -182,7 +185,49 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         Key("a dot for each sampled network", "muted", "dot"),
         Key("bar: their mean", "muted", "area", alpha=0.3),
     ]
-    return Plot([Group(panels)], keys if panels else [], 2, (420, 150))
+    return Plot([Group(panels)], keys if panels else [], 2, (420, 185 if long else 150))
+
+
+def shares(data: Data, colours: Mapping[str, str]) -> Plot:
+    """The probabilities of all classes as the parts of a bar, at each of several places, with the images that they are of."""
+    classes, pictures = data["classes"], data.get("images") or []
+    hues = [kind.colour for kind in KINDS]  # which say nothing of a method here
+
+    def make(panel: Data) -> Panel:
+        def draw(sheet: Sheet) -> None:
+            axes, x, parts = sheet.subplots(), numbers(panel["x"]), np.nan_to_num(numbers(panel["shares"]))
+            width = 0.8 * (float(np.diff(x).min()) if x.size > 1 else 1.0)
+            if parts.shape == (x.size, len(classes)):
+                below = np.zeros(x.size)
+                for place in range(len(classes)):
+                    axes.bar(
+                        x, parts[:, place], width, below, color=light(hues[place % len(hues)]), linewidth=0
+                    )
+                    below = below + parts[:, place]
+            axes.set_ylim(0, 1)
+            set_ticks(axes, 5, 2)
+            last = max(1, x.size - 1)
+            even = (step for step in range(1, last + 1) if last % step == 0 and last // step <= 4)
+            axes.set_xticks(x[:: next(even)])
+            axes.set_xlabel(data.get("x_label") or "")
+
+        return Panel(panel["title"], draw, panel.get("note") or "")
+
+    def draw_pictures(sheet: Sheet) -> None:
+        columns = -(-len(pictures) // 2)
+        rows = sheet.subplots(2, columns, squeeze=False)
+        for axes in rows.ravel():
+            axes.set_axis_off()
+        for axes, image in zip(rows.ravel(), pictures, strict=False):
+            if (pixels := numbers(image["pixels"])).size:
+                axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
+            axes.set_title(image["title"], loc="center", fontsize=8.5)
+
+    panels = [make(panel) for panel in data["panels"]]
+    if panels and pictures:
+        panels.insert(0, Panel("The images", draw_pictures))
+    keys = [Key(label, hues[place % len(hues)], "area") for place, label in enumerate(classes)]
+    return Plot([Group(panels)], keys if panels else [], 3, (300, 165))
 
 
 def mass_levels(values: np.ndarray, masses: tuple[float, ...]) -> list[float]:

@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn_studies.report.calibration import field, reliability
 from flowbnn_studies.report.canvas import Plot, to_png, to_svg
 from flowbnn_studies.report.charts import bars, curves, histogram, pareto
-from flowbnn_studies.report.galleries import bands, density, draws, images, maps
+from flowbnn_studies.report.galleries import bands, density, draws, images, maps, shares
 from flowbnn_studies.report.reading import Source, load_results
 from flowbnn_studies.report.style import COLOURS, assign_colours, duration
 from flowbnn_studies.report.tables import (
@@ -29,7 +29,7 @@ from flowbnn_studies.report.text import write_file
 Data = dict[str, Any]
 PLOTS: dict[str, Callable[[Data, Mapping[str, str]], Plot]] = {
     **{plot.__name__: plot for plot in (bands, bars, curves, density, draws, field, histogram, images)},
-    **{"map": maps, "pareto": pareto, "reliability": reliability},
+    **{"map": maps, "pareto": pareto, "reliability": reliability, "shares": shares},
 }
 
 

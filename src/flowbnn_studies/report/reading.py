@@ -28,7 +28,7 @@ _FIELD = {"label": str, "accuracy?": float, "ece?": float, "points": "pairs", "p
           "grid_class": "grid", "grid_uncertainty?": "grid", "bins": _BINS}
 _DOT = {"label": str, "method?": str, "x?": float, "y?": float, "x_std?": float, "y_std?": float}
 FIGURES: dict[str, Any] = {
-    "bands": {"x_label?": str, "span?": 1, "truth?": _POINTS, "panels": [_BAND]},
+    "bands": {"x_label?": str, "span?": 1, "truth?": _POINTS, "truth_label?": str, "panels": [_BAND]},
     "bars": {"panels": [{"title": str, "x_label?": str, "bars": [_NAMED], "level?": float}]},
     "curves": {"x_label?": str, "y_label?": str, "columns?": int, "baseline?": str, "panels": [_CURVES]},
     "density": {"panels": [{"title": str, "x": 1, "posterior": "x", "prior?": "x", "modes?": int}], "pairs?": [_PAIR]},
@@ -42,6 +42,8 @@ FIGURES: dict[str, Any] = {
             "panels": [{"title": str, "note?": str, "values": (2,)}]},
     "pareto": {"panels": [{"title": str, "x_label?": str, "y_label?": str, "items": [_DOT]}]},
     "reliability": {"models": [{"label": str, "ece?": float, "bins": _BINS}]},
+    "shares": {"x_label?": str, "classes": [str], "images?": [_IMAGE],
+               "panels": [{"title": str, "note?": str, "x": 1, "shares": (2,)}]},
 }
 _VALUE = {"mean?": float, "std?": float, "per_seed?": 1, "published?": float}
 _METRIC = {"key": str, "label": str, "format?": str, "better?": str, "definition?": str, "group?": str}

@@ -132,6 +132,21 @@ def density_panels(
     return panels
 
 
+def kernel_density(first: Tensor, second: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The joint density of two columns of draws on a grid ``[len(y), len(x)]``, by Gaussian kernels of Scott's width.
+
+    >>> density = kernel_density(torch.randn(500), torch.randn(500), torch.linspace(-6, 6, 50), torch.linspace(-6, 6, 40))
+    >>> density.shape, round(float(density.sum()) * (12 / 49) * (12 / 39), 2)
+    (torch.Size([40, 50]), 1.0)
+    """
+    kernels = []
+    for column, grid in ((first, x), (second, y)):
+        width = column.std().clamp_min(1e-6) * len(column) ** (-1 / 6)
+        away = (grid[:, None] - column) / width
+        kernels.append(torch.exp(-0.5 * away.square()) / (width * (2 * torch.pi) ** 0.5))
+    return kernels[1] @ kernels[0].T / len(first)
+
+
 @torch.no_grad()
 def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3000) -> dict[str, Any]:
     """The joint density of the two noise dimensions of a layer that have moved farthest, by a Gaussian kernel on draws."""
@@ -140,23 +155,19 @@ def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3
     first, second = _farthest(noise, 2)
     device = noise.prior.distribution().mean.device
     draws = noise.draw((samples,), torch.Generator(device).manual_seed(1)).double().cpu()
-    grids, kernels = [], []
+    grids = []
     for column in (draws[:, first], draws[:, second]):
-        width = column.std().clamp_min(1e-6) * samples ** (-1 / 6)
-        grid = torch.linspace(
-            float(column.min() - 2 * width), float(column.max() + 2 * width), nodes, dtype=torch.float64
-        )
-        grids.append(grid)
-        kernels.append(
-            torch.exp(-0.5 * ((grid[:, None] - column) / width).square()) / (width * (2 * torch.pi) ** 0.5)
-        )
+        room = 2 * column.std().clamp_min(1e-6) * samples ** (-1 / 6)
+        low, high = float(column.min() - room), float(column.max() + room)
+        grids.append(torch.linspace(low, high, nodes, dtype=torch.float64))
+    density = kernel_density(draws[:, first], draws[:, second], *grids)
     return {
         "title": f"{layer}, noise dimensions {first} and {second}",
         "x_label": f"dimension {first}",
         "y_label": f"dimension {second}",
         "x": short(grids[0]),
         "y": short(grids[1]),
-        "density": short(kernels[1] @ kernels[0].T / samples),
+        "density": short(density),
     }
 
 

@@ -16,7 +16,16 @@ from flowbnn.results import Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
 
-OPTIONS = ("seed", "accelerator", "precision", "progress", "checkpoint", "checkpoint_every", "resume")
+OPTIONS = (
+    "seed",
+    "accelerator",
+    "precision",
+    "acceleration",
+    "progress",
+    "checkpoint",
+    "checkpoint_every",
+    "resume",
+)
 
 
 @options(kw_only=True)
@@ -43,10 +52,12 @@ class MethodSettings:
         return {name: value for name, value in asdict(self).items() if name != "methods"}
 
 
-def shuffled(data: Sequence[torch.Tensor], batch: int, seed: int) -> TensorLoader:
-    """Shuffled batches, in an order that the seed determines."""
-    generator = torch.Generator().manual_seed(seed)
-    return TensorLoader(*data, batch_size=batch, shuffle=True, generator=generator)
+def shuffled(
+    data: Sequence[torch.Tensor], batch: int, seed: int, device: str = "cpu", **options: Any
+) -> TensorLoader:
+    """Shuffled batches, in an order that the seed determines, drawn on the device where the data lie."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return TensorLoader(*data, batch_size=batch, shuffle=True, generator=generator, **options)
 
 
 def predict(posterior: Posterior, inputs: torch.Tensor, samples: int) -> Any:

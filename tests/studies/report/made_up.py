@@ -195,6 +195,14 @@ def bands_figure(labels: tuple[str, ...]) -> Data:
     )
 
 
+def shares_figure(labels: tuple[str, ...]) -> Data:
+    parts = np.array([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5]]).tolist()
+    panels = [{"title": labels[0], "note": "mean confidence 0.70", "x": [0.0, 180.0], "shares": parts}]
+    images = [{"title": f"{angle}°", "pixels": np.eye(4).tolist()} for angle in (0, 180)]
+    data = {"x_label": "degrees", "classes": ["0", "1", "2"], "images": images, "panels": panels}
+    return figure("shares", "A digit that is turned", "Shares.", data)
+
+
 def map_figure(labels: tuple[str, ...]) -> Data:
     axis = np.linspace(-20, 20, 9)
     panels = [
@@ -384,5 +392,7 @@ def make_lenet() -> Data:
 def make_rivals() -> Data:
     """Galleries of methods."""
     results = base("rivals", "All methods", RIVALS)
-    results["figures"] = [make(RIVALS) for make in (bands_figure, map_figure, draws_figure, pareto_figure)]
+    results["figures"] = [
+        make(RIVALS) for make in (bands_figure, map_figure, draws_figure, shares_figure, pareto_figure)
+    ]
     return results

@@ -45,7 +45,7 @@ def test_every_kind_has_a_shape_a_drawing_and_an_example(request: pytest.Fixture
 
 def test_svg_has_the_names_of_the_page_and_identifiers_of_its_own(page: str) -> None:
     drawn = re.findall(r'<svg viewBox="0 0 \d+ \d+" role="img".*?</svg>', page, re.DOTALL)
-    assert len(drawn) == 43
+    assert len(drawn) == 45
     identifiers = [re.findall(r' id="([^"]*)"', svg) for svg in drawn]
     flat = [one for some in identifiers for one in some]
     assert len(flat) == len(set(flat))

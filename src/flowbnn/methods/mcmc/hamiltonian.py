@@ -162,6 +162,26 @@ def hmc_kernel(
     return choose(accepted, moved, state), transition
 
 
+def metropolis_kernel(
+    potential: Potential, state: State, step_size: float | Tensor, inverse_mass: Tensor, source: Source
+) -> tuple[State, Transition]:
+    r"""One transition of random-walk Metropolis (Metropolis et al. 1953, https://doi.org/10.1063/1.1699114).
+
+    A proposal :math:`q' \sim \mathcal N(q, \epsilon^2 M^{-1})` is accepted with probability :math:`\min(1, e^{U(q) - U(q')})`.
+    The gradient is not used, and one evaluation counts as one gradient.
+
+    Args:
+        state, step_size, inverse_mass, source: as in :func:`hmc_kernel`.
+    """
+    start = Start(state, step_size, inverse_mass, source)
+    moved = begin(potential, state.position + start.size * start.mass * start.momentum)
+    change = torch.where(torch.isnan(moved.energy), torch.inf, moved.energy - state.energy)
+    acceptance = torch.exp(-change).clamp(max=1.0)
+    accepted = uniforms(start.sources, 1, moved.position.device)[:, 0] < acceptance
+    none = torch.zeros(len(change), dtype=torch.long)
+    return choose(accepted, moved, state), Transition(acceptance.cpu(), none.bool(), none + 1, none)
+
+
 def nuts_kernel(
     potential: Potential,
     state: State,

@@ -1,4 +1,4 @@
-r"""Hamiltonian Monte Carlo and the No-U-Turn sampler, over the weights of a network or over the noise on its layers.
+r"""Hamiltonian Monte Carlo, the No-U-Turn sampler and random-walk Metropolis, over weights or over the noise on layers.
 
 Exact as the chains grow: without minibatches and with an accept step, the only error is that of a finite number of draws, for which see
 ``posterior.diagnostics()``. Approximate methods are measured against it. Neal 2012, https://arxiv.org/abs/1206.1901; Hoffman and
@@ -21,7 +21,15 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
 from flowbnn.methods.mcmc.chains import Chains, Kernel
-from flowbnn.methods.mcmc.hamiltonian import Potential, State, hmc_kernel, normals, nuts_kernel, uniforms
+from flowbnn.methods.mcmc.hamiltonian import (
+    Potential,
+    State,
+    hmc_kernel,
+    metropolis_kernel,
+    normals,
+    nuts_kernel,
+    uniforms,
+)
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
@@ -213,3 +221,30 @@ class NUTS(ChainMethod):
 
     def kernel(self, potential: Potential) -> Kernel:
         return partial(nuts_kernel, potential, max_depth=self.max_depth)
+
+
+@options(kw_only=True, repr=False)
+class Metropolis(ChainMethod):
+    """Random-walk Metropolis: the first of all Markov chains, to measure the others by; see :class:`ChainMethod`.
+
+    A draw is of use for about a handful of weights: what moves by chance needs a number of evaluations that grows with their number.
+    So it is neither among the methods that :func:`~flowbnn.compare` tries nor a name of its own in :mod:`flowbnn`.
+
+    Args:
+        target_accept: 0.234 is best where there are many weights (Roberts, Gelman and Gilks 1997,
+            https://doi.org/10.1214/aoap/1034625254).
+        thin: transitions for each draw that is kept, a handful at least.
+
+    >>> import flowbnn as fb
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> method = Metropolis(samples=100, warmup=100, chains=4, epochs=0)
+    >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
+    >>> posterior.diagnostics().gradients
+    1.0
+    """
+
+    target_accept: Probability = 0.234
+    thin: Count = 4
+
+    def kernel(self, potential: Potential) -> Kernel:
+        return partial(metropolis_kernel, potential)

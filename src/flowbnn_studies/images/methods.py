@@ -1,0 +1,71 @@
+"""Studies of all methods on images of the published sets: what their settings and their fits have in common."""
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from flowbnn.candidates import CANDIDATES, Candidate
+from flowbnn.data import Augment, Digits, TensorLoader
+from flowbnn.methods import Posterior
+from flowbnn.options import Count, options
+from flowbnn.predictive import CategoricalPredictive
+from flowbnn_studies.images.data import known_and_novel
+from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
+
+FAST = tuple(one.key for one in CANDIDATES if one.cost < 30)  # all but the Markov chains over all data
+
+
+@options(kw_only=True)
+class PictureSettings(MethodSettings):
+    """The settings of a study of methods on images, besides :class:`MethodSettings`.
+
+    Args:
+        source: ``"files"``: the published set; ``"generated"``: pictures that are made on the spot, for trials.
+        generated: how many of them; a quarter as many to test on.
+        validation: images that are put aside, the same for all seeds.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+    validation: Count = 5_000
+    methods: tuple[str, ...] = FAST
+
+
+class PictureStudy(MethodStudy):
+    """A study of methods on a published set of images, on a GPU where there is one; subclasses say which set, and what is put aside."""
+
+    data: ClassVar[str]
+    accelerator = "auto"
+
+    def novel(self, settings: Any) -> tuple[int, ...]:
+        """The classes that training never sees."""
+        return ()
+
+    def parts(self, job: Job) -> Digits:
+        """The images, on the device of the job."""
+        s: PictureSettings = job.settings
+        device = "cuda" if job.accelerator in GPUS else job.accelerator
+        return known_and_novel(self.data, self.novel(s), s.validation, device, s.source, s.generated)
+
+    def learned(
+        self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None
+    ) -> Posterior:
+        """The method's posterior; a training of seconds keeps no checkpoints."""
+        images, batch = data.train[0], job.settings.batch
+        device = str(images.device.type)
+        loader = shuffled(data.train, batch, job.seed, device, drop_last=True, augment=augment)
+        method, options = self.prepared(job, candidate, len(loader))
+        kept = {
+            name: value
+            for name, value in options.items()
+            if name not in ("checkpoint", "checkpoint_every", "resume")
+        }
+        held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.held_out else None
+        return method.fit(network, loader, validation=held_out, num_data=len(images), **kept)
+
+
+def predicted(posterior: Posterior, images: Tensor, samples: int) -> CategoricalPredictive:
+    """The predictive on the CPU."""
+    found: CategoricalPredictive = predict(posterior, images, samples)
+    return found

@@ -1,0 +1,282 @@
+"""The table of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): MLPs on MNIST, with Gaussian weights and without."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method, Posterior
+from flowbnn.methods.variational.base import cosine
+from flowbnn.models import MLP
+from flowbnn.options import Count, NonNegative, Positive, Probability, options
+from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn_studies.images.data import SPLIT_SEED, read_images
+from flowbnn_studies.runner.figures import panel
+from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.methods import shuffled
+from flowbnn_studies.runner.statistics import counted
+from flowbnn_studies.runner.study import Findings, Study, Variant
+
+SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
+CHOICE_SEED = 100
+FIT_OPTIONS = ("num_data", "seed", "accelerator", "precision", "acceleration", "progress")
+METHODS = {  # label and kind
+    "plain": ("Plain", "mle"),
+    "dropout": ("MC dropout", "mc-dropout"),
+    "gaussian": ("Bayes by Backprop, Gaussian prior", "bayes-by-backprop"),
+    "mixture": ("Bayes by Backprop, scale mixture", "bayes-by-backprop-mixture"),
+    "mixture-all": ("Scale mixture, all 60,000 images", "bayes-by-backprop-mixture"),
+}
+PUBLISHED = {
+    "plain": {"error_400": 0.0183, "error_800": 0.0184, "error_1200": 0.0188},
+    "dropout": {"error_400": 0.0151, "error_800": 0.0133, "error_1200": 0.0136},
+    "gaussian": {"error_400": 0.0182, "error_800": 0.0199, "error_1200": 0.0204},
+    "mixture": {"error_400": 0.0136, "error_800": 0.0134, "error_1200": 0.0132},
+}
+NUMBERS = {
+    "error": ("Error", "lower", ".2%", "Share of images whose most probable class is wrong."),
+    "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
+    "ece": ("ECE", "lower", ".4f", "Expected calibration error in 15 equal bins."),
+}
+# What is tried on validation images, each in place of one default: settings of the priors, by the paper's ranges, and of the KL.
+CHOICES: dict[str, dict[str, Any]] = {
+    **{
+        f"mixture-s{first}-s{second}": {"sigma1": math.exp(-first), "sigma2": math.exp(-second)}
+        for first, second in ((0, 6), (1, 6), (1, 7), (2, 6), (2, 7), (3, 7))
+    },
+    "mixture-pi25": {"pi": 0.25},
+    "mixture-pi75": {"pi": 0.75},
+    "mixture-kl10": {"beta": 0.1},
+    **{f"gaussian-s{scale}": {"prior_scale": math.exp(-scale)} for scale in (0, 1, 2)},
+}
+
+
+@options
+class Settings:
+    """What the study depends on.
+
+    Args:
+        source: ``"files"``: MNIST; ``"generated"``: pictures that are made on the spot, for trials.
+        generated: how many of them; a quarter as many to test on.
+        units: of each of the two hidden layers.
+        validation: images that are put aside, as in the paper, and that settings are chosen on.
+        choose: train what is in :data:`CHOICES`, and evaluate it on the validation images; the test images stay closed.
+        batch, epochs, lr: of all trainings; the rate falls to zero along half a cosine.
+        noise_lr, base_scale: rate and start of the standard deviations.
+        prior: standard deviation of the Gaussian prior.
+        pi, sigma1, sigma2: of the scale mixture.
+        beta, warmup: weight of the KL, and the share of the run over which it grows.
+        inputs, hidden: rates of dropout of pixels and of units.
+        samples: networks averaged in a prediction.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+    units: tuple[int, ...] = (400, 800, 1200)
+    validation: Count = 10_000
+    choose: bool = False
+    batch: Count = 256
+    epochs: Count = 100
+    lr: Positive = 1e-3
+    noise_lr: Positive = 5e-3
+    base_scale: Positive = 0.1
+    prior: Positive = math.exp(-2)
+    pi: Probability = 0.5
+    sigma1: Positive = math.exp(-2)
+    sigma2: Positive = math.exp(-7)
+    beta: NonNegative = 1.0
+    warmup: NonNegative = 0.5
+    inputs: Probability = 0.2
+    hidden: Probability = 0.5
+    samples: Count = 64
+
+
+class MnistMlp(Study):
+    """Do weights with a scale mixture prior match dropout in an MLP on MNIST?"""
+
+    name = "mnist-mlp"
+    title = "Bayes by Backprop on MNIST: MLPs of 400, 800 and 1200 units"
+    description = "test errors of MLPs on MNIST: plain, dropout, Bayes by Backprop with a Gaussian and a scale mixture prior"
+    question = (
+        "An MLP with two hidden layers learns MNIST without any knowledge of images. Does a distribution over its weights err as "
+        "little as dropout, does the prior matter, and do more units hurt?"
+    )
+    source = "Blundell et al. 2015, table 1, as in Ahn and Lee's lecture"
+    settings = Settings
+    seeds = 3
+    accelerator = "auto"
+    partial = True
+    keeps_networks = False
+    headline = ("error_400", "error_800", "error_1200", "nll_1200", "ece_1200")
+    quick: ClassVar[dict[str, Any]] = {
+        "source": "generated",
+        "units": (8, 12),
+        "epochs": 1,
+        "batch": 50,
+        "validation": 100,
+        "samples": 4,
+    }
+
+    def folder(self, settings: Settings) -> str:
+        return f"{self.name}-choice" if settings.choose else self.name
+
+    def variants(self, settings: Settings) -> tuple[Variant, ...]:
+        largest = settings.units[-1]
+        if settings.choose:
+            return tuple(
+                Variant(f"{key}-{largest}", key, "bayes-by-backprop", cost=largest, seeds=1)
+                for key in CHOICES
+            )
+        return tuple(
+            Variant(f"{key}-{units}", f"{label}, {units} units", kind, cost=units)
+            for key, (label, kind) in METHODS.items()
+            for units in (settings.units if key != "mixture-all" else (largest,))
+        )
+
+    def check(self, settings: Settings, jobs: Sequence[Job]) -> None:
+        read_images("mnist", "train", settings.source, settings.generated)
+
+    def train(self, job: Job) -> dict[str, Any]:
+        s: Settings = job.settings
+        device = "cuda" if job.accelerator in GPUS else job.accelerator
+        learned = read_images("mnist", "train", s.source, s.generated)
+        rest, aside = learned.split(s.validation, SPLIT_SEED)
+        tested = aside if s.choose else read_images("mnist", "test", s.source, s.generated)
+        key, _, units = job.variant.rpartition("-")
+        learned = learned if key == "mixture-all" else rest
+
+        def tensors(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return images.to(device).flatten(1) / SCALE, labels.to(device)
+
+        seed = job.seed + (CHOICE_SEED if s.choose else 0)
+        loader = shuffled(tensors(learned.images, learned.labels), s.batch, seed, device, drop_last=True)
+        torch.manual_seed(seed)
+        network = network_of(int(units), s if key == "dropout" else None)
+        # a training of seconds needs no checkpoints
+        options = job.options(s.epochs, len(loader)) | {"seed": 1 + seed, "num_data": len(learned)}
+        options = {name: options[name] for name in FIT_OPTIONS}
+        posterior = method_of(key, s).fit(network, loader, **options)
+        found = scores(posterior, tensors(tested.images, tested.labels), s)
+        return {"values": {f"{name}_{units}": value for name, value in found.items()}}
+
+    def findings(self, settings: Settings, parts: Parts) -> Findings:
+        content: dict[tuple[str, int], dict[str, Any]] = {}
+        for (variant, seed), part in parts.content.items():
+            values = content.setdefault((variant.rpartition("-")[0], seed), {"values": {}})["values"]
+            values |= part["values"]
+        by_row = Parts(parts.seeds, content)
+        widths = settings.units[-1:] if settings.choose else settings.units
+        metrics = tuple(
+            Metric(f"{key}_{units}", f"{label}, {units} units", better, form, meaning, label)
+            for key, (label, better, form, meaning) in NUMBERS.items()
+            for units in widths
+        )
+        labels = {key: (key, "bayes-by-backprop") for key in CHOICES} if settings.choose else METHODS
+        present = {key: value for key, value in labels.items() if by_row.of(key)}
+        rows = [
+            by_row.row(key, label, metrics, None if settings.choose else PUBLISHED.get(key), kind)
+            for key, (label, kind) in present.items()
+        ]
+        mixture = f"π = {settings.pi:g}, σ₁ = {settings.sigma1:.3g}, σ₂ = {settings.sigma2:.2g}"
+        notes = [
+            f"Two hidden layers; pixels divided by {SCALE:g} and not moved; {settings.validation:,} of the training images are put "
+            "aside, as in the paper, and settings are chosen on them (--set choose=true, another seed); only the last row learns "
+            "from all.",
+            f"{settings.epochs} epochs of {settings.batch} images in a step by Adam, from a rate of {settings.lr:g} to zero along a "
+            "cosine; the paper has 600 epochs of 128 by SGD. Noise is drawn for every example (local reparameterization), in the "
+            f"paper once for each batch. Predictions average {settings.samples} networks.",
+            f"Scale mixture: {mixture}; Gaussian prior: {settings.prior:.3g}; the KL has the weight {settings.beta:g}, to "
+            f"which it grows over the first {settings.warmup:.0%} of the run.",
+            f"Dropout: {settings.hidden:g} of the units and {settings.inputs:g} of the pixels.",
+            *parts.warnings(self.shown(settings)),
+        ]
+        drawn = [] if settings.choose else [curves(settings, by_row, present)]
+        return Findings(answer(settings, by_row, present), metrics, rows, drawn, notes)
+
+
+def network_of(units: int, dropped: Settings | None, inputs: int = 784) -> nn.Module:
+    """Two hidden layers of as many units, with dropout of its own where there are rates.
+
+    >>> len(network_of(4, None).state_dict()), sum(isinstance(part, nn.Dropout) for part in network_of(4, Settings()).modules())
+    (6, 3)
+    """
+    if dropped is None:
+        return MLP(inputs, (units, units), 10)
+    hidden = dropped.hidden
+    layers = [nn.Dropout(dropped.inputs), nn.Linear(inputs, units), nn.ReLU(), nn.Dropout(hidden)]
+    return nn.Sequential(
+        *layers, nn.Linear(units, units), nn.ReLU(), nn.Dropout(hidden), nn.Linear(units, 10)
+    )
+
+
+def method_of(key: str, s: Settings) -> Method:
+    """The method of a row, or of a choice."""
+    common: dict[str, Any] = {"epochs": s.epochs, "lr": s.lr, "schedule": cosine}
+    if key == "plain":
+        return MLE(**common)
+    if key == "dropout":
+        return MCDropout(prior_scale=1.0, **common)
+    given: dict[str, Any] = {
+        "noise_lr": s.noise_lr,
+        "base_scale": s.base_scale,
+        "beta": s.beta,
+        "warmup": s.warmup,
+    }
+    given |= {"pi": s.pi, "sigma1": s.sigma1, "sigma2": s.sigma2, "prior_scale": s.prior, **common}
+    given |= {"prior": "gaussian" if key.startswith("gaussian") else "scale-mixture"}
+    return BayesByBackprop(**{**given, **CHOICES.get(key, {})})
+
+
+def scores(posterior: Posterior, tested: tuple[Tensor, Tensor], s: Settings) -> dict[str, float]:
+    """Error, NLL and ECE."""
+    number = 1 if posterior.default_samples == 1 else s.samples
+    found = posterior.predict(tested[0], number, seed=0, progress=False).cpu().evaluate(tested[1].cpu())
+    return {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
+
+
+def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Test errors against the number of units, the paper's beside ours."""
+    lines, cited = [], []
+    for key, (label, _) in present.items():
+        known = [units for units in s.units if parts.values(key, f"error_{units}")]
+        cells = [summary([100 * value for value in parts.values(key, f"error_{units}")]) for units in known]
+        spread = [cell["std"] for cell in cells] if len(parts.seeds) > 1 else None
+        lines.append({"label": label, "x": known, "mean": [cell["mean"] for cell in cells], "std": spread})
+        given = [units for units in s.units if f"error_{units}" in PUBLISHED.get(key, {})]
+        if given:
+            values = [100 * PUBLISHED[key][f"error_{units}"] for units in given]
+            name = f"{label}, published"
+            cited.append(
+                {"label": name, "like": label, "style": "dashed", "x": given, "mean": values, "std": None}
+            )
+    made = figure(
+        "curves",
+        "Test error against the number of units",
+        "Mean over seeds of the share of the 10,000 test images that is classified wrongly.",
+        {"x_label": "units in each hidden layer", "panels": [panel("Test error", "%", [*lines, *cited])]},
+    )
+    return made | {"published": "Dashed: table 1 of Blundell et al. 2015."}
+
+
+def answer(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> str:
+    """The answer, put together from the numbers."""
+    error = f"error_{s.units[-1]}"
+    known = sorted((parts.mean(key, error), key) for key in present if parts.values(key, error))
+    if not known:
+        return "No method has numbers yet."
+    labels = {key: label for key, (label, _) in present.items()}
+    if s.choose:
+        (best, key), (worst, last) = known[0], known[-1]
+        return f"On the validation images {labels[key]} errs least ({best:.2%}), {labels[last]} most ({worst:.2%})."
+    told = ", ".join(f"{labels[key]} {value:.2%}" for value, key in known)
+    text = f"With {s.units[-1]} units and {counted(len(parts.seeds))} the test errors are: {told}."
+    value = parts.mean("mixture", error)
+    if not math.isnan(value) and error in PUBLISHED["mixture"]:
+        least = parts.mean("mixture-all", error)
+        text += (
+            f"\nThe scale mixture errs on {value:.2%} where the paper has {PUBLISHED['mixture'][error]:.2%}"
+            + (f", and on {least:.2%} if it learns from all 60,000 images." if not math.isnan(least) else ".")
+        )
+    return text
