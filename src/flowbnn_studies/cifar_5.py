@@ -14,9 +14,10 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn_studies.data import CropAndFlip
-from flowbnn_studies.images.methods import PictureSettings, PictureStudy, predicted
+from flowbnn_studies.images.methods import PictureSettings, PictureStudy
 from flowbnn_studies.runner.figures import histogram, histogram_panels, panel
 from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings
 
 MOVED = "-moved"
@@ -151,7 +152,7 @@ class Cifar5(PictureStudy):
         augment = CropAndFlip(4, True) if candidate.key.endswith(MOVED) else None
         posterior = self.learned(job, candidate, network, data, augment)
         images, labels = data.validation if s.choose else data.test
-        known, novel = (predicted(posterior, some, s.samples) for some in (images, data.novel[0]))
+        known, novel = (predict(posterior, some, s.samples) for some in (images, data.novel[0]))
         found = known.evaluate(labels.cpu())
         values = {"error": 1.0 - found["accuracy"], "nll": found["nll"], "ece": found["ece"]}
         values |= {"known_entropy": float(known.entropy.mean()), "novel_entropy": float(novel.entropy.mean())}

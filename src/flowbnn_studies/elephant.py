@@ -163,7 +163,8 @@ class ElephantFashion(Elephant, PictureStudy):
     classes = SOURCES["fashion-mnist"].classes
     split = (
         "The training images without the sneakers are split alike for all seeds: 5,000 are held out; known test images and test images "
-        "of sneakers are all there are. A LeNet; the report's network is not told. HMC and NUTS over all images are left out."
+        "of sneakers are all there are. A LeNet; the report's network is not told. HMC, NUTS and modes of the noise, which take all "
+        "images in every step, are left out."
     )
 
     def novel(self, settings: FashionSettings) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed, summary
-from flowbnn_studies.images.methods import PictureSettings, PictureStudy, predicted
+from flowbnn_studies.images.methods import PictureSettings, PictureStudy
 from flowbnn_studies.runner.figures import panel, short
 from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings
 
 UPRIGHT, TURNED = "Upright digits", "Turned digits"
@@ -88,13 +89,13 @@ class RotatedMnist(PictureStudy):
         data = self.parts(job)
         posterior = self.learned(job, candidate, LeNet(1, len(data.known)), data)
         images, labels = data.test
-        values = predicted(posterior, images, s.samples).evaluate(labels.cpu())
+        values = predict(posterior, images, s.samples).evaluate(labels.cpu())
         found, curves = over_angles(posterior, images[: s.turned], labels[: s.turned], s)
         content: dict[str, Any] = {"values": {**values, **found}, "curves": curves}
         if job.seed == 0:
             place = int((labels == s.shown).nonzero()[0, 0])
             several = torch.cat([rotate(images[place : place + 1], angle) for angle in s.degrees()])
-            one = predicted(posterior, several, s.samples)
+            one = predict(posterior, several, s.samples)
             content["shares"] = short(one.probabilities, 3)
             content["pixels"] = [short(image[0], 2) for image in several]
         return content
@@ -106,7 +107,8 @@ class RotatedMnist(PictureStudy):
             f"first {settings.turned:,} test digits are turned by {settings.angles} angles, bilinear, the corners filled with the "
             "ground. A 0, a 1 and an 8 look nearly the same upside down, a 6 becomes a 9: with those even a perfect observer errs.",
             "The lecture prints no numbers for this: it shows one 1 with weight decay, sure of a wrong class at most angles, and with "
-            "multiplicative normalizing flows, uncertain there. HMC and NUTS over all images are left out.",
+            "multiplicative normalizing flows, uncertain there. HMC, NUTS and modes of the noise, which take all images in every step, "
+            "are left out.",
             *self.remarks(settings, parts),
         ]
         drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "shares"))
@@ -135,7 +137,7 @@ def over_angles(
     curves: dict[str, list[float]] = {name: [] for name in ("accuracy", "confidence", "entropy", "nll")}
     probabilities = []
     for angle in s.degrees():
-        one = predicted(posterior, rotate(images, angle), s.samples)
+        one = predict(posterior, rotate(images, angle), s.samples)
         found = one.evaluate(targets)
         probabilities.append(one.probabilities)
         found |= {"confidence": float(one.confidence.mean()), "entropy": float(one.entropy.mean())}

@@ -190,7 +190,7 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
 
 def shares(data: Data, colours: Mapping[str, str]) -> Plot:
     """The probabilities of all classes as the parts of a bar, at each of several places, with the images that they are of."""
-    classes, pictures = data["classes"], data.get("images") or []
+    classes, pictures = data.get("classes") or [], data.get("images") or []
     hues = [kind.colour for kind in KINDS]  # which say nothing of a method here
 
     def make(panel: Data) -> Panel:

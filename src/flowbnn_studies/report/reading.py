@@ -42,7 +42,7 @@ FIGURES: dict[str, Any] = {
             "panels": [{"title": str, "note?": str, "values": (2,)}]},
     "pareto": {"panels": [{"title": str, "x_label?": str, "y_label?": str, "items": [_DOT]}]},
     "reliability": {"models": [{"label": str, "ece?": float, "bins": _BINS}]},
-    "shares": {"x_label?": str, "classes": [str], "images?": [_IMAGE],
+    "shares": {"x_label?": str, "classes?": [str], "images?": [_IMAGE],
                "panels": [{"title": str, "note?": str, "x": 1, "shares": (2,)}]},
 }
 _VALUE = {"mean?": float, "std?": float, "per_seed?": 1, "published?": float}

@@ -393,6 +393,6 @@ def make_rivals() -> Data:
     """Galleries of methods."""
     results = base("rivals", "All methods", RIVALS)
     results["figures"] = [
-        make(RIVALS) for make in (bands_figure, map_figure, draws_figure, shares_figure, pareto_figure)
+        make(RIVALS) for make in (bands_figure, map_figure, draws_figure, pareto_figure, shares_figure)
     ]
     return results
