@@ -18,6 +18,8 @@ ROOMS = [  # from the roof down
     "candidates",
     "methods",
     "posterior",
+    "density",
+    "target",
     "diagnostics",
     "training",
     "convert",

@@ -12,6 +12,7 @@ Recipes of noise are in :mod:`flowbnn.noise`, observation models in :mod:`flowbn
 
 from flowbnn import (
     data,
+    density,
     diagnostics,
     distributions,
     flows,
@@ -29,6 +30,7 @@ from flowbnn import (
 from flowbnn.calibrate import calibrate
 from flowbnn.compare import compare
 from flowbnn.convert import describe, to_deterministic, to_stochastic
+from flowbnn.density import fit_density, load_density
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import (
     DAMP,
@@ -52,6 +54,7 @@ from flowbnn.noise import noise_mode, parameter_groups
 from flowbnn.objectives import ELBO
 from flowbnn.posterior import Posterior, evaluate, load_posterior
 from flowbnn.quality import diagnose
+from flowbnn.target import fit_target
 
 __version__ = "0.1.0"
 
@@ -78,6 +81,7 @@ __all__ = [
     "calibrate",
     "compare",
     "data",
+    "density",
     "describe",
     "diagnose",
     "diagnostics",
@@ -85,7 +89,10 @@ __all__ = [
     "evaluate",
     "fit",
     "flows",
+    "fit_density",
+    "fit_target",
     "likelihoods",
+    "load_density",
     "load_posterior",
     "metrics",
     "models",

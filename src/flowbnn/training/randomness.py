@@ -1,7 +1,8 @@
 """Every source of randomness that a training run draws on, saved and restored."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -83,3 +84,15 @@ class Randomness:
             random.setstate((version, tuple(words.tolist()), gauss))
             kind, numbers, *rest = state["numpy"]
             np.random.set_state((kind, numbers.numpy(), *rest))  # noqa: NPY002
+
+
+@contextmanager
+def drawing(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Without gradients, from torch's generators at this seed, which are put back afterwards; None leaves them alone."""
+    with torch.no_grad():
+        if seed is None:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield

@@ -1,0 +1,336 @@
+r"""Densities: a flow fitted to data by maximum likelihood, and what it is good for.
+
+>>> import torch, flowbnn as fb
+>>> data = torch.randn(500, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 30.0])
+>>> density = fb.fit_density(fb.flows.RealNVP(2), data, epochs=2, seed=0, progress=False)
+>>> density.log_prob(data[:5]).shape, density.sample(3, seed=0).shape
+(torch.Size([5]), torch.Size([3, 2]))
+>>> detector = density.novelty(data[:100], rate=0.05)
+>>> detector.is_novel(torch.tensor([[0.0, 0.0], [9.0, 900.0]])).tolist()
+[False, True]
+
+What is fitted is any module that, called, gives a distribution: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or one
+of your own. Where its ``log_prob`` is a bound (``bound`` is True), so is everything made of it here.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import (
+    Count,
+    Hint,
+    Interval,
+    Positive,
+    Probability,
+    Seed,
+    check,
+    checked,
+    options,
+    takes,
+)
+from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, check_weights, save_tensors, train
+from flowbnn.training.randomness import drawing
+from flowbnn.training.storage import TensorFile
+
+Data = Any  # a tensor or an array with the examples on its first axis, or a loader
+Fraction = Annotated[float, Interval(ge=0, lt=1)]
+ROWS = 4096  # evaluated at a time
+
+
+@options(kw_only=True, of="fit_density")
+class DensityOptions(TrainingOptions):
+    """What :func:`fit_density` takes besides the flow and the data: the options of the training run, and these.
+
+    Args:
+        context: what the density is conditioned on, a row for each example; a loader gives pairs of data and context instead.
+        validation: the share of the data that is held out to stop early, or data of their own; 0 trains for all epochs.
+        batch_size: examples in a step, where ``data`` is no loader.
+        lr: the rate of Adam, which falls to zero along a cosine.
+        weight_decay: of AdamW.
+        patience: epochs without a better likelihood of the held-out data before the run stops; the best epoch is kept.
+        standardize: fit data of mean 0 and standard deviation 1, and give densities and samples in the data's own units. None: for
+            vectors of real numbers.
+        objective: ``"likelihood"``, or for continuous-time flows ``"flow-matching"``, which needs no solver in training
+            (Lipman et al. 2023, https://arxiv.org/abs/2210.02747).
+    """
+
+    epochs: Count = 100
+    context: Any = None
+    validation: Any = 0.1
+    batch_size: Count = 256
+    lr: Positive = 2e-3
+    weight_decay: Annotated[float, Interval(ge=0)] = 0.0
+    patience: Count = 20
+    standardize: bool | None = None
+    objective: Literal["likelihood", "flow-matching"] = "likelihood"
+    clip_gradient: Positive | None = 10.0
+    description: str = "fitting the density"
+
+
+class Density(nn.Module):
+    r"""A flow in the units of the data, :math:`\log p(x) = \log p_f\big((x - \mu) / \sigma\big) - \sum_i \log \sigma_i`.
+
+    Args:
+        flow: a module that, called with a context or None, gives the distribution :math:`p_f`.
+        loc, scale: :math:`\mu` and :math:`\sigma`, one for each number of an example; None where the flow has the data's units.
+        history: the record of its training.
+    """
+
+    loc: Tensor | None
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        flow: nn.Module,
+        loc: Tensor | None = None,
+        scale: Tensor | None = None,
+        history: History | None = None,
+    ) -> None:
+        super().__init__()
+        self.flow, self.history = flow, history or History()
+        self.register_buffer("loc", loc)
+        self.register_buffer("scale", scale)
+
+    @property
+    def bound(self) -> bool:
+        """Whether ``log_prob`` is a lower bound, of one draw, on the log-density."""
+        return bool(getattr(self.flow, "bound", False))
+
+    def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The log-density of each example, with gradients."""
+        if self.loc is None or self.scale is None:
+            return self.flow(context).log_prob(x)
+        return self.flow(context).log_prob((x - self.loc) / self.scale) - self.scale.log().sum()
+
+    @checked
+    def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
+        """So many examples; with a context, so many for each of its rows. None draws from torch's own generator."""
+        device = device_of(self)
+        with evaluating(self), drawing(device, seed):
+            drawn = self.flow(None if context is None else context.to(device)).sample((count,))
+        return drawn if self.loc is None or self.scale is None else self.loc + self.scale * drawn
+
+    @checked
+    def score(self, data: Data, context: Tensor | None = None, seed: Seed = 0) -> Tensor:
+        """The log-densities of a data set, in batches, without gradients; random bounds draw from ``seed``."""
+        device = device_of(self)
+        with evaluating(self), drawing(device, seed):
+            parts = [self.log_prob(*batch).cpu() for batch in _batches(data, context, self.flow)]
+        return torch.cat(parts)
+
+    @checked
+    def bits_per_dimension(self, data: Data, context: Tensor | None = None, seed: Seed = 0) -> float:
+        r"""The mean of :math:`-\log_2 p(x) / D` for examples of :math:`D` numbers.
+
+        Where the flow takes integers, such as images of bytes, and dequantizes them itself, these are the bits that a code takes for
+        one of them.
+        """
+        scores = self.score(data, context, seed)
+        size = math.prod(next(_batches(data, context, self.flow))[0].shape[1:])
+        return -float(scores.double().mean()) / (math.log(2.0) * size)
+
+    @checked
+    def novelty(
+        self,
+        held_out: Data,
+        rate: Probability = 0.05,
+        by: Literal["density", "typicality"] = "density",
+        context: Tensor | None = None,
+    ) -> "NoveltyDetector":
+        r"""A detector of examples that are unlike the data, wrong about so many of the familiar ones.
+
+        Args:
+            held_out: familiar examples that the flow was not fitted to, which set the threshold.
+            rate: the share of familiar examples that are called novel.
+            by: ``"density"`` takes small :math:`\log p(x)` for novel; ``"typicality"`` also large ones, by the distance to its mean
+                (Nalisnick et al. 2019, https://arxiv.org/abs/1906.02994). In many dimensions a flow can give images of another kind
+                a *higher* density than its own (Nalisnick et al. 2018, https://arxiv.org/abs/1810.09136).
+        """
+        scores = self.score(held_out, context)
+        center = float(scores.mean()) if by == "typicality" else None
+        strange = -scores if center is None else (scores - center).abs()
+        return NoveltyDetector(self, rate, center, strange.sort().values.cpu())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the fitted flow to one safetensors file, atomically."""
+        return save_tensors(path, self.state_dict(), {"kind": "density", "history": self.history.to_dict()})
+
+
+@dataclass(frozen=True)
+class NoveltyDetector:
+    r"""Calls an example novel where fewer than ``rate`` of the held-out ones are as strange.
+
+    With :math:`n` held-out examples, of which :math:`m` are at least as strange as :math:`x`, the p-value is :math:`(1 + m) / (1 + n)`:
+    a familiar example has one of at most :math:`\alpha` with a probability of at most :math:`\alpha`, whatever the flow is worth
+    (Vovk, Gammerman and Shafer 2005; Bates et al. 2023, https://arxiv.org/abs/2104.08279).
+    """
+
+    density: Density
+    rate: float
+    center: float | None
+    held_out: Tensor
+
+    def strangeness(self, data: Any, context: Tensor | None = None) -> Tensor:
+        """Minus the log-density, or its distance to the mean: large is novel."""
+        scores = self.density.score(data, context)
+        return -scores if self.center is None else (scores - self.center).abs()
+
+    def p_value(self, data: Any, context: Tensor | None = None) -> Tensor:
+        """The share of familiar examples that are as strange."""
+        strange = self.strangeness(data, context).cpu()
+        below = torch.searchsorted(self.held_out, strange)
+        number = len(self.held_out)
+        return (1.0 + number - below) / (1.0 + number)
+
+    def is_novel(self, data: Any, context: Tensor | None = None) -> Tensor:
+        """True for each example that is called novel."""
+        return self.p_value(data, context) <= self.rate
+
+
+@takes(DensityOptions)
+@checked
+def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
+    r"""Fit a copy of a flow by maximum likelihood, :math:`\max_\theta \frac1N \sum_i \log p_\theta(x_i)`.
+
+    Args:
+        flow: a module that, called with a context or None, gives a distribution, such as ``fb.flows.NSF(2)``. It may have a
+            ``training_loss(x, context, clock)`` of its own.
+        data: a tensor or an array with the examples on its first axis; or a loader, whose batches are examples, or tuples that begin
+            with them and, for a conditional flow, go on with the context.
+        given: as in :class:`DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
+    """
+    run = DensityOptions(**given)
+    flow = deepcopy(flow)
+    loader, held_out = _loaders(data, run)
+    density = Density(flow, *_units(flow, loader, run.standardize))
+    validate = None
+    if held_out is not None:
+        validate = partial(_validate, density, held_out)
+        if run.early_stop is None:
+            run = replace(run, early_stop=EarlyStop(monitor="validation_nll", patience=run.patience))
+    weights = [parameter for parameter in density.parameters() if parameter.requires_grad]
+    engine = torch.optim.AdamW(weights, lr=run.lr, weight_decay=run.weight_decay, fused=True)
+    schedule = None
+    if hasattr(loader, "__len__"):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(loader) * run.epochs)
+    objective = _Objective(density, run.objective)
+    density.history = train(
+        objective, engine, loader, run, schedule=schedule, validate=validate, names_below="density.flow"
+    )
+    return density.eval()
+
+
+@checked
+def load_density(path: str | Path, flow: nn.Module) -> Density:
+    """Read what :meth:`Density.save` wrote into a copy of ``flow``, built as the one that was fitted."""
+    file = TensorFile(path, sum(parameter.numel() for parameter in flow.parameters()))
+    if file.document.get("kind") != "density":
+        raise FlowBNNError(f"'{path}' holds no density", kind="file")
+    with file.reading():
+        history = History.from_dict(file.document["history"])
+        units = [
+            torch.empty_like(file.views[name]) if name in file.views else None for name in ("loc", "scale")
+        ]
+    density = Density(deepcopy(flow), *units, history)
+    check_weights(density, file.views, Path(path))
+    density.load_state_dict(file.tensors)
+    return density.to(device_of(flow)).eval()
+
+
+class _Objective(nn.Module):
+    def __init__(self, density: Density, objective: str) -> None:
+        super().__init__()
+        self.density, self.objective = density, objective
+
+    def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        x, context = _pair(batch, self.density.flow)
+        own = getattr(self.density.flow, "training_loss", None)
+        if own is not None:
+            return own(x, context, clock)
+        if self.objective == "flow-matching":
+            scaled = x if self.density.loc is None else (x - self.density.loc) / self.density.scale
+            loss = self.density.flow.flow_matching_loss(scaled, context)
+            return loss, {}
+        log_prob = self.density.log_prob(x, context).mean()
+        return -log_prob, {"log_likelihood": log_prob.detach()}
+
+
+def _is_tensor(data: Any) -> bool:
+    return isinstance(data, Tensor | np.ndarray)
+
+
+def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Examples and their contexts, from a tensor or a loader."""
+    if _is_tensor(data):
+        tensors = (data,) if context is None else (data, context)
+        data = TensorLoader(*tensors, batch_size=ROWS)
+    for batch in data:
+        yield _pair(batch, flow)
+
+
+def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Examples and context of a batch, as the flow takes them; labels are left out where it takes no context."""
+    parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    count = 2 if getattr(flow, "context_dim", 0) else 1
+    x, *context = move(parts[:count], device_of(flow), dtype_of(flow))
+    return x, context[0] if context else None
+
+
+def _loaders(data: Any, run: DensityOptions) -> tuple[Any, Any]:
+    """What is trained on and what is held out, or None."""
+    share = run.validation if isinstance(run.validation, float | int) else None
+    if not _is_tensor(data):
+        if run.context is not None:
+            raise FlowBNNError(
+                "a loader gives the context beside the examples; leave out context=", argument="context"
+            )
+        check("data", data, Annotated[Iterable[Any], Hint("a tensor, an array or a loader")], "fit_density")
+        return data, None if share is not None else run.validation
+    tensors = [torch.as_tensor(one) for one in (data, run.context) if one is not None]
+    check_finite(tensors[0], "data")
+    generator = None if run.seed is None else torch.Generator().manual_seed(run.seed)
+    held_out = None if share is not None else run.validation
+    if share:
+        check("validation", share, Fraction, "fit_density")
+        order = torch.randperm(len(tensors[0]), generator=generator).to(tensors[0].device)
+        count = max(1, round(share * len(order)))
+        held_out = TensorLoader(*(one[order[:count]] for one in tensors), batch_size=ROWS)
+        tensors = [one[order[count:]] for one in tensors]
+    size = min(run.batch_size, len(tensors[0]))
+    loader = TensorLoader(*tensors, batch_size=size, shuffle=True, generator=generator, drop_last=True)
+    return loader, held_out
+
+
+def _units(
+    flow: nn.Module, loader: Any, standardize: bool | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
+    first = _pair(next(iter(loader)), flow)[0]
+    if standardize is None:
+        standardize = first.is_floating_point() and first.ndim == 2 and not getattr(flow, "bound", False)
+    if not standardize:
+        return None, None
+    count, total, square = 0, 0.0, 0.0
+    for batch in loader:
+        x = _pair(batch, flow)[0].double()
+        count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
+    loc = torch.as_tensor(total / count)
+    scale = torch.as_tensor(square / count - loc.square()).clamp_min(0.0).sqrt()
+    place = {"dtype": dtype_of(flow), "device": device_of(flow)}
+    return loc.to(**place), torch.where(scale > 1e-12 * (1.0 + loc.abs()), scale, 1.0).to(**place)
+
+
+def _validate(density: Density, held_out: Any) -> dict[str, float]:
+    return {"nll": -float(density.score(held_out).double().mean())}

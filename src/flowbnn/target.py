@@ -1,0 +1,128 @@
+r"""Variational inference of any density that is known up to a constant.
+
+>>> import torch, flowbnn as fb
+>>> fitted = fb.fit_target(fb.flows.Planar(2), lambda x: -0.5 * x.square().sum(-1), epochs=1, progress=False)
+>>> fitted.flow().rsample((3,)).shape, sorted(fitted.evidence(100))
+(torch.Size([3, 2]), ['elbo', 'elbo_error', 'k_hat', 'log_evidence'])
+"""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.batches import device_of
+from flowbnn.diagnostics.pareto import pareto_smoothed
+from flowbnn.distributions.draws import reparameterized
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
+from flowbnn.training import Clock, History, TrainingOptions, train
+from flowbnn.training.randomness import drawing
+
+
+@dataclass(frozen=True)
+class TargetFit:
+    r"""A flow :math:`q` that stands for a density :math:`p(x) = \tilde p(x) / Z` of which :math:`\log \tilde p` is known.
+
+    Args:
+        flow: the fitted module; ``flow()`` is the distribution.
+        log_density: :math:`\log \tilde p`.
+        history: the record of its training, ``elbo`` in it.
+    """
+
+    flow: nn.Module
+    log_density: Callable[[Tensor], Tensor]
+    history: History
+
+    @checked
+    def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:
+        r"""The ELBO :math:`E_q[\log \tilde p - \log q] \le \log Z`, :math:`\log Z` by importance sampling, and how far to trust it.
+
+        ``k_hat`` is the shape of the weights' tail: below 0.7 ``log_evidence`` and the flow are usable, above not
+        (:func:`flowbnn.diagnostics.pareto.pareto_smoothed`).
+        """
+        with drawing(device_of(self.flow), seed):
+            x, log_prob = _draw(self.flow(), samples)
+        log_weights = (self.log_density(x).double() - log_prob.double()).cpu()
+        smoothed, k_hat = pareto_smoothed(log_weights)
+        return {
+            "elbo": float(log_weights.mean()),
+            "elbo_error": float(log_weights.std()) / math.sqrt(samples),
+            "log_evidence": float(smoothed.logsumexp(0)) - math.log(samples),
+            "k_hat": k_hat,
+        }
+
+
+@options(kw_only=True, of="fit_target")
+class TargetOptions(TrainingOptions):
+    """What :func:`fit_target` takes besides the flow and the target: the options of the training run, and these.
+
+    Args:
+        epochs: of 100 steps each.
+        samples: fresh draws in each step.
+        lr: the rate of Adam, which falls to zero along a cosine.
+        warmup: share of the run over which the target's weight grows from 0.01 to 1, so that no mode is lost early
+            (Rezende and Mohamed 2015, section 6.1).
+    """
+
+    epochs: Count = 20
+    samples: Count = 256
+    lr: Positive = 5e-3
+    warmup: Share = 0.3
+    clip_gradient: Positive | None = 10.0
+    description: str = "fitting the target"
+
+
+@takes(TargetOptions)
+@checked
+def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given: Any) -> TargetFit:
+    r"""Variational inference of any density: a copy of a flow is fitted by :math:`\max_q E_q[\log \tilde p(x) - \log q(x)]`.
+
+    Args:
+        flow: a module that, called, gives a distribution which samples with gradients, such as ``fb.flows.IAF(2)``.
+        log_density: the logarithm of the target, up to a constant, for points whose numbers are on the last axis.
+        given: as in :class:`TargetOptions`: ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
+    """
+    run = TargetOptions(**given)
+    flow = deepcopy(flow)
+    steps = [torch.zeros(run.samples, 1)] * 100
+    engine = torch.optim.Adam(flow.parameters(), lr=run.lr, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(steps) * run.epochs)
+    objective = _Reverse(flow, log_density, run.samples, run.warmup)
+    history = train(objective, engine, steps, run, schedule=schedule, names_below="flow")
+    return TargetFit(flow.eval(), log_density, history)
+
+
+class _Reverse(nn.Module):
+    def __init__(
+        self, flow: nn.Module, log_density: Callable[[Tensor], Tensor], samples: int, warmup: float
+    ) -> None:
+        super().__init__()
+        self.flow, self.log_density, self.samples, self.warmup = flow, log_density, samples, warmup
+
+    def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        x, log_prob = _draw(self.flow(), self.samples)
+        log_density = self.log_density(x)
+        if log_density.shape != log_prob.shape:
+            raise FlowBNNError(
+                f"log_density must give one number for each point, {tuple(log_prob.shape)} here, not {tuple(log_density.shape)}",
+                kind="shape",
+                argument="log_density",
+            )
+        done = float(clock.progress) / self.warmup if self.warmup else 1.0
+        weight = min(1.0, 0.01 + 0.99 * done)
+        elbo = (log_density - log_prob).mean()
+        return (log_prob - weight * log_density).mean(), {"elbo": elbo.detach()}
+
+
+def _draw(distribution: Any, samples: int) -> tuple[Tensor, Tensor]:
+    """Draws with gradients and their log-density, in one pass where the distribution has it."""
+    both = getattr(distribution, "rsample_and_log_prob", None)
+    if both is not None:
+        return both((samples,))
+    x = reparameterized(distribution, (samples,))
+    return x, distribution.log_prob(x)

@@ -1,0 +1,183 @@
+"""Densities by maximum likelihood, and targets by variational inference, against what is known in closed form."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowbnn as fb
+from flowbnn.density import Density
+from flowbnn.distributions import DiagonalNormal
+from flowbnn.target import TargetFit
+
+FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
+
+
+class Gaussian(nn.Module):
+    """A learned diagonal normal, whose mean is the context where it has one."""
+
+    def __init__(self, dim: int = 2, context_dim: int = 0) -> None:
+        super().__init__()
+        self.context_dim = context_dim
+        self.loc = nn.Parameter(torch.zeros(dim))
+        self.log_scale = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, context: Tensor | None = None) -> DiagonalNormal:
+        return DiagonalNormal(self.loc if context is None else self.loc + context, self.log_scale.exp())
+
+
+def points(count: int = 400) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.tensor([5.0, -300.0]) + torch.tensor([0.01, 70.0]) * torch.randn(
+        count, 2, generator=generator
+    )
+
+
+def test_a_density_has_the_units_of_the_data() -> None:
+    data = points()
+    density = fb.fit_density(Gaussian(), data, **FEW)
+    loc, scale = density.loc, density.scale
+    expected = DiagonalNormal(
+        loc + scale * density.flow.loc, scale * density.flow.log_scale.exp()
+    )  # a linear map of a normal
+    torch.testing.assert_close(density.log_prob(data), expected.log_prob(data), rtol=1e-4, atol=1e-4)
+    # the mean and deviation of the data, within their own standard errors
+    drawn = density.sample(20_000, seed=0)
+    assert ((drawn.mean(0) - data.mean(0)).abs() < 0.2 * data.std(0)).all()
+    assert ((drawn.std(0) / data.std(0) - 1).abs() < 0.2).all()
+    torch.testing.assert_close(drawn, density.sample(20_000, seed=0), rtol=0, atol=0)
+
+
+def test_maximum_likelihood_is_found() -> None:
+    data = points(300)
+    density = fb.fit_density(Gaussian(), data, **FEW | {"epochs": 60}, validation=0, lr=0.05, batch_size=300)
+    best = DiagonalNormal(data.mean(0), data.std(0, correction=0)).log_prob(data).mean()
+    torch.testing.assert_close(density.score(data).mean(), best, rtol=0, atol=1e-3)
+    assert fb.fit_density(Gaussian(), data.numpy(), **FEW).history.epochs == 2
+
+
+def test_held_out_data_stop_the_run_and_keep_its_best_epoch() -> None:
+    data = points()
+    held_out = data[:50] + torch.tensor(
+        [0.0, 1e4]
+    )  # what training cannot reach: every epoch is worse than the first
+    options = FEW | {"epochs": 30}
+    density = fb.fit_density(Gaussian(), data[50:], **options, validation=held_out, patience=3, lr=0.1)
+    values = density.history["validation_nll"]
+    assert density.history.stopped_early
+    assert -density.score(held_out).mean().item() == pytest.approx(min(values), rel=1e-5)
+
+
+def test_a_conditional_density_takes_its_context() -> None:
+    context = torch.randn(300, 2, generator=torch.Generator().manual_seed(1))
+    data = context + 0.1 * torch.randn(300, 2, generator=torch.Generator().manual_seed(2))
+    options = FEW | {"epochs": 150, "lr": 0.1, "batch_size": 300, "validation": 0}
+    density = fb.fit_density(Gaussian(2, 2), data, context=context, standardize=False, **options)
+    residuals = data - context
+    best = DiagonalNormal(residuals.mean(0), residuals.std(0, correction=0)).log_prob(residuals).mean()
+    torch.testing.assert_close(density.score(data, context).mean(), best, rtol=0, atol=5e-3)
+    pairs = fb.data.TensorLoader(data, context, batch_size=300)
+    torch.testing.assert_close(density.score(pairs), density.score(data, context))
+    assert density.sample(4, context[:3]).shape == (4, 3, 2)
+
+
+def test_a_run_resumes_to_the_same_density(tmp_path) -> None:
+    options = FEW | {"epochs": 4, "checkpoint": tmp_path / "whole"}
+    whole = fb.fit_density(Gaussian(), points(), **options)
+
+    class Stop(Exception):
+        pass
+
+    class Stopping(Gaussian):
+        calls = 0
+
+        def forward(self, context: Tensor | None = None) -> DiagonalNormal:
+            self.calls += 1
+            if self.calls == 5:
+                raise Stop
+            return super().forward(context)
+
+    options["checkpoint"] = tmp_path / "parts"
+    with pytest.raises(Stop):
+        fb.fit_density(Stopping(), points(), **options)
+    again = fb.fit_density(Gaussian(), points(), resume=True, **options)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_save_and_load(tmp_path) -> None:
+    data = points()
+    density = fb.fit_density(Gaussian(), data, **FEW)
+    loaded = fb.load_density(density.save(tmp_path / "density.safetensors"), Gaussian())
+    assert torch.equal(loaded.log_prob(data), density.log_prob(data))
+    assert loaded.history.epochs == density.history.epochs
+    with pytest.raises(fb.FlowBNNError, match=r"log_scale|shape"):
+        fb.load_density(tmp_path / "density.safetensors", Gaussian(3))
+
+
+def test_bits_per_dimension_of_a_known_density() -> None:
+    density = Density(Gaussian(3))
+    data = torch.zeros(5, 3)
+    assert density.bits_per_dimension(data) == pytest.approx(0.5 * math.log2(2 * math.pi))
+
+
+def test_p_values_of_novelty_by_hand() -> None:
+    density = Density(Gaussian(1))
+    held_out = torch.tensor([[0.0], [1.0], [-2.0], [3.0]])  # as strange as their size
+    detector = density.novelty(held_out, rate=0.4)
+    assert detector.p_value(torch.tensor([[0.5], [2.0], [-5.0], [0.0]])).tolist() == pytest.approx(
+        [4 / 5, 3 / 5, 1 / 5, 1.0]
+    )
+    assert detector.is_novel(torch.tensor([[2.5], [5.0], [0.1]])).tolist() == [True, True, False]
+    typical = density.novelty(torch.tensor([[1.0], [-1.0], [0.9], [1.1], [1.05]]), rate=0.4, by="typicality")
+    assert typical.is_novel(torch.tensor([[0.0], [1.0], [4.0]])).tolist() == [True, False, True]
+
+
+def test_familiar_examples_are_rarely_novel() -> None:
+    generator = torch.Generator().manual_seed(0)
+    density = Density(Gaussian(2))  # of the wrong width: the rate holds nevertheless
+    detector = density.novelty(3.0 * torch.randn(999, 2, generator=generator), rate=0.05)
+    share = detector.is_novel(3.0 * torch.randn(20_000, 2, generator=generator)).double().mean().item()
+    # given 999 held-out examples the share is a beta variable of standard deviation 0.0069
+    assert share == pytest.approx(0.05, abs=4 * 0.007)
+
+
+def test_evidence_of_a_target_is_exact_where_the_flow_is() -> None:
+    fitted = TargetFit(Gaussian(), lambda x: 1.7 + DiagonalNormal(torch.zeros(2), 1.0).log_prob(x), None)
+    found = fitted.evidence(100)
+    assert found["elbo"] == pytest.approx(1.7, abs=1e-5)
+    assert found["log_evidence"] == pytest.approx(1.7, abs=1e-5)
+    assert found["elbo_error"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_target_is_found_with_its_constant() -> None:
+    def log_density(x: Tensor) -> Tensor:
+        return DiagonalNormal(torch.tensor([2.0, -1.0]), torch.tensor([0.5, 3.0])).log_prob(x) - 4.0
+
+    options = {"epochs": 4, "seed": 0, "progress": False, "lr": 0.05, "samples": 64, "accelerator": "cpu"}
+    fitted = fb.fit_target(Gaussian(), log_density, **options)
+    found = fitted.evidence(2000)
+    assert found["elbo"] <= found["log_evidence"] + 1e-9
+    assert found["log_evidence"] == pytest.approx(-4.0, abs=0.01)
+    assert found["k_hat"] < 0.5
+    torch.testing.assert_close(fitted.flow.loc.detach(), torch.tensor([2.0, -1.0]), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fb.fit_density(Gaussian(), torch.zeros(8, 2), validation=1.5), "validation"),
+        (lambda: fb.fit_density(Gaussian(), torch.full((8, 2), math.nan)), "NaN"),
+        (lambda: fb.fit_density(Gaussian(), points(), epoch=3), "did you mean 'epochs'"),
+        (lambda: fb.fit_density(Gaussian(), 3), "loader"),
+        (lambda: fb.fit_density(Gaussian(), [points()], context=points()), "leave out context"),
+        (lambda: fb.fit_density("nsf", points()), "flow"),
+        (lambda: fb.fit_target(Gaussian(), lambda x: x, progress=False), "one number for each point"),
+        (lambda: Density(Gaussian()).novelty(points(), rate=2), "rate"),
+    ],
+)
+def test_bad_input_ends_in_one_line(call, words) -> None:
+    with pytest.raises(fb.FlowBNNError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
