@@ -10,7 +10,7 @@ r"""Densities: a flow fitted to data by maximum likelihood, and what it is good 
 [False, True]
 
 What is fitted is any module that, called, gives a distribution: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or one
-of your own. Where its ``log_prob`` is a bound (``bound`` is True), so is everything made of it here.
+of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is everything made of it here.
 """
 
 import math
@@ -104,9 +104,9 @@ class Density(nn.Module):
         self.register_buffer("scale", scale)
 
     @property
-    def bound(self) -> bool:
+    def lower_bound(self) -> bool:
         """Whether ``log_prob`` is a lower bound, of one draw, on the log-density."""
-        return bool(getattr(self.flow, "bound", False))
+        return _bounded(self.flow)
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-density of each example, with gradients."""
@@ -319,7 +319,7 @@ def _units(
     """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
     first = _pair(next(iter(loader)), flow)[0]
     if standardize is None:
-        standardize = first.is_floating_point() and first.ndim == 2 and not getattr(flow, "bound", False)
+        standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
     if not standardize:
         return None, None
     count, total, square = 0, 0.0, 0.0
@@ -334,3 +334,7 @@ def _units(
 
 def _validate(density: Density, held_out: Any) -> dict[str, float]:
     return {"nll": -float(density.score(held_out).double().mean())}
+
+
+def _bounded(flow: nn.Module) -> bool:
+    return bool(getattr(flow, "lower_bound", getattr(getattr(flow, "transform", None), "lower_bound", False)))

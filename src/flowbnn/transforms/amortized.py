@@ -1,0 +1,87 @@
+"""Any transform with parameters of its own for every context, as the posteriors of autoencoders have."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets import MLP
+from flowbnn.options import Count, checked
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.compose import Inverse
+
+
+class Amortized(Transform):
+    r"""A transform whose parameters are :math:`\theta + \mathrm{net}(c)`, others for every context :math:`c`.
+
+    This is how planar, radial and Sylvester flows are conditioned on an encoder (Rezende and Mohamed 2015; van den Berg et al. 2018).
+    The net's last layer starts at zero: at first every context has the transform's own parameters :math:`\theta`.
+
+    Args:
+        transform: of vectors, which reads no context itself.
+        context_dim: length of the context.
+        hidden: widths between; ``()`` makes the net linear.
+
+    >>> from flowbnn.transforms import Radial
+    >>> flow = Amortized(Radial(3), context_dim=5)
+    >>> flow(torch.ones(2, 3), torch.ones(2, 5))[0].shape
+    torch.Size([2, 3])
+    """
+
+    @checked
+    def __init__(self, transform: Transform, context_dim: Count, hidden: Sequence[Count] = ()) -> None:
+        super().__init__()
+        self.transform = transform
+        self.context_dim = context_dim
+        self.event_dim, self.inverse_kind = transform.event_dim, transform.inverse_kind
+        self.linearity, self.cheap = transform.linearity, transform.cheap
+        self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        if transform.event_dim != 1 or transform.stochastic or not sum(sizes):
+            raise FlowBNNError(
+                f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}",
+                argument="transform",
+            )
+        # in a tuple, so that its parameters are not counted twice
+        self._back = () if transform.inverse_kind == "none" else (Inverse(transform),)
+        self.net = MLP(context_dim, sum(sizes), hidden)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._apply_rows(z, context, "forward")
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not self._back:
+            return super().inverse(x, context)
+        return self._apply_rows(x, context, "inverse")
+
+    def _apply_rows(self, value: Tensor, context: Tensor | None, direction: str) -> tuple[Tensor, Tensor]:
+        if context is None or context.shape[-1:] != (self.context_dim,):
+            raise FlowBNNError(
+                f"Amortized({type(self.transform).__name__}) needs a context of length {self.context_dim}, not "
+                f"{None if context is None else tuple(context.shape)}",
+                kind="shape",
+                argument="context",
+            )
+        batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
+        rows = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
+        flat = self.net(context)
+        flat = flat.expand(*batch, flat.shape[-1]).reshape(len(rows), flat.shape[-1])
+        parts = flat.split([math.prod(shape) for shape in self.shapes.values()], -1)
+        own = dict(self.transform.named_parameters())
+        parameters = {
+            name: own[name] + part.reshape(-1, *shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+        if direction == "forward":
+            result, log_det = vmap(lambda row, given: functional_call(self.transform, given, (row,)))(
+                rows, parameters
+            )
+        else:
+            back = {f"part.{name}": one for name, one in parameters.items()}
+            result, log_det = vmap(lambda row, given: functional_call(self._back[0], given, (row,)))(
+                rows, back
+            )
+        return result.reshape(*batch, result.shape[-1]), log_det.reshape(batch)

@@ -1,0 +1,348 @@
+r"""Autoencoders and variational autoencoders.
+
+.. math:: \log p(x) \ge E_{q(z \mid x)}\left[\log p(x \mid z) + \log p(z) - \log q(z \mid x)\right]
+
+(Kingma and Welling 2014, https://arxiv.org/abs/1312.6114; Rezende, Mohamed and Wierstra 2014). The posterior begins with a Gaussian
+that the encoder gives, and goes on with a flow that is conditioned on the encoder: :math:`z_0 \sim \mathcal N(\mu(x), \sigma(x)^2)`,
+:math:`z = f(z_0; h(x))`, :math:`\log q(z \mid x) = \log q(z_0 \mid x) - \log|\det \partial f / \partial z_0|`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn import flows
+from flowbnn.batches import device_of, evaluating
+from flowbnn.density import fit_density
+from flowbnn.distributions import DiagonalNormal
+from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.flows import FlowModel
+from flowbnn.numerics import soft_clamp
+from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
+from flowbnn.training import Clock, History
+from flowbnn.training.randomness import drawing
+from flowbnn.transforms import Amortized, Compose, Radial, Transform
+from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
+from flowbnn.vae.nets import decoder_of, encoder_of
+
+DECODERS: dict[str, type[Decoder]] = {
+    "bernoulli": BernoulliDecoder,
+    "gaussian": GaussianDecoder,
+    "logistic": LogisticDecoder,
+}
+POSTERIORS: dict[str, Callable[[int, int, int], Transform]] = {
+    "planar": lambda dim, context, length: Amortized(flows.Planar(dim, length=length).transform, context),
+    "radial": lambda dim, context, length: Amortized(Compose(*(Radial(dim) for _ in range(length))), context),
+    "sylvester": lambda dim, context, length: Amortized(
+        flows.Sylvester(dim, length=length).transform, context
+    ),
+    "iaf": lambda dim, context, length: flows.IAF(dim, context, length=length).transform,
+    "coupling": lambda dim, context, length: flows.RealNVP(dim, context, length=length).transform,
+    "nsf": lambda dim, context, length: flows.NSF(dim, context, length=length).transform,
+}
+
+
+class Autoencoder(nn.Module):
+    r"""An encoder and a decoder with a narrow code between them: :math:`\max \log p(x \mid z),\; z = \mu(x)`.
+
+    It has no density; its :meth:`log_prob` is the likelihood of the reconstruction.
+
+    Args:
+        shape: of an example, such as ``(1, 28, 28)``.
+        latent_dim: length of the code.
+        hidden: widths of the fully connected encoder and decoder that are made unless others are given.
+        encoder: a network that makes a vector of any length of each example; a linear layer reads the code off it.
+        net: a network that makes of codes (with the context after them) the decoder's outputs, of the shape of an example with
+            ``per_number`` times as many entries on its first axis.
+        decoder: what the outputs mean: ``"bernoulli"``, ``"gaussian"``, ``"logistic"``, or a :class:`~flowbnn.vae.Decoder`.
+        context_dim: length of the context, such as a one-hot label, that encoder and decoder get as well.
+
+    >>> model = Autoencoder((1, 8, 8), latent_dim=2, hidden=(16,))
+    >>> model.reconstruct(torch.zeros(3, 1, 8, 8)).shape, model.encode(torch.zeros(3, 1, 8, 8)).shape
+    (torch.Size([3, 1, 8, 8]), torch.Size([3, 2]))
+    """
+
+    lower_bound = True
+    heads = 1  # numbers that the encoder gives for each entry of the code
+    history: History
+
+    @checked
+    def __init__(
+        self,
+        shape: Sequence[Count],
+        latent_dim: Count,
+        *,
+        hidden: Sequence[Count] = (400, 400),
+        encoder: nn.Module | None = None,
+        net: nn.Module | None = None,
+        decoder: Literal["bernoulli", "gaussian", "logistic"] | Decoder = "bernoulli",
+        context_dim: Annotated[int, Ge(0)] = 0,
+    ) -> None:
+        super().__init__()
+        self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
+        self.decoder = DECODERS[decoder]() if isinstance(decoder, str) else decoder
+        outputs = (shape[0] * self.decoder.per_number, *shape[1:])
+        self.encoder = encoder or encoder_of(shape, hidden)
+        with evaluating(self.encoder):
+            self.features = self.encoder(torch.zeros(1, *shape, device=device_of(self.encoder))).shape[-1]
+        self.code = nn.Linear(self.features + context_dim, self.heads * latent_dim)
+        self.net = net or decoder_of(latent_dim + context_dim, tuple(reversed(hidden)), outputs)
+        self.history = History()
+
+    def forward(self, context: Tensor | None = None) -> "Generator":
+        """The distribution of examples, given the context."""
+        return Generator(self, context)
+
+    def features_of(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """What the encoder says, with the context."""
+        if x.shape[1:] != self.shape:
+            raise FlowBNNError(
+                f"{type(self).__name__} takes examples of shape {self.shape}, not a batch of {tuple(x.shape)}",
+                kind="shape",
+                argument="x",
+            )
+        features = self.encoder(x.to(self.code.weight.dtype))
+        return features if context is None else torch.cat([features, context], -1)
+
+    def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        """The decoder's outputs for codes ``[B, latent_dim]``."""
+        return self.net(z if context is None else torch.cat([z, context], -1))
+
+    def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The code of each example; of a variational autoencoder, where the middle of its posterior's base goes."""
+        return self.code(self.features_of(x, context))
+
+    def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The log-likelihood of each reconstruction, ``[B]``."""
+        return self.decoder.log_prob(self.decode(self.encode(x, context), context), x)
+
+    def training_loss(
+        self, x: Tensor, context: Tensor | None, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What :func:`fit_autoencoder` minimises, and what is recorded."""
+        if clock.epoch == 0:
+            self.decoder.check(x)
+        value = self.log_prob(x, context).mean()
+        return -value, {"reconstruction": value.detach()}
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The mean of the decoder at the code of each example."""
+        with evaluating(self):
+            return self.decoder.mean(self.decode(self.encode(x, context), context))
+
+    @checked
+    @torch.no_grad()
+    def interpolate(
+        self, first: Tensor, second: Tensor, steps: Annotated[int, Ge(2)] = 8, context: Tensor | None = None
+    ) -> Tensor:
+        """From each example of one batch to that of another along a line between their codes, ``[steps, B, ...]``."""
+        with evaluating(self):
+            ends = self.encode(first, context), self.encode(second, context)
+            weights = torch.linspace(0.0, 1.0, steps, device=ends[0].device)
+            return torch.stack(
+                [self.decoder.mean(self.decode(torch.lerp(*ends, weight), context)) for weight in weights]
+            )
+
+    def draw(self, count: int, context: Tensor | None = None) -> Tensor:
+        raise FlowBNNError(
+            "a plain autoencoder has no distribution of codes to sample from; use VAE", kind="unsupported"
+        )
+
+    @checked
+    def sample(
+        self, count: Count, context: Tensor | None = None, seed: Seed | None = None, mean: bool = False
+    ) -> Tensor:
+        """New examples ``[count, ...]``: a code from the prior, and the decoder's draw, or its ``mean``, from that.
+
+        A context has a row for each of them.
+        """
+        with evaluating(self), drawing(device_of(self), seed):
+            outputs = self.decode(self.draw(count, context), context)
+            return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
+
+
+class VAE(Autoencoder):
+    r"""A variational autoencoder, whose posterior and prior may be flows.
+
+    Args:
+        posterior: ``"gaussian"``, or a flow after that Gaussian, conditioned on the encoder: ``"planar"``, ``"radial"``,
+            ``"sylvester"``, ``"iaf"``, ``"coupling"``, ``"nsf"``; or a function of ``(dim, context_dim)`` that gives a transform.
+        length: of the flow, in layers.
+        prior: a flow of codes, which is trained along; standard normal unless given.
+        beta: the weight of the KL; 0 leaves reconstruction alone (Higgins et al. 2017 have it above 1).
+        reconstruction: the weight of the reconstruction.
+        warmup: the share of the training over which the KL's weight grows from zero, so that the code does not die early.
+        more: as in :class:`Autoencoder`.
+
+    >>> vae = VAE((1, 8, 8), latent_dim=2, hidden=(16,), posterior="planar", length=3)
+    >>> vae.log_prob(torch.zeros(3, 1, 8, 8)).shape
+    torch.Size([3])
+    """
+
+    heads = 2
+
+    @checked
+    def __init__(
+        self,
+        shape: Sequence[Count],
+        latent_dim: Count,
+        *,
+        posterior: str | Callable[[int, int], Transform] = "gaussian",
+        length: Count = 4,
+        prior: FlowModel | None = None,
+        beta: NonNegative = 1.0,
+        reconstruction: NonNegative = 1.0,
+        warmup: Share = 0.0,
+        **more: Any,
+    ) -> None:
+        super().__init__(shape, latent_dim, **more)
+        self.beta, self.reconstruction, self.warmup = beta, reconstruction, warmup
+        self.prior = prior
+        context = self.features + self.context_dim
+        if callable(posterior):
+            self.flow: Transform = posterior(latent_dim, context)
+        elif posterior in POSTERIORS:
+            self.flow = POSTERIORS[posterior](latent_dim, context, length)
+        elif posterior == "gaussian":
+            self.flow = Compose()
+        else:
+            raise FlowBNNError(
+                f"there is no posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
+                argument="posterior",
+            )
+
+    def posterior(self, x: Tensor, context: Tensor | None = None) -> tuple[DiagonalNormal, Tensor]:
+        """The Gaussian that the posterior begins with, and the features that its flow is conditioned on."""
+        features = self.features_of(x, context)
+        loc, raw = self.code(features).chunk(2, -1)
+        return DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), features
+
+    def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        base, features = self.posterior(x, context)
+        return self.flow(base.loc, features)[0]
+
+    def prior_log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        """The log-density of codes."""
+        if self.prior is None:
+            return -0.5 * (z.square() + math.log(2.0 * math.pi)).sum(-1)
+        return self.prior(context if self.prior.context_dim else None).log_prob(z)
+
+    def terms(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        r""":math:`\log p(x \mid z)` and :math:`\log q(z \mid x) - \log p(z)` for one draw of :math:`z` each, ``[B]``.
+
+        Where posterior and prior are Gaussians the second is their KL in closed form.
+        """
+        base, features = self.posterior(x, context)
+        return self._terms(x, context, base, features, closed=True)
+
+    def _terms(
+        self, x: Tensor, context: Tensor | None, base: DiagonalNormal, features: Tensor, closed: bool
+    ) -> tuple[Tensor, Tensor]:
+        start = base.rsample()
+        if closed and self.prior is None and isinstance(self.flow, Compose) and not len(self.flow):
+            square = base.scale.square() + base.loc.square()
+            kl = 0.5 * (square - 1.0).sum(-1) - base.scale.log().sum(-1)
+            return self.decoder.log_prob(self.decode(start, context), x), kl
+        z, log_det = self.flow(start, features)
+        kl = base.log_prob(start) - log_det - self.prior_log_prob(z, context)
+        return self.decoder.log_prob(self.decode(z, context), x), kl
+
+    def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The ELBO of each example, of one draw: a lower bound on the log-density."""
+        likelihood, kl = self.terms(x, context)
+        return likelihood - kl
+
+    def training_loss(
+        self, x: Tensor, context: Tensor | None, clock: Clock
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if clock.epoch == 0:
+            self.decoder.check(x)
+        likelihood, kl = (term.mean() for term in self.terms(x, context))
+        grown = min(1.0, float(clock.progress) / self.warmup) if self.warmup else 1.0
+        loss = self.beta * grown * kl - self.reconstruction * likelihood
+        logs = {"elbo": likelihood - kl, "reconstruction": likelihood, "kl": kl}
+        return loss, {name: value.detach() for name, value in logs.items()}
+
+    @checked
+    def log_likelihood(
+        self,
+        x: Tensor,
+        samples: Count = 1000,
+        context: Tensor | None = None,
+        seed: Seed = 0,
+        rows: Count = 5000,
+    ) -> Tensor:
+        r"""The log-likelihood of each example by importance sampling, a bound that tightens with ``samples`` (Burda et al. 2016).
+
+        .. math:: \log \frac1S \sum_s \frac{p(x \mid z_s)\, p(z_s)}{q(z_s \mid x)}, \qquad z_s \sim q(z \mid x)
+
+        Args:
+            rows: examples times samples that are evaluated at a time.
+        """
+        device = device_of(self)
+        found = []
+        with evaluating(self), drawing(device, seed):
+            for start in range(0, len(x), rows):
+                part = x[start : start + rows].to(device)
+                beside = None if context is None else context[start : start + rows].to(device)
+                found.append(self._weighted(part, beside, samples, max(1, rows // len(part))).cpu())
+        return torch.cat(found)
+
+    def _weighted(self, x: Tensor, context: Tensor | None, samples: int, together: int) -> Tensor:
+        base, features = self.posterior(x, context)
+        total = x.new_full((len(x),), -torch.inf, dtype=features.dtype)
+        for first in range(0, samples, together):
+            count = min(together, samples - first)
+
+            def wide(tensor: Tensor, count: int = count) -> Tensor:
+                return tensor.repeat(count, *(1,) * (tensor.ndim - 1))
+
+            several = DiagonalNormal(wide(base.loc), wide(base.scale))
+            beside = None if context is None else wide(context)
+            likelihood, kl = self._terms(wide(x), beside, several, wide(features), closed=False)
+            weights = (likelihood - kl).reshape(count, len(x)).logsumexp(0)
+            total = torch.logaddexp(total, weights)
+        return total - math.log(samples)
+
+    def draw(self, count: int, context: Tensor | None = None) -> Tensor:
+        """So many codes from the prior."""
+        if self.prior is None:
+            return torch.randn(count, self.latent_dim, device=device_of(self))
+        if self.prior.context_dim and context is not None:
+            return self.prior(context).sample()
+        return self.prior().sample((count,))
+
+
+@dataclass(frozen=True)
+class Generator:
+    """An autoencoder with its context, as a distribution of examples."""
+
+    model: Autoencoder
+    context: Tensor | None = None
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """As :meth:`Autoencoder.log_prob`."""
+        return self.model.log_prob(x, self.context)
+
+    def sample(self, sample_shape: Any = (1,)) -> Tensor:
+        """As :meth:`Autoencoder.sample`."""
+        return self.model.sample(math.prod(sample_shape), self.context)
+
+
+def fit_autoencoder(model: Autoencoder, data: Any, **given: Any) -> Any:
+    """Train a copy of an autoencoder; its record is its ``history``.
+
+    Args:
+        model: an :class:`Autoencoder` or a :class:`VAE`.
+        data: a tensor of examples, or a loader, as in :func:`~flowbnn.fit_density`.
+        given: as there: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
+    """
+    density = fit_density(model, data, standardize=False, **given)
+    trained = density.flow
+    trained.history = density.history
+    return trained

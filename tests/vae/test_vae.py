@@ -1,0 +1,193 @@
+"""Autoencoders, against the linear model whose likelihood and posterior are known in closed form."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+import flowbnn as fb
+from flowbnn.transforms import Amortized, LULinear
+from flowbnn.vae.model import POSTERIORS
+
+FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
+
+
+def images(count: int = 32, side: int = 4) -> Tensor:
+    return torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(0)).round()
+
+
+def linear_model(posterior="gaussian", **more) -> tuple[fb.vae.VAE, MultivariateNormal, Tensor]:
+    """Probabilistic PCA, x = W z + noise of scale s, with its exact p(x), and data."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    net = nn.Linear(2, 5, bias=False).double()
+    net.weight.data.copy_(weight)
+    vae = fb.vae.VAE(
+        (5,), 2, encoder=nn.Identity(), net=net, decoder="gaussian", posterior=posterior, **more
+    ).double()
+    scale = 0.5
+    vae.decoder.log_scale.data.fill_(math.log(scale))
+    exact = MultivariateNormal(
+        torch.zeros(5, dtype=torch.float64),
+        weight @ weight.T + scale**2 * torch.eye(5, dtype=torch.float64),
+    )
+    torch.manual_seed(2)
+    return vae, exact, exact.sample((8,))
+
+
+def at_the_exact_posterior(vae: fb.vae.VAE) -> None:
+    """q(z | x) = N(S W'x / s^2, S), S = (I + W'W / s^2)^-1, by the linear encoder and an LU map after it."""
+    weight, variance = vae.net.weight.data, float(vae.decoder.log_scale.exp()) ** 2
+    covariance = torch.linalg.inv(torch.eye(2, dtype=torch.float64) + weight.T @ weight / variance)
+    factor = torch.linalg.cholesky(covariance)
+    linear = vae.flow.transform
+    with torch.no_grad():
+        jacobian = torch.func.jacrev(lambda z: linear(z)[0])(torch.zeros(2, dtype=torch.float64))
+        vae.code.weight.zero_()
+        vae.code.bias.zero_()
+        # z = J z0, so that z0 has the mean J^-1 m and, if J is the factor, unit variance
+        vae.code.weight[:2] = torch.linalg.inv(jacobian) @ covariance @ weight.T / variance
+    torch.testing.assert_close(jacobian, factor)
+
+
+class Factor(fb.transforms.Transform):
+    """A fixed linear map given as a lower triangle."""
+
+    linearity = "affine"
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(factor)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_det = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return z @ self.factor.mT, log_det.expand(z.shape[:-1])
+
+
+def test_the_bound_is_tight_at_the_exact_posterior() -> None:
+    weight = linear_model()[0].net.weight.data
+    covariance = torch.linalg.inv(torch.eye(2, dtype=torch.float64) + weight.T @ weight / 0.25)
+    factor = torch.linalg.cholesky(covariance)
+    vae, exact, x = linear_model(posterior=lambda dim, context: Amortized(Factor(factor), context))
+    at_the_exact_posterior(vae)
+    torch.testing.assert_close(vae.log_prob(x), exact.log_prob(x), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(vae.log_likelihood(x, samples=3), exact.log_prob(x), rtol=1e-8, atol=1e-8)
+
+
+def test_importance_weighting_closes_the_gap_of_a_wrong_posterior() -> None:
+    vae, exact, x = linear_model()
+    with torch.no_grad():
+        vae.code.weight.zero_()
+        vae.code.bias.zero_()  # q is the prior
+        elbo = torch.stack([vae.log_prob(x) for _ in range(200)]).mean(0)
+    truth = exact.log_prob(x)
+    assert (elbo < truth - 1.0).all()
+    found = vae.log_likelihood(x, samples=200_000, rows=400_000)
+    torch.testing.assert_close(found, truth, rtol=0, atol=0.1)
+
+
+def test_the_kl_in_closed_form_is_what_draws_estimate() -> None:
+    vae, _, x = linear_model()
+    base, features = vae.posterior(x[:2])
+    closed = vae.terms(x[:2])[1]
+    wide = base.expand((4000, 2))
+    torch.manual_seed(0)
+    draws = vae._terms(
+        x[:2].expand(4000, 2, 5).flatten(0, 1),
+        None,
+        fb.distributions.DiagonalNormal(wide.loc.flatten(0, 1), wide.scale.flatten(0, 1)),
+        features.expand(4000, 2, 5).flatten(0, 1),
+        closed=False,
+    )[1].reshape(4000, 2)
+    error = draws.std(0) / math.sqrt(4000)
+    assert ((draws.mean(0) - closed).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize("posterior", ["gaussian", *POSTERIORS])
+def test_every_posterior_trains_scores_and_samples(posterior: str) -> None:
+    model = fb.vae.VAE((1, 4, 4), 3, hidden=(8,), posterior=posterior, length=2)
+    trained = fb.vae.fit_autoencoder(model, images(), **FEW)
+    assert trained.history.epochs == 2
+    score = trained.log_likelihood(images(4), samples=5)
+    assert score.shape == (4,)
+    assert score.isfinite().all()
+    assert trained.sample(3, seed=0).shape == (3, 1, 4, 4)
+    assert torch.equal(trained.sample(3, seed=0), trained.sample(3, seed=0))
+    assert trained.interpolate(images(2), images(2), 4).shape == (4, 2, 1, 4, 4)
+    moved = [
+        name
+        for (name, before), after in zip(model.named_parameters(), trained.parameters(), strict=True)
+        if not torch.equal(before, after)
+    ]
+    assert any(name.startswith("flow.") for name in moved) == (posterior != "gaussian")
+
+
+def test_flow_priors_and_contexts() -> None:
+    labels = nn.functional.one_hot(torch.arange(32) % 3, 3).float()
+    prior = fb.flows.RealNVP(3, context_dim=3, length=2, hidden=(8,))
+    model = fb.vae.VAE((1, 4, 4), 3, hidden=(8,), prior=prior, context_dim=3, decoder="gaussian")
+    trained = fb.vae.fit_autoencoder(model, images(), context=labels, validation=0, **FEW)
+    assert trained.log_likelihood(images(4), 5, labels[:4]).shape == (4,)
+    assert trained.sample(4, labels[:4]).shape == (4, 1, 4, 4)
+
+
+def test_a_plain_autoencoder_reconstructs() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(64, 2) @ torch.randn(2, 6)  # of rank two: two numbers are enough
+    model = fb.vae.Autoencoder((6,), 2, hidden=(16,), decoder="gaussian")
+    options = FEW | {"epochs": 150, "lr": 0.02, "batch_size": 64, "validation": 0}
+    trained = fb.vae.fit_autoencoder(model, data, **options)
+    assert (trained.reconstruct(data) - data).square().mean() < 0.1 * data.var()
+    with pytest.raises(fb.FlowBNNError, match="use VAE"):
+        trained.sample(2)
+
+
+def test_logistic_probabilities_sum_to_one_and_match_samples() -> None:
+    decoder = fb.vae.LogisticDecoder(levels=5)
+    torch.manual_seed(0)
+    outputs = torch.tensor([[0.2, -1.5]], dtype=torch.float64)
+    levels = torch.arange(5)[:, None]
+    probabilities = decoder.log_prob(outputs.expand(5, 2), levels).exp()
+    assert probabilities.sum().item() == pytest.approx(1, abs=1e-12)
+    by_hand = torch.sigmoid((torch.tensor(2.5) - 2 * 1.2) / (2 * math.exp(-1.5))) - torch.sigmoid(
+        (torch.tensor(1.5) - 2 * 1.2) / (2 * math.exp(-1.5))
+    )
+    assert probabilities[2].item() == pytest.approx(by_hand.item(), rel=1e-5)
+    drawn = decoder.sample(outputs.expand(20_000, 2))
+    shares = (drawn == torch.arange(5)).double().mean(0)
+    assert ((shares - probabilities).abs() < 4 * (probabilities / 20_000).sqrt() + 1e-4).all()
+
+
+@pytest.mark.parametrize("decoder", ["bernoulli", "logistic"])
+def test_extreme_outputs_stay_finite(decoder: str) -> None:
+    made = {"bernoulli": fb.vae.BernoulliDecoder, "logistic": fb.vae.LogisticDecoder}[decoder]()
+    outputs = (1e4 * torch.tensor([[1.0, -1.0]])).repeat(1, made.per_number).requires_grad_()
+    x = torch.tensor([[0.0, 1.0]])
+    value = made.log_prob(outputs, x)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert outputs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fb.vae.VAE((1, 4, 4), 2, posterior="planer"), "did you mean 'planar'"),
+        (lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,)).log_prob(torch.zeros(3, 1, 5, 5)), "examples of shape"),
+        (lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), 255 * images(), **FEW), "0 to 1"),
+        (
+            lambda: fb.vae.fit_autoencoder(
+                fb.vae.VAE((1, 4, 4), 2, hidden=(8,), decoder="logistic"), 0.5 * images(), **FEW
+            ),
+            "integers from 0 to 255",
+        ),
+        (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
+        (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context of length 3"),
+    ],
+)
+def test_bad_input_ends_in_one_line(call, words: str) -> None:
+    with pytest.raises(fb.FlowBNNError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
