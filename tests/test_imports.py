@@ -18,6 +18,7 @@ ROOMS = [  # from the roof down
     "candidates",
     "methods",
     "posterior",
+    "vae",
     "density",
     "target",
     "diagnostics",

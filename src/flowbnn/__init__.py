@@ -26,6 +26,7 @@ from flowbnn import (
     quality,
     training,
     transforms,
+    vae,
 )
 from flowbnn.calibrate import calibrate
 from flowbnn.compare import compare
@@ -88,9 +89,9 @@ __all__ = [
     "distributions",
     "evaluate",
     "fit",
-    "flows",
     "fit_density",
     "fit_target",
+    "flows",
     "likelihoods",
     "load_density",
     "load_posterior",
@@ -107,6 +108,7 @@ __all__ = [
     "to_stochastic",
     "training",
     "transforms",
+    "vae",
 ]
 
 

@@ -110,9 +110,12 @@ class Density(nn.Module):
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-density of each example, with gradients."""
-        if self.loc is None or self.scale is None:
-            return self.flow(context).log_prob(x)
-        return self.flow(context).log_prob((x - self.loc) / self.scale) - self.scale.log().sum()
+        log_prob: Tensor = self.flow(context).log_prob(self.scaled(x))
+        return log_prob if self.scale is None else log_prob - self.scale.log().sum()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Examples in the units of the flow."""
+        return x if self.loc is None or self.scale is None else (x - self.loc) / self.scale
 
     @checked
     def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
@@ -240,10 +243,10 @@ def load_density(path: str | Path, flow: nn.Module) -> Density:
         raise FlowBNNError(f"'{path}' holds no density", kind="file")
     with file.reading():
         history = History.from_dict(file.document["history"])
-        units = [
+        loc, scale = (
             torch.empty_like(file.views[name]) if name in file.views else None for name in ("loc", "scale")
-        ]
-    density = Density(deepcopy(flow), *units, history)
+        )
+    density = Density(deepcopy(flow), loc, scale, history)
     check_weights(density, file.views, Path(path))
     density.load_state_dict(file.tensors)
     return density.to(device_of(flow)).eval()
@@ -260,9 +263,8 @@ class _Objective(nn.Module):
         if own is not None:
             return own(x, context, clock)
         if self.objective == "flow-matching":
-            scaled = x if self.density.loc is None else (x - self.density.loc) / self.density.scale
-            loss = self.density.flow.flow_matching_loss(scaled, context)
-            return loss, {}
+            matching: Any = self.density.flow
+            return matching.flow_matching_loss(self.density.scaled(x), context), {}
         log_prob = self.density.log_prob(x, context).mean()
         return -log_prob, {"log_likelihood": log_prob.detach()}
 
@@ -322,14 +324,14 @@ def _units(
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
     if not standardize:
         return None, None
-    count, total, square = 0, 0.0, 0.0
+    count, total, square = 0, *torch.zeros(2, *first.shape[1:], dtype=torch.float64)
     for batch in loader:
-        x = _pair(batch, flow)[0].double()
+        x = _pair(batch, flow)[0].double().cpu()
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
-    loc = torch.as_tensor(total / count)
-    scale = torch.as_tensor(square / count - loc.square()).clamp_min(0.0).sqrt()
-    place = {"dtype": dtype_of(flow), "device": device_of(flow)}
-    return loc.to(**place), torch.where(scale > 1e-12 * (1.0 + loc.abs()), scale, 1.0).to(**place)
+    loc = total / count
+    scale = (square / count - loc.square()).clamp_min(0.0).sqrt()
+    scale = torch.where(scale > 1e-12 * (1.0 + loc.abs()), scale, 1.0)
+    return loc.to(device_of(flow), dtype_of(flow)), scale.to(device_of(flow), dtype_of(flow))
 
 
 def _validate(density: Density, held_out: Any) -> dict[str, float]:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from flowbnn.distributions import Base, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Ge, Hint, Interval, Positive, Probability, checked
+from flowbnn.options import Count, Ge, Positive, Probability, checked
 from flowbnn.transforms import (
     ActNorm,
     Affine,
     AffineMap,
+    Amortized,
     Autoregressive,
     Compose,
     Coupling,
@@ -40,13 +41,27 @@ from flowbnn.transforms import (
     Transform,
     Univariate,
 )
+from flowbnn.transforms import Householder as Reflections
+from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms.coupling import Mask
 
-__all__ = ["IAF", "MAF", "NICE", "NSF", "FlowModel", "Glow", "Planar", "RealNVP", "ResidualFlow", "Sylvester"]
+__all__ = [
+    "IAF",
+    "MAF",
+    "NICE",
+    "NSF",
+    "FlowModel",
+    "Glow",
+    "Householder",
+    "Planar",
+    "Radial",
+    "RealNVP",
+    "ResidualFlow",
+    "Sylvester",
+]
 
 Widths = Sequence[Count]
 Bins = Annotated[int, Ge(2)]
-None0 = Annotated[int, Interval(ge=0, le=0), Hint("it reads no context")]
 
 
 class FlowModel(nn.Module):
@@ -250,22 +265,29 @@ class NSF(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
+def _conditioned(transform: Transform, context_dim: int) -> Transform:
+    """With a context, a transform without networks has parameters of its own for each."""
+    return Amortized(transform, context_dim) if context_dim else transform
+
+
 class Planar(_Named):
     """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
 
     Their inverse, which densities need, is found numerically.
 
     Args:
-        dim: length of the vectors.
+        dim, context_dim: lengths of the vectors and of the context; with one, all parameters are linear functions of it.
         length: number of flows.
         base: standard normal by default.
     """
 
     @checked
     def __init__(
-        self, dim: Count, context_dim: None0 = 0, length: Count = 10, base: Base | None = None
+        self, dim: Count, context_dim: Length = 0, length: Count = 10, base: Base | None = None
     ) -> None:
-        super().__init__(dim, context_dim, base, PlanarLU(dim, [("planar", length)]))
+        super().__init__(
+            dim, context_dim, base, _conditioned(PlanarLU(dim, [("planar", length)]), context_dim)
+        )
 
 
 class Sylvester(_Named):
@@ -273,19 +295,51 @@ class Sylvester(_Named):
 
     Args:
         reflections: Householder reflections of each; at most ``dim`` are used.
-        dim, length, base: as in :class:`Planar`.
+        dim, context_dim, length, base: as in :class:`Planar`.
     """
 
     @checked
     def __init__(
         self,
         dim: Count,
-        context_dim: None0 = 0,
+        context_dim: Length = 0,
         length: Count = 4,
         reflections: Count = 8,
         base: Base | None = None,
     ) -> None:
         parts = [HouseholderSylvester(dim, min(reflections, dim)) for _ in range(length)]
+        super().__init__(dim, context_dim, base, *(_conditioned(part, context_dim) for part in parts))
+
+
+class Radial(_Named):
+    """Radial flows, each around one centre (Rezende & Mohamed 2015).
+
+    Args: as in :class:`Planar`.
+    """
+
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: Length = 0, length: Count = 10, base: Base | None = None
+    ) -> None:
+        parts = [_conditioned(RadialMap(dim), context_dim) for _ in range(length)]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class Householder(_Named):
+    """A scale and a shift for each entry, then reflections (Tomczak & Welling 2016, https://arxiv.org/abs/1611.09630).
+
+    Alone it is a Gaussian with a full covariance; as the posterior of an autoencoder, one for each example.
+
+    Args:
+        length: number of pairs of reflections.
+        dim, context_dim, base: as in :class:`Planar`.
+    """
+
+    @checked
+    def __init__(
+        self, dim: Count, context_dim: Length = 0, length: Count = 4, base: Base | None = None
+    ) -> None:
+        parts = Affine(dim), _conditioned(Reflections(dim, 2 * length), context_dim)
         super().__init__(dim, context_dim, base, *parts)
 
 

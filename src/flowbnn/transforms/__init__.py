@@ -1,13 +1,14 @@
 """The zoo of transforms: one file for each family, all under the contract of :mod:`flowbnn.transforms.base`."""
 
 from flowbnn.transforms.affine import Affine
+from flowbnn.transforms.amortized import Amortized
 from flowbnn.transforms.autoregressive import Autoregressive
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
-from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.linear import Householder, LULinear
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
@@ -23,6 +24,7 @@ __all__ = [
     "Affine",
     "AffineCoupling",
     "AffineMap",
+    "Amortized",
     "Autoregressive",
     "BatchNorm",
     "BlockTriangular",
@@ -30,6 +32,7 @@ __all__ = [
     "Coupling",
     "Exp",
     "GlowStep",
+    "Householder",
     "HouseholderSylvester",
     "Inverse",
     "LULinear",

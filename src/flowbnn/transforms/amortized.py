@@ -46,7 +46,7 @@ class Amortized(Transform):
                 argument="transform",
             )
         # in a tuple, so that its parameters are not counted twice
-        self._back = () if transform.inverse_kind == "none" else (Inverse(transform),)
+        self._back: tuple[Transform, ...] = () if transform.inverse_kind == "none" else (Inverse(transform),)
         self.net = MLP(context_dim, sum(sizes), hidden)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -67,6 +67,8 @@ class Amortized(Transform):
             )
         batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
         rows = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
+        if not len(rows):  # vmap takes no empty batch
+            return getattr(self.transform, direction)(value.expand(*batch, value.shape[-1]))
         flat = self.net(context)
         flat = flat.expand(*batch, flat.shape[-1]).reshape(len(rows), flat.shape[-1])
         parts = flat.split([math.prod(shape) for shape in self.shapes.values()], -1)

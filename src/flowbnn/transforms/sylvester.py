@@ -9,6 +9,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import tanh_root, tanh_slope
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.linear import unit_rows
 
 BOUND = 0.995
 """Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
@@ -144,8 +145,7 @@ class HouseholderSylvester(_Sylvester):
         self.mirrors = nn.Parameter(torch.randn(reflections, dim, generator=generator))
 
     def _basis(self) -> Tensor:
-        square = self.mirrors.square().sum(-1, keepdim=True)
-        units = self.mirrors * torch.where(square > 0, square, 1.0).rsqrt()
+        units = unit_rows(self.mirrors)
         basis = torch.eye(self.dim, dtype=units.dtype, device=units.device)
         for unit in units:
             basis = basis - 2 * torch.outer(basis @ unit, unit)

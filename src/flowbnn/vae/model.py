@@ -25,7 +25,7 @@ from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
-from flowbnn.transforms import Amortized, Compose, Radial, Transform
+from flowbnn.transforms import Compose, Transform
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
 from flowbnn.vae.nets import decoder_of, encoder_of
 
@@ -34,15 +34,14 @@ DECODERS: dict[str, type[Decoder]] = {
     "gaussian": GaussianDecoder,
     "logistic": LogisticDecoder,
 }
-POSTERIORS: dict[str, Callable[[int, int, int], Transform]] = {
-    "planar": lambda dim, context, length: Amortized(flows.Planar(dim, length=length).transform, context),
-    "radial": lambda dim, context, length: Amortized(Compose(*(Radial(dim) for _ in range(length))), context),
-    "sylvester": lambda dim, context, length: Amortized(
-        flows.Sylvester(dim, length=length).transform, context
-    ),
-    "iaf": lambda dim, context, length: flows.IAF(dim, context, length=length).transform,
-    "coupling": lambda dim, context, length: flows.RealNVP(dim, context, length=length).transform,
-    "nsf": lambda dim, context, length: flows.NSF(dim, context, length=length).transform,
+POSTERIORS: dict[str, Callable[..., FlowModel]] = {
+    "planar": flows.Planar,
+    "radial": flows.Radial,
+    "sylvester": flows.Sylvester,
+    "householder": flows.Householder,
+    "iaf": flows.IAF,
+    "coupling": flows.RealNVP,
+    "nsf": flows.NSF,
 }
 
 
@@ -171,7 +170,8 @@ class VAE(Autoencoder):
 
     Args:
         posterior: ``"gaussian"``, or a flow after that Gaussian, conditioned on the encoder: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"iaf"``, ``"coupling"``, ``"nsf"``; or a function of ``(dim, context_dim)`` that gives a transform.
+            ``"sylvester"``, ``"householder"``, ``"iaf"``, ``"coupling"``, ``"nsf"``; or a function of ``(dim, context_dim)`` that
+            gives a transform.
         length: of the flow, in layers.
         prior: a flow of codes, which is trained along; standard normal unless given.
         beta: the weight of the KL; 0 leaves reconstruction alone (Higgins et al. 2017 have it above 1).
@@ -207,7 +207,7 @@ class VAE(Autoencoder):
         if callable(posterior):
             self.flow: Transform = posterior(latent_dim, context)
         elif posterior in POSTERIORS:
-            self.flow = POSTERIORS[posterior](latent_dim, context, length)
+            self.flow = POSTERIORS[posterior](latent_dim, context, length=length).transform
         elif posterior == "gaussian":
             self.flow = Compose()
         else:
@@ -343,6 +343,6 @@ def fit_autoencoder(model: Autoencoder, data: Any, **given: Any) -> Any:
         given: as there: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     density = fit_density(model, data, standardize=False, **given)
-    trained = density.flow
+    trained: Any = density.flow
     trained.history = density.history
     return trained
