@@ -372,8 +372,8 @@ class PosteriorQuality(Study):
             "Weights are trained on other examples than those that the noise is fitted to, and then frozen; or trained along with the "
             "noise, on its examples. The prior of the noise is N(1, 0.5²).",
             "Posteriors are fitted by stochastic gradients until the rate is zero, joint ones from what fb.calibrate finds by natural "
-            "gradients; the full covariance, and the flow after it, is never below what it starts from. A chain of two layers is full "
-            "covariance, and has no row.",
+            "gradients; the full covariance, and the flow after it, is never below what it starts from. A chain of two layers is a "
+            "full covariance, and has no row.",
             *uncertified(parts),
         ]
         return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)

@@ -167,7 +167,7 @@ def line_of(label: str, parts: Parts, keys: Sequence[str], metric: str, x: Seque
     many = len(parts.seeds) > 1
     return {
         "label": label,
-        "x": [x[index] for index in order],
+        "x": [x[index] if x[index] > 0 else None for index in order],  # the axis is logarithmic
         "mean": [cell["mean"] for cell in cells],
         "std": [cell["std"] for cell in cells] if many else None,
     }
