@@ -44,7 +44,7 @@ RECIPES: dict[str, tuple[str, Recipe]] = {
     "chain": ("Joint, chain of layers", NormalAffine(joint="chain")),
     NATURAL: ("Joint, full covariance, by fb.calibrate", NormalAffine(joint="full")),
     "full": ("Joint, full covariance", NormalAffine(joint="full")),
-    "flow": ("Joint, full covariance after 4 couplings", NormalCoupling(4, joint="full", kl_samples=64)),
+    "flow": ("Joint, full covariance after 4 couplings", NormalCoupling(4, joint="full", kl_samples=256)),
 }
 EXACT = "exact"
 
@@ -89,7 +89,7 @@ class Settings:
         along: those that are fitted with the weights trained along, too.
         epochs: of the weights' own training, in batches of ``batch``.
         steps: of posteriors that are fitted by stochastic gradients, all examples in each, with ``draws`` for every example.
-        weight_lr, noise_lr: their rates, the former of weights that are trained along.
+        weight_lr, noise_lr, fine_lr: their rates: of weights that are trained along, of noise, and of noise that starts at a Gaussian.
         chains, samples, warmup: of the exact posterior; up to four times as many draws where they have not mixed.
         predictions: draws of a prediction, and of k-hat.
         climbs: from draws of the prior, for modes.
@@ -97,17 +97,18 @@ class Settings:
 
     problems: tuple[str, ...] = ("blobs", "boston", "digits")
     posteriors: tuple[str, ...] = tuple(RECIPES)
-    along: tuple[str, ...] = ("factorized", "layers", "full", "flow")
+    along: tuple[str, ...] = ("factorized", "layers", "full")
     epochs: Count = 200
     batch: Count = 50
     lr: Positive = 1e-2
-    steps: Count = 1000
+    steps: Count = 500
     draws: Count = 8
     weight_lr: Positive = 1e-3
     noise_lr: Positive = 0.02
+    fine_lr: Positive = 0.005
     chains: Count = 8
     samples: Count = 250
-    warmup: Count = 150
+    warmup: Count = 100
     predictions: Count = 1000
     climbs: Count = 16
 
@@ -196,10 +197,12 @@ def posterior_of(
 ) -> NoisePosterior:
     """A posterior of the noise, joint ones from a Gaussian to ``start`` at, the weights frozen; without one they are trained along."""
     model = to_stochastic(case.network, {"*": RECIPES[key][1]})
+    rate = s.noise_lr
     if start is not None:
         freeze(model, "weights")
         if RECIPES[key][1].joint:
             start_at(model, start.model)
+            rate = s.fine_lr
     with quiet():
         posterior = fit(
             model,
@@ -207,7 +210,7 @@ def posterior_of(
             epochs=s.steps,
             samples=s.draws,
             weight_lr=s.weight_lr,
-            noise_lr=s.noise_lr,
+            noise_lr=rate,
             likelihood=deepcopy(case.likelihood),
             seed=seed,
             progress=False,
@@ -338,9 +341,10 @@ class PosteriorQuality(Study):
         modes = quality.modes(start, case.loader, starts=s.climbs, seed=job.seed)
         table[EXACT] = floor | {"modes": len(modes), "seconds": long}
         table[NATURAL] = own | {"seconds": seconds}
-        for key in sorted({*s.posteriors} - {NATURAL}, key=lambda key: key != "full"):
-            if key == "chain" and case.layers == 2:
-                continue  # a full covariance
+        done = (
+            {NATURAL, "chain"} if case.layers == 2 else {NATURAL}
+        )  # a chain of two layers is a full covariance
+        for key in sorted((one for one in s.posteriors if one not in done), key=lambda key: key != "full"):
             posterior, seconds = timed(posterior_of, key, case, s, job.seed, device, start)
             start = posterior if key == "full" else start
             table[key] = measured(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
