@@ -20,6 +20,8 @@ def small(name: str, dim: int, context_dim: int = 0, **given) -> fb.flows.FlowMo
     torch.manual_seed(0)
     if name in WITH_NETS:
         given["hidden"] = (8,)
+    if name == "NAF":
+        given["units"] = 3
     flow = getattr(fb.flows, name)(dim, context_dim, length=2, **given).double()
     with torch.no_grad():
         for parameter in flow.transform.parameters():
@@ -41,7 +43,7 @@ def test_draws_have_the_density_that_they_are_drawn_with(name: str, dim: int) ->
 def test_a_fresh_flow_is_near_its_base(name: str) -> None:
     torch.manual_seed(0)
     flow = getattr(fb.flows, name)(4, length=1)
-    z = torch.randn(100, 4)
+    z = torch.randn(20, 4)
     assert (flow.transform(z)[0] - z).abs().max() < 0.5
 
 

@@ -13,12 +13,13 @@ A name is a few lines over :class:`FlowModel`. The transform of a model, ``NSF(d
 well as noise of a network or as the posterior of an autoencoder. All start at or near the identity.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
-from flowbnn.distributions import Base, Flow, NormalBase
+from flowbnn.distributions import Base, CircularBase, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
 from flowbnn.options import Count, Ge, Positive, Probability, checked
@@ -28,6 +29,7 @@ from flowbnn.transforms import (
     AffineMap,
     Amortized,
     Autoregressive,
+    CircularSplineMap,
     Compose,
     Coupling,
     GlowStep,
@@ -37,6 +39,7 @@ from flowbnn.transforms import (
     PlanarLU,
     Residual,
     ShiftMap,
+    SigmoidalMap,
     SplineMap,
     Transform,
     Univariate,
@@ -48,6 +51,7 @@ from flowbnn.transforms.coupling import Mask
 __all__ = [
     "IAF",
     "MAF",
+    "NAF",
     "NICE",
     "NSF",
     "FlowModel",
@@ -234,9 +238,10 @@ class NSF(_Named):
     """Neural spline flow: rational-quadratic splines after linear maps (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
 
     Args:
-        bins, bound: of the splines; outside ``[-bound, bound]`` they are the identity.
+        bins, bound: of the splines; outside ``[-bound, bound]``, by default 5, they are the identity.
         autoregressive: autoregressive maps with cheap densities in place of couplings, which are cheap in both directions;
             with cheap draws they are ``IAF(dim, univariate=SplineMap(bins, bound))``.
+        circular: the entries are angles between minus ``bound`` and ``bound``, by default pi; the base is uniform.
         dim, context_dim, length, hidden, base: as in :class:`MAF`.
     """
 
@@ -248,20 +253,53 @@ class NSF(_Named):
         length: Count = 4,
         hidden: Widths = (64, 64),
         bins: Bins = 8,
-        bound: Positive = 5.0,
+        bound: Positive | None = None,
         autoregressive: bool = False,
+        circular: bool = False,
         base: Base | None = None,
     ) -> None:
         settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
         parts: list[Transform] = []
+        bound = bound or (math.pi if circular else 5.0)
+        spline = CircularSplineMap(bins, bound) if circular else SplineMap(bins, bound)
         for step in range(length):
-            spline = SplineMap(bins, bound)
             own = (
                 Autoregressive(dim, spline, **settings)
                 if autoregressive
                 else _coupling(dim, spline, step, **settings)
             )
-            parts += [LULinear(dim), own]
+            parts += [own] if circular else [LULinear(dim), own]
+        if base is None and circular:
+            base = CircularBase(dim, bound)
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class NAF(_Named):
+    """Neural autoregressive flow: autoregressive maps by deep sigmoidal units (Huang et al. 2018, https://arxiv.org/abs/1804.00779).
+
+    Args:
+        units: sigmoids of each map.
+        cheap: the direction that costs one pass; the other costs ``dim`` passes, each with a numerical root.
+        dim, context_dim, length, hidden, base: as in :class:`MAF`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 2,
+        hidden: Widths = (64, 64),
+        units: Count = 16,
+        cheap: Literal["forward", "inverse"] = "inverse",
+        base: Base | None = None,
+    ) -> None:
+        parts: list[Transform] = [
+            Autoregressive(dim, SigmoidalMap(units), "forward", hidden, order, context_dim=context_dim)
+            for order in _orders(dim, length)
+        ]
+        # the formula is that of the cheap direction
+        parts = [Inverse(part) for part in parts] if cheap == "inverse" else parts
         super().__init__(dim, context_dim, base, *parts)
 
 

@@ -47,7 +47,7 @@ def safe_norm(value: Tensor) -> Tensor:
 
 
 def monotone_root(
-    function: Callable[[Tensor], tuple[Tensor, Tensor]], lower: Tensor, upper: Tensor, iterations: int = 80
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], lower: Tensor, upper: Tensor, iterations: int = 30
 ) -> Tensor:
     r"""Root of an elementwise increasing function, by Newton steps kept inside a shrinking bracket.
 

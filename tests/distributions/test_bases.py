@@ -1,10 +1,23 @@
 """Bases against torch's own distributions and moments."""
 
 import pytest
+import scipy.stats
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
-from flowbnn.distributions import DiagonalNormal, MixtureBase, NormalBase, NormalMixture
+import flowbnn as fb
+from flowbnn.distributions import (
+    CircularBase,
+    CircularUniform,
+    DiagonalLaplace,
+    DiagonalLogistic,
+    DiagonalNormal,
+    LaplaceBase,
+    LogisticBase,
+    MixtureBase,
+    NormalBase,
+    NormalMixture,
+)
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 
@@ -109,3 +122,34 @@ def test_draws_follow_torchs_global_seed_and_differ_from_call_to_call():
     )
     rows = draw(torch.zeros(2, 5000))
     assert not torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (DiagonalLaplace, scipy.stats.laplace),
+        (DiagonalLogistic, scipy.stats.logistic),
+        (CircularUniform, scipy.stats.uniform(-1, 2)),
+    ],
+    ids=["laplace", "logistic", "circle"],
+)
+def test_density_moments_entropy_and_draws_are_those_of_scipy(ours, theirs):
+    loc, scale = torch.tensor([0.5, -1.0]).double(), torch.tensor([2.0, 0.3]).double()
+    found = ours(loc, scale)
+    away = torch.linspace(-0.9, 0.9, 7).double()[:, None].expand(7, 2)
+    expected = torch.from_numpy(theirs.logpdf(away.numpy())) - scale.log()
+    torch.testing.assert_close(found.log_prob(loc + scale * away), expected.sum(-1))
+    torch.testing.assert_close(found.variance, scale.square() * float(theirs.var()))
+    assert found.entropy().item() == pytest.approx(2 * float(theirs.entropy()) + scale.log().sum().item())
+    drawn = (found.rsample((4000,), torch.Generator().manual_seed(0)) - loc) / scale
+    for column in drawn.T:
+        assert scipy.stats.kstest(column.numpy(), theirs.cdf).pvalue > 1e-3
+    assert found.expand((3,)).rsample().shape == (3, 2)
+
+
+@pytest.mark.parametrize("kind", [LaplaceBase, LogisticBase, CircularBase])
+def test_fixed_bases_carry_flows(kind):
+    flow = fb.flows.FlowModel(kind(2), fb.transforms.Affine(2))
+    x, log_prob = flow().rsample_and_log_prob((5,))
+    torch.testing.assert_close(flow().log_prob(x), log_prob)
+    torch.testing.assert_close(flow().entropy(), kind(2).distribution().entropy())

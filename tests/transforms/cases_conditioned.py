@@ -1,8 +1,21 @@
 """Cases: couplings and autoregressive maps over the univariate maps."""
 
-from case import Case
+import torch
+from case import Case, same
+from torch import Tensor
 
-from flowbnn.transforms import AffineMap, Amortized, Autoregressive, Coupling, Householder, Radial, SplineMap
+from flowbnn.transforms import (
+    AffineMap,
+    Amortized,
+    Autoregressive,
+    CircularSplineMap,
+    Coupling,
+    Householder,
+    Inverse,
+    Radial,
+    SigmoidalMap,
+    SplineMap,
+)
 
 __all__ = ["CASES"]
 
@@ -21,6 +34,10 @@ class AmortizedAtOne(Amortized):
 
     def inverse(self, x, context=None):
         return super().inverse(x, x.new_ones(self.context_dim) if context is None else context)
+
+
+def angles(value: Tensor) -> Tensor:
+    return 3.0 * torch.tanh(value)
 
 
 CASES: list[Case] = [
@@ -44,10 +61,23 @@ CASES: list[Case] = [
             ),
             spread=spread,
             wakes_later=HIDDEN,
+            to_domain=carry,
+            to_range=carry,
+            quadrature=() if name == "circle" else (1, 2),
+            no_quadrature="angles have no normal base" if name == "circle" else "",
         )
-        for name, univariate, cheap, spread in [
-            ("affine", AffineMap(), "inverse", 0.5),
-            ("spline", SPLINE, "forward", SPREAD),
+        for name, univariate, cheap, spread, carry in [
+            ("affine", AffineMap(), "inverse", 0.5, same),
+            ("spline", SPLINE, "forward", SPREAD, same),
+            ("circle", CircularSplineMap(bins=3), "inverse", SPREAD, angles),
         ]
+    ),
+    Case(
+        "autoregressive-sigmoids",
+        Inverse,
+        lambda dim: Inverse(Autoregressive(dim, SigmoidalMap(units=3), "forward", hidden=(16, 16))),
+        dim=2,
+        spread=SPREAD,
+        wakes_later=HIDDEN,
     ),
 ]

@@ -12,7 +12,7 @@ from cases import CASES
 from torch import Tensor
 
 import flowbnn.transforms as transforms
-from flowbnn.numerics import tanh_root
+from flowbnn.numerics import monotone_root, tanh_root
 from flowbnn.transforms.base import Transform
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -23,6 +23,8 @@ LOG_DET = {torch.float32: 1e-4, torch.float64: 1e-9}
 MADE_OF_OTHERS = (  # what their gradients are traced through, other cases are traced through too
     "affine-coupling-custom",
     "autoregressive-affine",
+    "autoregressive-circle",
+    "autoregressive-sigmoids",
     "autoregressive-spline",
     "compose",
     "glow-step",
@@ -264,7 +266,8 @@ def test_copies_are_equal_and_apart(case: Case) -> None:
 @EVERY_CASE
 @pytest.mark.parametrize("direction", ["forward", "inverse"])
 def test_compiles_without_a_graph_break(case: Case, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tanh_root, "__defaults__", (2,))  # the other steps of the iteration compile alike
+    for iteration in (tanh_root, monotone_root):
+        monkeypatch.setattr(iteration, "__defaults__", (2,))  # the other steps compile alike
     transform = build(case)
     if transform.solver in (direction, "both"):
         pytest.skip("a solver stops when it has settled")

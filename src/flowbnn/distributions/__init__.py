@@ -2,8 +2,14 @@
 
 from flowbnn.distributions.bases import (
     Base,
+    CircularBase,
+    CircularUniform,
+    DiagonalLaplace,
+    DiagonalLogistic,
     DiagonalNormal,
     DiagonalStudent,
+    LaplaceBase,
+    LogisticBase,
     MixtureBase,
     NormalBase,
     NormalMixture,
@@ -15,10 +21,16 @@ from flowbnn.distributions.torch_transform import from_torch
 
 __all__ = [
     "Base",
+    "CircularBase",
+    "CircularUniform",
+    "DiagonalLaplace",
+    "DiagonalLogistic",
     "DiagonalNormal",
     "DiagonalStudent",
     "Divergence",
     "Flow",
+    "LaplaceBase",
+    "LogisticBase",
     "MixtureBase",
     "NormalBase",
     "NormalMixture",

@@ -1,9 +1,8 @@
 r"""Bases: where the noise starts, before any transform.
 
-Two kinds of object stand side by side. A *distribution* (:class:`DiagonalNormal`, :class:`DiagonalStudent`,
-:class:`NormalMixture`) is a ``torch.distributions`` distribution made of tensors. A *base* (:class:`NormalBase`,
-:class:`StudentBase`, :class:`MixtureBase`) is the ``nn.Module`` that owns those tensors, moves with the model and is
-saved with it; calling it gives the distribution.
+Two kinds of object stand side by side. A *distribution* (:class:`DiagonalNormal`, :class:`NormalMixture` and so on) is a
+``torch.distributions`` distribution made of tensors. A *base* (:class:`NormalBase`, :class:`MixtureBase`) is the ``nn.Module``
+that owns those tensors, moves with the model and is saved with it; calling it gives the distribution.
 """
 
 import math
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal, constraints
+from torch.nn import functional as F
 
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
@@ -64,7 +64,7 @@ def _log_normal(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     return -0.5 * (((value - loc) / scale).square() + _LOG_2PI).sum(-1) - scale.log().sum(-1)
 
 
-class _Symmetric(_Vectors):
+class Diagonal(_Vectors):
     """Independent numbers on the last axis, each symmetric around its ``loc``."""
 
     axes = 1
@@ -82,7 +82,7 @@ class _Symmetric(_Vectors):
         return self.loc
 
 
-class DiagonalNormal(_Symmetric):
+class DiagonalNormal(Diagonal):
     r"""Independent normals on the last axis, :math:`\prod_i \mathcal N(x_i; \mu_i, \sigma_i^2)`.
 
     As ``Independent(Normal(loc, scale), 1)``, with an optional generator in ``rsample`` and ``sample``.
@@ -114,7 +114,7 @@ class DiagonalNormal(_Symmetric):
         return 0.5 * self.loc.shape[-1] * (1.0 + _LOG_2PI) + self.scale.log().sum(-1)
 
 
-class DiagonalStudent(_Symmetric):
+class DiagonalStudent(Diagonal):
     r"""Independent Student-t variables on the last axis, :math:`x_i = \mu_i + \sigma_i t_i`, with ``df`` degrees of freedom each.
 
     Draws are Bailey's (1994): :math:`t = \sqrt{\nu (u^{-2/\nu} - 1)} \cos 2 \pi v` of uniform :math:`u` and :math:`v`.
@@ -151,6 +151,89 @@ class DiagonalStudent(_Symmetric):
         constant = math.lgamma(half) - math.lgamma(0.5 * self.df) - 0.5 * math.log(self.df * math.pi)
         away = (value - self.loc) / self.scale
         return (constant - self.scale.log() - half * torch.log1p(away.square() / self.df)).sum(-1)
+
+
+def _uniform(like: Tensor, sample_shape: Any, generator: torch.Generator | None) -> Tensor:
+    """Uniform numbers inside (0, 1), on neither end."""
+    named: dict[str, Any] = {} if generator is None else {"generator": generator}
+    shape = torch.Size(sample_shape) + like.shape
+    half = 0.5 * torch.finfo(like.dtype).eps
+    return torch.rand(shape, dtype=like.dtype, device=like.device, **named).clamp(half, 1.0 - half)
+
+
+class DiagonalLaplace(Diagonal):
+    r"""Independent Laplace variables on the last axis, :math:`\prod_i e^{-|x_i - \mu_i| / b_i} / 2 b_i`.
+
+    >>> p = DiagonalLaplace(torch.zeros(1), torch.ones(1))
+    >>> round(p.log_prob(torch.zeros(1)).item(), 4), p.variance.item()
+    (-0.6931, 2.0)
+    """
+
+    @property
+    def variance(self) -> Tensor:
+        return 2.0 * self.scale.square()
+
+    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        u = _uniform(self.loc, sample_shape, generator) - 0.5
+        return torch.addcmul(self.loc, -u.sign() * torch.log1p(-2.0 * u.abs()), self.scale)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return -((value - self.loc).abs() / self.scale + (2.0 * self.scale).log()).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (1.0 + (2.0 * self.scale).log()).sum(-1)
+
+
+class DiagonalLogistic(Diagonal):
+    r"""Independent logistic variables on the last axis: :math:`x_i = \mu_i + s_i\, \mathrm{logit}(u_i)` of uniform :math:`u_i`.
+
+    >>> p = DiagonalLogistic(torch.zeros(1), torch.ones(1))
+    >>> round(p.log_prob(torch.zeros(1)).exp().item(), 4), round(p.variance.item(), 4)
+    (0.25, 3.2899)
+    """
+
+    @property
+    def variance(self) -> Tensor:
+        return (math.pi**2 / 3.0) * self.scale.square()
+
+    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        return torch.addcmul(self.loc, torch.logit(_uniform(self.loc, sample_shape, generator)), self.scale)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        away = (value - self.loc) / self.scale
+        return (F.logsigmoid(away) + F.logsigmoid(-away) - self.scale.log()).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (2.0 + self.scale.log()).sum(-1)
+
+
+class CircularUniform(Diagonal):
+    r"""Independent uniform angles on the last axis, drawn from :math:`[\mu_i - s_i, \mu_i + s_i)`, a whole turn.
+
+    Angles are taken modulo a turn, so that the density is the same everywhere.
+
+    >>> CircularUniform(torch.zeros(1), torch.full((1,), math.pi)).log_prob(torch.tensor([7.0]))
+    tensor(-1.8379)
+    """
+
+    @property
+    def variance(self) -> Tensor:
+        return self.scale.square() / 3.0
+
+    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        return torch.addcmul(self.loc, 2.0 * _uniform(self.loc, sample_shape, generator) - 1.0, self.scale)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return -((2.0 * self.scale).log() + torch.zeros_like(value)).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (2.0 * self.scale).log().sum(-1)
 
 
 class NormalMixture(_Vectors):
@@ -235,12 +318,8 @@ class Base(nn.Module, ABC):
         return self.distribution()
 
 
-class NormalBase(Base):
-    r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
-
-    >>> NormalBase(2).distribution().mean
-    tensor([1., 1.])
-    """
+class _Fixed(Base):
+    """Independent numbers of one location and one scale, which are not learned."""
 
     loc: Tensor
     scale: Tensor
@@ -252,26 +331,66 @@ class NormalBase(Base):
         self.register_buffer("loc", torch.full((dim,), float(loc)))
         self.register_buffer("scale", torch.full((dim,), float(scale)))
 
+
+class NormalBase(_Fixed):
+    r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
+
+    >>> NormalBase(2).distribution().mean
+    tensor([1., 1.])
+    """
+
     def distribution(self) -> DiagonalNormal:
         return DiagonalNormal(self.loc, self.scale)
 
 
-class StudentBase(Base):
+class LaplaceBase(_Fixed):
+    r"""A fixed Laplace distribution for every number, of standard deviation :math:`\sqrt 2 b`.
+
+    >>> LaplaceBase(2, scale=2.0).distribution().stddev
+    tensor([2.8284, 2.8284])
+    """
+
+    def distribution(self) -> DiagonalLaplace:
+        return DiagonalLaplace(self.loc, self.scale)
+
+
+class LogisticBase(_Fixed):
+    r"""A fixed logistic distribution for every number, of standard deviation :math:`\pi s / \sqrt 3`.
+
+    >>> LogisticBase(2, scale=1.0).distribution().stddev
+    tensor([1.8138, 1.8138])
+    """
+
+    def distribution(self) -> DiagonalLogistic:
+        return DiagonalLogistic(self.loc, self.scale)
+
+
+class CircularBase(_Fixed):
+    """Uniform angles, from minus ``bound`` to ``bound``: radians by default.
+
+    >>> CircularBase(2).distribution().log_prob(torch.zeros(2))
+    tensor(-3.6758)
+    """
+
+    @checked
+    def __init__(self, dim: Count, bound: Positive = math.pi) -> None:
+        super().__init__(dim, 0.0, bound)
+
+    def distribution(self) -> CircularUniform:
+        return CircularUniform(self.loc, self.scale)
+
+
+class StudentBase(_Fixed):
     r"""A fixed Student-t with ``df`` degrees of freedom for every number, of standard deviation :math:`\sigma \sqrt{\nu / (\nu - 2)}`.
 
     >>> StudentBase(2, df=4.0).distribution().stddev
     tensor([0.7071, 0.7071])
     """
 
-    loc: Tensor
-    scale: Tensor
-
     @checked
     def __init__(self, dim: Count, loc: float = 1.0, scale: Positive = 0.5, df: Freedom = 4.0) -> None:
-        super().__init__()
-        self.dim, self.df = dim, df
-        self.register_buffer("loc", torch.full((dim,), float(loc)))
-        self.register_buffer("scale", torch.full((dim,), float(scale)))
+        super().__init__(dim, loc, scale)
+        self.df = df
 
     def distribution(self) -> DiagonalStudent:
         return DiagonalStudent(self.loc, self.scale, self.df)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal, constraints
 
-from flowbnn.distributions.bases import DiagonalNormal, DiagonalStudent, NormalMixture
+from flowbnn.distributions.bases import Diagonal, NormalMixture
 from flowbnn.distributions.draws import reparameterized
 from flowbnn.distributions.support import covers_everything, image, inner_point, pull_back
 from flowbnn.errors import FlowBNNError
@@ -39,7 +39,7 @@ def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tens
 def _independent(base: Any) -> bool:
     while isinstance(base, Independent):
         base = base.base_dist
-    return isinstance(base, DiagonalNormal | DiagonalStudent) or not base.event_shape
+    return isinstance(base, Diagonal) or not base.event_shape
 
 
 class Flow(Distribution):

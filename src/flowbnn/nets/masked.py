@@ -40,6 +40,7 @@ class MaskedMLP(nn.Module):
         activation: makes the nonlinearity between layers.
         context_dim: length of the context vectors; 0 ignores any context.
         interleaved: the numbers of one entry lie side by side; else the first number of every entry, then the second, and so on.
+        features: numbers that it reads of each entry: the first of every entry, then the second, and so on.
 
     >>> net = MaskedMLP(3, 2, hidden=(16,), order=[2, 0, 1])
     >>> net(torch.ones(5, 3)).shape, net.passes
@@ -56,6 +57,7 @@ class MaskedMLP(nn.Module):
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,
         interleaved: bool = False,
+        features: Count = 1,
     ) -> None:
         super().__init__()
         order = range(dim) if order is None else order
@@ -68,7 +70,7 @@ class MaskedMLP(nn.Module):
         place = torch.argsort(torch.tensor(list(order))) + 1
         if dim == 1 and not context_dim:
             hidden = ()  # there is nothing to read
-        degrees = [torch.cat([place, place.new_zeros(context_dim)])]
+        degrees = [torch.cat([place.repeat(features), place.new_zeros(context_dim)])]
         for width in hidden:
             degrees.append(torch.linspace(0 if context_dim else 1, dim - 1, width).floor().long())
         layers: list[nn.Module] = []
@@ -82,5 +84,5 @@ class MaskedMLP(nn.Module):
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """``value`` is ``(..., dim)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
+        """``value`` is ``(..., features * dim)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
         return self.layers(with_context(value, context, self.context_dim))

@@ -187,7 +187,7 @@ class GaussianPredictive(Predictive):
 
         each = means + stds * torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
         ends = self._present(each, math.inf).amin(0), self._present(each, -math.inf).amax(0)
-        return sign * monotone_root(gap, *ends)
+        return sign * monotone_root(gap, *ends, iterations=80)
 
     @checked
     def interval(self, mass: Probability = 0.9) -> Interval:

@@ -14,9 +14,11 @@ from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.residual import Residual
+from flowbnn.transforms.sigmoidal import SigmoidalMap
+from flowbnn.transforms.splines import CircularSplineMap, SplineMap
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 from flowbnn.transforms.triangular import BlockTriangular
-from flowbnn.transforms.univariate import AffineMap, ShiftMap, SplineMap, Univariate
+from flowbnn.transforms.univariate import AffineMap, ShiftMap, Univariate
 
 __all__ = [
     "ActNorm",
@@ -28,6 +30,7 @@ __all__ = [
     "Autoregressive",
     "BatchNorm",
     "BlockTriangular",
+    "CircularSplineMap",
     "Compose",
     "Coupling",
     "Exp",
@@ -48,6 +51,7 @@ __all__ = [
     "ShiftMap",
     "Shuffle",
     "Sigmoid",
+    "SigmoidalMap",
     "Softplus",
     "SplineMap",
     "Tanh",

@@ -12,7 +12,7 @@ from flowbnn.nets.mlp import Length
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform, check_vectors
-from flowbnn.transforms.univariate import AffineMap, Direction, Univariate, compressed
+from flowbnn.transforms.univariate import AffineMap, Direction, Univariate
 
 
 class Autoregressive(Transform):
@@ -68,7 +68,14 @@ class Autoregressive(Transform):
             univariate.inverse_kind,
         )
         self.net = net or MaskedMLP(
-            dim, univariate.per_entry, hidden, order, activation, context_dim, univariate.interleaved
+            dim,
+            univariate.per_entry,
+            hidden,
+            order,
+            activation,
+            context_dim,
+            univariate.interleaved,
+            univariate.features,
         )
         self.passes: int = self.net.passes  # type: ignore[assignment]
         self.reads = cheap  # the input of which direction the net reads
@@ -96,7 +103,7 @@ class Autoregressive(Transform):
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _conditioned(self, value: Tensor, context: Tensor | None) -> Tensor:
-        parameters = self.net(compressed(value), context)
+        parameters = self.net(self.univariate.read(value), context)
         wanted = (*value.shape[:-1], self.univariate.per_entry * self.dim)
         if parameters.shape != wanted:
             raise FlowBNNError(

@@ -11,7 +11,7 @@ from flowbnn.nets.mlp import MLP, Length
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
-from flowbnn.transforms.univariate import AffineMap, Direction, ShiftMap, Univariate, compressed
+from flowbnn.transforms.univariate import AffineMap, Direction, ShiftMap, Univariate
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
@@ -72,7 +72,8 @@ class Coupling(Transform):
         self._arrange()
         self.register_load_state_dict_post_hook(_arrange_after_load)
         kept = self.kept_index.numel()
-        self.net = net or MLP(kept, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
+        size_in = kept * (univariate.features if compress else 1)
+        self.net = net or MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_map(self.univariate.forward, z, context)
@@ -82,7 +83,7 @@ class Coupling(Transform):
 
     def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         kept, moved = self._split(value)
-        parameters = self.net(compressed(kept) if self.compress else kept, context)
+        parameters = self.net(self.univariate.read(kept) if self.compress else kept, context)
         wanted = (*moved.shape[:-1], self.univariate.per_entry * moved.shape[-1])
         if parameters.shape != wanted:
             raise FlowBNNError(

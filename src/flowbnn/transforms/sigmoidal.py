@@ -1,0 +1,71 @@
+"""The univariate map of neural autoregressive flows."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowbnn.numerics import monotone_root, soft_clamp
+from flowbnn.options import Count, Positive, options
+from flowbnn.transforms.univariate import Univariate
+
+
+@options
+class SigmoidalMap(Univariate):
+    r"""A deep sigmoidal flow, :math:`x = \mathrm{logit}\left(\sum_k w_k\, \sigma(a_k z + b_k)\right)`, of :math:`a_k, w_k > 0` and
+    :math:`\sum_k w_k = 1` (Huang, Krueger, Lacoste & Courville 2018, equation 8, https://arxiv.org/abs/1804.00779).
+
+    A mixture of logistic distribution functions seen through the logit, computed in logarithms; enough units reach every
+    increasing map. The inverse is numerical: :math:`x` lies between the smallest and the largest :math:`a_k z + b_k`, which
+    brackets :math:`z`. Its last two Newton steps are differentiable, so that gradients and Hessians are those of the implicit
+    function.
+
+    Args:
+        units: number of sigmoids; an entry takes ``3 * units`` numbers: slopes, offsets and weights.
+        bound: largest size of :math:`\log a_k`, kept by :math:`\log a = b \tanh(\cdot / b)`.
+
+    >>> sigmoids = SigmoidalMap(units=4)
+    >>> x, _ = sigmoids.forward(torch.tensor([0.5, -7.0]), torch.linspace(-1, 1, 24))
+    >>> sigmoids.inverse(x, torch.linspace(-1, 1, 24))[0]
+    tensor([ 0.5000, -7.0000])
+    """
+
+    units: Count = 8
+    bound: Positive = 3.0
+    interleaved = True
+    inverse_kind = "numerical"
+
+    @property
+    def per_entry(self) -> int:
+        return 3 * self.units
+
+    def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return _mixture(value, *self._read(value, parameters))
+
+    def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        log_a, b, log_w = self._read(value, parameters)
+
+        def newton(z: Tensor) -> tuple[Tensor, Tensor]:
+            x, log_slope = _mixture(z, log_a, b, log_w)
+            return x - value, log_slope.exp()
+
+        with torch.no_grad():
+            ends = (value.unsqueeze(-1) - b) * (-log_a).exp()
+        z = monotone_root(newton, ends.amin(-1), ends.amax(-1))
+        for _ in range(2):
+            error, slope = newton(z)
+            z = z - error / slope
+        return z, -_mixture(z, log_a, b, log_w)[1]
+
+    def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raw, b, logits = parameters.unflatten(-1, (value.shape[-1], 3, self.units)).unbind(-2)
+        # units that start apart, or they would stay together
+        b = b + torch.linspace(-1.0, 1.0, self.units, dtype=b.dtype, device=b.device)
+        return soft_clamp(raw, self.bound), b, F.log_softmax(logits, -1)
+
+
+def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.addcmul(b, log_a.exp(), z.unsqueeze(-1))
+    below, above = F.logsigmoid(s), F.logsigmoid(-s)
+    log_cdf, log_rest = torch.logsumexp(log_w + below, -1), torch.logsumexp(log_w + above, -1)
+    log_density = torch.logsumexp(log_w + log_a + below + above, -1)
+    return log_cdf - log_rest, log_density - log_cdf - log_rest

@@ -1,0 +1,124 @@
+"""Splines where the usual formulas fail, by values worked by hand, and on the circle."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import CircularSplineMap, SplineMap
+
+
+def usual_inverse(y: Tensor, x0: Tensor, w: Tensor, y0: Tensor, h: Tensor, d0: Tensor, d1: Tensor) -> Tensor:
+    """Equations 6 to 8 of Durkan et al. 2019 as they are printed, and as most packages have them."""
+    s, rise = h / w, y - y0
+    a = h * (s - d0) + rise * (d1 + d0 - 2 * s)
+    b = h * d0 - rise * (d1 + d0 - 2 * s)
+    c = -s * rise
+    return x0 + w * 2 * c / (-b - torch.sqrt(b * b - 4 * a * c))
+
+
+def steep(count: int = 20_000, dtype: torch.dtype = torch.float32) -> tuple[SplineMap, Tensor, Tensor]:
+    """A spline whose bins and slopes are as extreme as it allows, and points near the upper ends of its bins and between."""
+    spline = SplineMap(bins=4, bound=3.0)
+    parameters = 12 * torch.randn(count, spline.per_entry, dtype=dtype)
+    y0, h = spline._bin(6 * torch.rand(count, 1, dtype=dtype) - 3, parameters, 1)[2:4]
+    return spline, parameters, y0 + h * (1 - torch.rand(count, 1, dtype=dtype).pow(8))
+
+
+def test_the_discriminant_is_never_negative_where_the_usual_one_is() -> None:
+    spline, parameters, y = steep()
+    x0, w, y0, h, d0, d1 = spline._bin(y, parameters, 1)
+    assert usual_inverse(y, x0, w, y0, h, d0 * h / w, d1 * h / w).isnan().any()
+    parameters.requires_grad_()
+    y.requires_grad_()
+    x, log_slope = spline.inverse(y, parameters)
+    (x + log_slope).sum().backward()
+    for value in (x, log_slope, y.grad, parameters.grad):
+        assert value.isfinite().all()
+    assert (x.abs() < 3.001).all()
+
+
+def test_it_is_the_usual_formula_where_that_works() -> None:
+    spline, parameters, y = steep(500, torch.float64)
+    parameters = parameters / 12
+    x0, w, y0, h, d0, d1 = spline._bin(y, parameters, 1)
+    x, log_slope = spline.inverse(y, parameters)
+    torch.testing.assert_close(x, usual_inverse(y, x0, w, y0, h, d0 * h / w, d1 * h / w))
+    again, back = spline.forward(x, parameters)
+    torch.testing.assert_close(again, y)
+    torch.testing.assert_close(back, -log_slope)
+
+
+def test_no_gradient_comes_from_the_branch_that_is_not_taken() -> None:
+    spline = SplineMap(bins=4, bound=3.0)
+    parameters = torch.randn(6, spline.per_entry)
+    far = torch.tensor([[-1e30], [-50.0], [-3.0], [3.0], [50.0], [1e30]])
+    y = far.clone().requires_grad_()
+    x0, w, y0, h, d0, d1 = spline._bin(y, parameters, 1)
+    usual = torch.where(y.abs() < 3, usual_inverse(y, x0, w, y0, h, d0 * h / w, d1 * h / w), y)
+    assert torch.autograd.grad(usual.sum(), y)[0].isnan().any()
+    for direction in (spline.forward, spline.inverse):
+        value, log_slope = direction(y, parameters)
+        torch.testing.assert_close(value, far)
+        torch.testing.assert_close(log_slope, torch.zeros_like(far), rtol=0, atol=2e-6)
+        slope = torch.autograd.grad((value + log_slope).sum(), y)[0]
+        assert slope.isfinite().all()
+        assert torch.equal(slope[[0, 1, 4, 5]], torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_no_point_and_only_points_outside(count: int) -> None:
+    spline = SplineMap(bins=3, bound=1.0)
+    value = torch.full((count, 2), 7.0)
+    for direction in (spline.forward, spline.inverse):
+        moved, log_slope = direction(value, torch.randn(count, 2 * spline.per_entry))
+        torch.testing.assert_close(moved, value)
+        assert log_slope.shape == (count, 2)
+
+
+def test_a_spline_by_hand() -> None:
+    """Two equal bins of width 1 whose heights are 1/2 and 3/2, of slope one at every knot."""
+    spline = SplineMap(bins=2, bound=1.0, smallest=1e-9)
+    parameters = torch.tensor([0.0, 0.0, 0.0, math.log(3.0), 0.0], dtype=torch.float64)
+    x, log_slope = spline.forward(torch.tensor([-0.5], dtype=torch.float64), parameters)
+    # in the first bin s = 1/2 and xi = 1/2: h (s / 4 + 1 / 4) / (s + (2 - 2 s) / 4) = 1/4, slope s^2 (1/4 + 1/4 + s/2) / (3/4)^2 = 1/3
+    torch.testing.assert_close(x, torch.tensor([-0.75], dtype=torch.float64))
+    torch.testing.assert_close(log_slope.exp(), torch.tensor([1 / 3], dtype=torch.float64))
+
+
+def test_the_density_of_angles_is_continuous_where_the_circle_closes_and_integrates_to_one() -> None:
+    torch.manual_seed(0)
+    flow = fb.flows.NSF(1, length=2, hidden=(8,), bins=4, circular=True).double()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter += 0.5 * torch.randn_like(parameter)
+    angle = torch.linspace(-math.pi, math.pi, 20_001, dtype=torch.float64)[:, None]
+    density = flow().log_prob(angle).exp()
+    assert torch.trapezoid(density, angle[:, 0]).item() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(density[0], density[-1])
+    torch.testing.assert_close(flow().log_prob(angle + 2 * math.pi).exp(), density)
+    assert density.max() > 1.2 * density.min()
+
+
+def test_networks_of_angles_see_no_seam() -> None:
+    torch.manual_seed(0)
+    flow = fb.flows.NSF(2, length=2, hidden=(8,), bins=4, circular=True).double()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    ends = torch.tensor(
+        [[math.pi, 1.0], [-math.pi, 1.0], [0.3, math.pi], [0.3, -math.pi]], dtype=torch.float64
+    )
+    found = flow().log_prob(ends)
+    torch.testing.assert_close(found[::2], found[1::2])
+    assert flow().sample((50,)).abs().max() <= math.pi
+
+
+def test_bins_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(FlowBNNError, match="do not fit"):
+        SplineMap(bins=8, smallest=0.2)
+    with pytest.raises(FlowBNNError, match="at least 2"):
+        CircularSplineMap(bins=1)
