@@ -50,9 +50,15 @@ def test_the_curve_over_the_number_of_examples(tmp_path):
     assert [row["key"] for row in results["rows"]] == ["blobs-20", "blobs-30"]
     curve, sizes = results["figures"]
     assert [line["label"] for line in curve["data"]["panels"][0]["lines"]] == ["Factorized", "Joint"]
-    assert all(line["x"] == sorted(line["x"]) for line in curve["data"]["panels"][0]["lines"])
     assert sizes["data"]["panels"][0]["lines"][0]["x"] == [20, 30]
     assert (tmp_path / "when-it-matters" / "results.json").exists()
+
+
+def test_a_line_goes_from_left_to_right():
+    parts = Parts([0], {(key, 0): {"values": {"excess": 0.1 * place}} for place, key in enumerate("abc")})
+    line = matters.line_of("one", parts, ["a", "b", "c"], "excess", [0.3, -0.1, 0.2])
+    assert line["x"] == [None, 0.2, 0.3]  # what is not above zero has no place on the logarithmic axis
+    assert line["mean"] == pytest.approx([0.1, 0.2, 0.0])
 
 
 def test_gaps_that_show_are_told():
