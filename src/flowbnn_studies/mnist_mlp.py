@@ -77,7 +77,7 @@ class Settings:
     units: tuple[int, ...] = (400, 800, 1200)
     validation: Count = 10_000
     choose: bool = False
-    batch: Count = 256
+    batch: Count = 500
     epochs: Count = 100
     lr: Positive = 1e-3
     noise_lr: Positive = 5e-3

@@ -133,7 +133,7 @@ def known_and_novel(
 
     >>> parts = known_and_novel("cifar10", [1, 8], 10, "cpu", "generated", 100)
     >>> [len(labels) for _, labels in (parts.train, parts.validation, parts.test, parts.novel)], parts.known
-    ([70, 10, 21, 4], (0, 2, 3, 4, 5, 6, 7, 9))
+    ([70, 10, 20, 5], (0, 2, 3, 4, 5, 6, 7, 9))
     """
     whole, tested = (read_images(name, split, source, generated) for split in ("train", "test"))
     known = tuple(label for label in range(len(whole.classes)) if label not in novel)

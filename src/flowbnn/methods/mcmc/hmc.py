@@ -237,7 +237,7 @@ class Metropolis(ChainMethod):
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> method = Metropolis(samples=100, warmup=100, chains=4, epochs=0)
+    >>> method = Metropolis(samples=50, warmup=100, chains=4, epochs=0)
     >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
     >>> posterior.diagnostics().gradients
     1.0
