@@ -12,7 +12,7 @@ from flowbnn.transforms import Autoregressive, Compose, Inverse
 NAMES = [name for name in fb.flows.__all__ if name != "FlowModel"]
 WITH_NETS = [name for name in NAMES if name not in ("Planar", "Radial", "Sylvester", "Householder")]
 
-SOLVED = ("ResidualFlow",)  # the direction that is not cheap is found by a solver
+SOLVED = ("FFJORD", "ResidualFlow")  # the direction that is not cheap is found by a solver
 
 
 def small(name: str, dim: int, context_dim: int = 0, **given) -> fb.flows.FlowModel:
@@ -22,6 +22,8 @@ def small(name: str, dim: int, context_dim: int = 0, **given) -> fb.flows.FlowMo
         given["hidden"] = (8,)
     if name == "NAF":
         given["units"] = 3
+    if name == "FFJORD":
+        given |= {"rtol": 1e-9, "atol": 1e-9}
     flow = getattr(fb.flows, name)(dim, context_dim, length=2, **given).double()
     with torch.no_grad():
         for parameter in flow.transform.parameters():

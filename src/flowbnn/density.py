@@ -43,6 +43,7 @@ from flowbnn.options import (
 from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, check_weights, save_tensors, train
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
+from flowbnn.transforms import flow_matching_loss
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
@@ -263,8 +264,8 @@ class _Objective(nn.Module):
         if own is not None:
             return own(x, context, clock)
         if self.objective == "flow-matching":
-            matching: Any = self.density.flow
-            return matching.flow_matching_loss(self.density.scaled(x), context), {}
+            made = self.density.flow(context)
+            return flow_matching_loss(made.transform, made.base, self.density.scaled(x), context), {}
         log_prob = self.density.log_prob(x, context).mean()
         return -log_prob, {"log_likelihood": log_prob.detach()}
 

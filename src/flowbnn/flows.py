@@ -36,6 +36,7 @@ from flowbnn.transforms import (
     HouseholderSylvester,
     Inverse,
     LULinear,
+    NeuralODE,
     PlanarLU,
     Residual,
     ShiftMap,
@@ -49,6 +50,7 @@ from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms.coupling import Mask
 
 __all__ = [
+    "FFJORD",
     "IAF",
     "MAF",
     "NAF",
@@ -411,4 +413,31 @@ class ResidualFlow(_Named):
         for _ in range(length):
             block = Residual(dim, hidden, context_dim, lipschitz, log_det)
             parts += [block if cheap == "forward" else Inverse(block), ActNorm(dim, data_start=data_start)]
+        super().__init__(dim, context_dim, base, *parts)
+
+
+class FFJORD(_Named):
+    """The flow of a neural vector field (Grathwohl et al. 2019, https://arxiv.org/abs/1810.01367).
+
+    Both directions cost a numerical solution; :func:`~flowbnn.transforms.flow_matching_loss` trains one field without any.
+
+    Args:
+        length: number of vector fields, one after the other.
+        trace, rtol, atol: of each :class:`~flowbnn.transforms.NeuralODE`.
+        dim, context_dim, hidden, base: as in :class:`MAF`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        context_dim: Length = 0,
+        length: Count = 1,
+        hidden: Widths = (64, 64),
+        trace: Literal["exact", "hutchinson"] | None = None,
+        rtol: Positive = 1e-5,
+        atol: Positive = 1e-5,
+        base: Base | None = None,
+    ) -> None:
+        parts = [NeuralODE(dim, hidden, context_dim, trace, rtol, atol) for _ in range(length)]
         super().__init__(dim, context_dim, base, *parts)

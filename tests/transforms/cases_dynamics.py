@@ -3,11 +3,19 @@
 from case import Case
 
 from flowbnn.transforms.compose import Inverse
+from flowbnn.transforms.continuous import NeuralODE
 from flowbnn.transforms.residual import Residual
 
 __all__ = ["CASES"]
 
 CASES: list[Case] = [
+    Case(
+        "neural-ode",
+        NeuralODE,
+        lambda dim: NeuralODE(dim, hidden=(4,), rtol=1e-10, atol=1e-10),
+        spread=0.2,
+        solver_error=(1e-4, 1e-8),
+    ),
     Case("residual", Residual, lambda dim: Residual(dim, hidden=(8, 8))),
     Case("residual-backwards", Inverse, lambda dim: Inverse(Residual(dim, hidden=(8,), lipschitz=0.7))),
 ]

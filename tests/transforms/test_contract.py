@@ -67,6 +67,11 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+def accuracy(case: Case, dtype: torch.dtype, usual: dict[torch.dtype, float]) -> float:
+    """The usual one, or that of the case's solver."""
+    return case.solver_error[dtype == torch.float64] or usual[dtype]
+
+
 def directions(case: Case, transform: Transform, dtype: torch.dtype, scale: float = 1.0, count: int = 64):
     """Both maps of a transform, each with points of its own domain."""
     for function, carry in ((transform.forward, case.to_domain), (transform.inverse, case.to_range)):
@@ -92,8 +97,8 @@ def test_round_trip(case: Case, trained: bool, dtype: torch.dtype) -> None:
     for name, function, start in directions(case, transform, dtype):
         end, log_det = function(start)
         again, log_det_back = back[name](end)
-        close(again, start, ROUND_TRIP[dtype])
-        close(log_det_back, -log_det, LOG_DET[dtype])
+        close(again, start, accuracy(case, dtype, ROUND_TRIP))
+        close(log_det_back, -log_det, accuracy(case, dtype, LOG_DET))
 
 
 @EVERY_CASE
@@ -104,9 +109,10 @@ def test_log_det_is_that_of_the_jacobian(case: Case, trained: bool, dtype: torch
     for _, function, start in directions(case, transform, dtype, count=4):
         log_det = function(start)[1]
         for row, one in enumerate(start):
-            jacobian = torch.func.jacrev(lambda point, function=function: function(point)[0])(one)
+            jacobian = torch.autograd.functional.jacobian(lambda point: function(point)[0], one)  # noqa: B023
             size = one.numel()
-            close(log_det[row], torch.linalg.slogdet(jacobian.reshape(size, size)).logabsdet, LOG_DET[dtype])
+            truth = torch.linalg.slogdet(jacobian.reshape(size, size)).logabsdet
+            close(log_det[row], truth, accuracy(case, dtype, LOG_DET))
 
 
 def standard_normal(z: Tensor) -> Tensor:
@@ -301,14 +307,16 @@ def test_any_batch_shape(case: Case, dtype: torch.dtype, batch: tuple[int, ...])
         assert not points.requires_grad
         for index in itertools.product(*map(range, batch)):
             one, one_log_det = function(points[index])
-            close(value[index], one, ROUND_TRIP[dtype])
-            close(log_det[index], one_log_det, LOG_DET[dtype])
+            close(value[index], one, accuracy(case, dtype, ROUND_TRIP))
+            close(log_det[index], one_log_det, accuracy(case, dtype, LOG_DET))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @EVERY_CASE
 def test_vmap(case: Case) -> None:
     transform = build(case)
+    if transform.solver == "both":
+        pytest.skip("the number of steps depends on the values")
     for _, function, start in directions(case, transform, torch.float64, count=6):
         for mapped, plain in zip(torch.func.vmap(function)(start), function(start), strict=True):
             close(mapped, plain, 1e-12)

@@ -55,6 +55,17 @@ class Evaluated:
 
         return y, pull, push
 
+    def trace_kernel(self) -> Tensor:
+        r"""What :meth:`trace` needs: :math:`\operatorname{diag} W_1 W_2`, or :math:`W_2 \odot (W_1 W_3)^\top` for two hidden layers."""
+        first, *middle, last = self.weights
+        return middle[0] * (first @ last).mT if middle else (first * last.mT).sum(-1)
+
+    @staticmethod
+    def trace(slopes: Sequence[Tensor], kernel: Tensor) -> Tensor:
+        """Trace of the Jacobian of a network of one or two hidden layers, of the same length on both ends."""
+        inner = slopes[0] * kernel if kernel.ndim == 1 else F.linear(slopes[0], kernel) * slopes[1]
+        return inner.sum(-1)
+
 
 class SmoothMLP(nn.Module):
     r"""Fully connected network :math:`y = W_n\, s(\dots s(W_1 x + V c + b_1) \dots) + b_n` on the last axis, with Swish activations.
@@ -109,3 +120,27 @@ class SmoothMLP(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """``x`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
         return self.given(context)(x)
+
+
+class Traced:
+    """A user's net, whose products with the Jacobian are traced."""
+
+    def __init__(self, net: Callable[..., Tensor], context: Tensor | None) -> None:
+        self.net, self.context = net, context
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.net(z, self.context)
+
+    def linearize(self, z: Tensor) -> tuple[Tensor, Product, Product]:
+        step, transposed, *_ = torch.func.vjp(self, z)
+
+        def each(product: Product, v: Tensor) -> Tensor:
+            if v.ndim == z.ndim:
+                return product(v)
+            return torch.func.vmap(product)(v.expand(v.shape[0], *z.shape))
+
+        return (
+            step,
+            lambda v: each(lambda one: transposed(one)[0], v),
+            lambda u: each(lambda one: torch.func.jvp(self, (z,), (one,))[1], u),
+        )

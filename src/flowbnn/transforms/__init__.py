@@ -5,6 +5,7 @@ from flowbnn.transforms.amortized import Amortized
 from flowbnn.transforms.autoregressive import Autoregressive
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
@@ -41,6 +42,7 @@ __all__ = [
     "LULinear",
     "LeakyReLU",
     "Logit",
+    "NeuralODE",
     "OrthogonalSylvester",
     "Permutation",
     "Planar",
@@ -58,4 +60,5 @@ __all__ = [
     "Transform",
     "TriangularSylvester",
     "Univariate",
+    "flow_matching_loss",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.lipschitz import LipschitzMLP
 from flowbnn.nets.mlp import Length
-from flowbnn.nets.smooth import Product, SmoothMLP
+from flowbnn.nets.smooth import Product, SmoothMLP, Traced
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_tensor, check_vectors
@@ -117,7 +117,7 @@ class Residual(Transform):
                 )
 
     def _given(self, context: Tensor | None) -> Any:
-        return self.net.given(context) if isinstance(self.net, SmoothMLP) else _Traced(self.net, context)
+        return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)
 
     def _log_det(self, pull: Product, like: Tensor) -> Tensor:
         how = self.log_det
@@ -175,30 +175,6 @@ class Residual(Transform):
 
     def extra_repr(self) -> str:
         return f"{self.dim if self.event_dim == 1 else tuple(self.shape)}, log_det={self.log_det!r}"
-
-
-class _Traced:
-    """A user's net, whose products with the Jacobian are traced."""
-
-    def __init__(self, net: nn.Module, context: Tensor | None) -> None:
-        self.net, self.context = net, context
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.net(z, self.context)
-
-    def linearize(self, z: Tensor) -> tuple[Tensor, Product, Product]:
-        step, transposed, *_ = torch.func.vjp(self, z)
-
-        def each(product: Product, v: Tensor) -> Tensor:
-            if v.ndim == z.ndim:
-                return product(v)
-            return torch.func.vmap(product)(v.expand(v.shape[0], *z.shape))
-
-        return (
-            step,
-            lambda v: each(lambda one: transposed(one)[0], v),
-            lambda u: each(lambda one: torch.func.jvp(self, (z,), (one,))[1], u),
-        )
 
 
 class _Solve(torch.autograd.Function):
