@@ -14,7 +14,7 @@ well as noise of a network or as the posterior of an autoencoder. All start at o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
@@ -99,6 +99,11 @@ class FlowModel(nn.Module):
                 argument="context",
             )
         return Flow(self.base.distribution(), self.transform, context)
+
+
+def named_flows() -> dict[str, Callable[..., FlowModel]]:
+    """The flows of this module by their names in small letters."""
+    return {name.lower(): globals()[name] for name in __all__ if name != "FlowModel"}
 
 
 class _Named(FlowModel):

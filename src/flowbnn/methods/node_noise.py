@@ -30,7 +30,8 @@ class NodeNoise(Variational):
     Args:
         kind: ``"gaussian"``, ``"joint"`` (a Gaussian over all layers' noise with a full covariance), ``"mixture"`` (Trinh et al. 2020),
             or a flow after a Gaussian: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; or a recipe, for all layers; or rules as
+            ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; a flow of :mod:`flowbnn.flows` that draws cheaply, ``"nsf"``,
+            ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"residualflow"``; or a recipe, for all layers; or rules as
             :func:`~flowbnn.to_stochastic` takes them.
         components: of the mixture.
         site: ``"channel"`` or ``"position"``.
@@ -44,7 +45,21 @@ class NodeNoise(Variational):
 
     kind: (
         Literal[
-            "gaussian", "joint", "mixture", "planar", "radial", "sylvester", "coupling", "invconv", "glow"
+            "gaussian",
+            "joint",
+            "mixture",
+            "planar",
+            "radial",
+            "sylvester",
+            "coupling",
+            "invconv",
+            "glow",
+            "nice",
+            "realnvp",
+            "iaf",
+            "nsf",
+            "naf",
+            "residualflow",
         ]
         | Recipe
         | Mapping[Any, Recipe | None]

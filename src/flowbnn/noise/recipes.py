@@ -3,13 +3,16 @@
 A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, fields
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
 from flowbnn.distributions.bases import Freedom
-from flowbnn.errors import FlowBNNError, nearest, shown
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, shown
+from flowbnn.flows import named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import join
@@ -105,6 +108,13 @@ class Recipe:
             raise FlowBNNError(
                 "a mixture has normal components; leave out base_df or components", argument="base_df"
             )
+        if transform.discrete or transform.stochastic:
+            raise FlowBNNError(
+                f"{self} is no bijection of real vectors, which noise needs", kind="unsupported"
+            )
+        if transform.cheap not in ("both", "forward"):
+            text = "draws cost a pass for every entry of the vector; take a flow with cheap draws, such as IAF in place of MAF"
+            warnings.warn(FlowBNNWarning(f"{self}: {text}", kind="slow draws"), stacklevel=2)
         base = _of_kind(layout.dim, loc, scale, self.base_df)
         if self.components != 1:
             base = MixtureBase(layout.dim, self.components, loc, scale)
@@ -207,6 +217,46 @@ class NormalGlow(Recipe):
         if dim < 2:
             return ()
         return [GlowStep(dim, hidden=(self.hidden,), flip=bool(i % 2)) for i in range(self.length)]
+
+
+@options
+class NormalFlow(Recipe):
+    """A flow of :mod:`flowbnn.flows` by its name, between a standard normal base and the learnable scale and location of the noise.
+
+    Names are those of the recipes in small letters. Where a recipe has a direction that is cheap (``cheap=``), draws are.
+
+    Args:
+        flow: ``"nsf"``, ``"iaf"``, ``"realnvp"``, ...
+        length: number of its steps.
+        settings: other settings of that recipe.
+
+    >>> noise = NormalFlow("iaf", settings={"hidden": (16,)}).build(Layout(8))
+    >>> noise.draw((2,)).shape
+    torch.Size([2, 8])
+    """
+
+    flow: str = "nsf"
+    length: Size = 2
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    __hash__ = Recipe.__hash__  # settings are a dictionary
+
+    def __post_init__(self) -> None:
+        known = named_flows()
+        if self.flow not in known:
+            raise FlowBNNError(
+                f"NormalFlow has no flow {self.flow!r}{nearest(self.flow, known)}", argument="flow"
+            )
+
+    def transforms(self, dim: int) -> Sequence[Transform]:
+        kind = named_flows()[self.flow]
+        draws = {"cheap": "forward"} if "cheap" in signature(kind).parameters else {}
+        return [kind(dim, length=self.length, **{**draws, **self.settings}).transform]
+
+    def build(self, layout: Layout) -> Noise:
+        affine = Affine(layout.dim)
+        affine.start(self.base_loc, self.base_scale)
+        return self._noise(layout, Compose(*self.transforms(layout.dim), affine), 0.0, 1.0)
 
 
 @options

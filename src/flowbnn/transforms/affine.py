@@ -1,5 +1,7 @@
 """Elementwise affine maps."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,13 @@ class Affine(Transform):
         check_vectors(x, len(self.shift), self)
         log_scale = self.log_scale
         return (x - self._offset(log_scale.exp())) * (-log_scale).exp(), -log_scale.sum().expand(x.shape[:-1])
+
+    @torch.no_grad()
+    def start(self, loc: float, scale: float) -> None:
+        """Become the map of standard normal numbers to normal ones of this mean and deviation, as far as the bound allows."""
+        log_scale = max(-0.99, min(0.99, math.log(scale) / self.bound))
+        self.raw_log_scale.fill_(self.bound * math.atanh(log_scale))
+        self.shift.fill_(loc).sub_((1.0 - scale) * self.center)
 
     def push_normal(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, deviation and log-scale of the image of a diagonal normal: fewer steps than two forward passes."""

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import mean, variance
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from flowbnn.methods.variational.gain import gain, plain_log_likelihoods, warn_o
 from flowbnn.noise import (
     NormalAffine,
     NormalCoupling,
+    NormalFlow,
     NormalGlow,
     NormalInvConv,
     NormalPlanar,
@@ -63,6 +65,7 @@ FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has
     "coupling": NormalCoupling,
     "invconv": NormalInvConv,
     "glow": NormalGlow,
+    **{name: partial(NormalFlow, name) for name in ("nice", "realnvp", "iaf", "nsf", "naf", "residualflow")},
 }
 
 

@@ -1,0 +1,97 @@
+"""One zoo, all uses: every flow by its name is a density and the noise of a network, per layer and joint."""
+
+from inspect import signature
+
+import pytest
+import torch
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.flows import named_flows
+from flowbnn.noise import Layout, NormalFlow
+from flowbnn.noise.recipes import recipe_from_dict
+
+SMALL = {"hidden": (8,), "units": 3}
+
+
+def recipe(name: str, **given) -> NormalFlow:
+    takes = signature(named_flows()[name]).parameters
+    return NormalFlow(name, length=1, settings={k: v for k, v in SMALL.items() if k in takes}, **given)
+
+
+def serves(name: str) -> bool:
+    """Whether it is a bijection of real vectors with cheap draws."""
+    try:
+        transform = recipe(name).transforms(2)[0]
+    except FlowBNNError:
+        return False
+    return transform.cheap in ("both", "forward") and not transform.discrete and not transform.stochastic
+
+
+NAMES = [name for name in named_flows() if serves(name)]
+
+
+def test_most_of_the_zoo_draws_cheaply() -> None:
+    known = {"glow", "iaf", "naf", "nice", "nsf", "planar", "radial", "realnvp", "sylvester"}
+    assert known <= set(NAMES)
+    assert "maf" not in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flow_is_a_density_and_noise_per_layer_and_joint(name: str) -> None:
+    torch.manual_seed(0)
+    flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), recipe(name).transforms(2)[0])
+    x = torch.randn(32, 2)
+    optimizer = torch.optim.SGD(flow.parameters(), 1e-2)
+    before = -flow().log_prob(2 * x + 1).mean()
+    before.backward()
+    optimizer.step()
+    assert -flow().log_prob(2 * x + 1).mean() <= before
+
+    batches = [(x, (x[:, 0] > 0).long())]
+    for joint in (None, "layers"):
+        method = fb.NodeNoise(recipe(name, joint=joint, kl_samples=2), epochs=1, samples=1)
+        network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        posterior = method.fit(network, batches, seed=0, progress=False)
+        assert posterior.predict(x, 4, seed=0).log_samples.isfinite().all()
+        draws = posterior.draws(3, seed=0)
+        assert {part.shape for part in draws.values()} == {(3, 2), (3, 3)}
+        assert posterior.log_prob(draws).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["nsf", "iaf"])
+def test_the_noise_starts_at_the_base_of_the_recipe(name: str) -> None:
+    noise = recipe(name, base_scale=0.2).build(Layout(3))
+    drawn = noise.draw((20_000,), torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn.mean(0), torch.ones(3), atol=0.01, rtol=0)
+    torch.testing.assert_close(drawn.std(0), torch.full((3,), 0.2), atol=0.005, rtol=0)
+
+
+def test_a_recipe_by_name_prints_compares_and_comes_back_from_its_dictionary() -> None:
+    one = NormalFlow("nsf", settings={"bins": 4})
+    assert str(one) == "NormalFlow(flow='nsf', length=2, settings={'bins': 4})"
+    assert recipe_from_dict(one.to_dict()) == one
+    assert fb.NodeNoise("nsf", joint="full").rules()["*"] == NormalFlow("nsf", joint="full")
+    assert len({one, NormalFlow("iaf")}) == 2
+
+
+def test_slow_draws_are_warned_of_with_the_remedy() -> None:
+    for slow in (NormalFlow("maf"), fb.noise.FlowNoise(fb.transforms.Autoregressive)):
+        with pytest.warns(FlowBNNWarning, match="such as IAF in place of MAF") as caught:
+            slow.build(Layout(3))
+        assert caught[0].message.fields == {"kind": "slow draws"}
+    NormalFlow("maf").build(Layout(1))  # one entry, one pass
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: NormalFlow("nfs"), "no flow 'nfs'; did you mean 'nsf'"),
+        (lambda: NormalFlow("nsf", settings={"bin": 4}).build(Layout(2)), "NSF has no setting 'bin'"),
+        (lambda: fb.NodeNoise("maf"), "must be 'gaussian'"),
+    ],
+)
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words):
+        call()
