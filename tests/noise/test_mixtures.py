@@ -202,9 +202,12 @@ def test_gradients_of_chosen_components_once_and_twice():
     torch.testing.assert_close(batched[1] - batched[0], torch.ones(5, 2, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("site", ["channel", "position"])
-def test_a_step_compiles_in_one_graph_and_is_the_same(site):
-    model = network({"*": fb.noise.NormalAffine(components=3, site=site)})
+def test_a_step_compiles_in_one_graph_and_is_the_same():
+    sites = {
+        "0": fb.noise.NormalAffine(components=3, site="position"),
+        "*": fb.noise.NormalAffine(components=3),
+    }
+    model = network(sites)
     objective, images, labels = (
         ELBO(fb.likelihoods.Categorical(), 10),
         torch.randn(6, 3, 6, 6),
@@ -344,7 +347,7 @@ def test_what_a_subclass_defines_is_kept():
 def test_batches_of_several_sizes_compile_and_forward_derivatives_and_traces_work():
     model = network()
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     for rows in (8, 5, 6):
         assert compiled(torch.randn(rows, 3, 6, 6)).shape == (rows, 2)
     loc, scale = torch.rand(3, 4, requires_grad=True), torch.rand(3, 4, requires_grad=True)

@@ -244,7 +244,7 @@ class Repeating(nn.Module):
     ids=["dropout", "position", "channel"],
 )
 @pytest.mark.filterwarnings("ignore:the network does not compile in one graph:flowbnn.errors.FlowBNNWarning")
-def test_a_layer_called_several_times_has_the_same_noise_in_training_and_prediction(recipe):
+def test_a_layer_called_several_times_has_the_same_noise_in_training_and_prediction(recipe, traced):
     torch.manual_seed(0)
     model, x = fb.to_stochastic(Repeating(), {"cell": recipe}), torch.randn(1, 8)
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian())
