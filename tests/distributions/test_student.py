@@ -28,6 +28,25 @@ def test_density_moments_and_draws_are_those_of_a_student_t(df):
     assert abs(stats.spearmanr(drawn.numpy()).statistic) < 0.06
 
 
+@pytest.mark.parametrize(
+    ("loc", "scale", "df", "argument"),
+    [
+        (LOC, SCALE, "x", "df"),
+        (LOC, SCALE, 0.0, "df"),
+        (LOC, SCALE, float("nan"), "df"),
+        (LOC, "wide", 3.0, "scale"),
+        (LOC, -1.0, 3.0, "scale"),
+        (LOC, torch.ones(3), 3.0, "scale"),
+        (0.5, SCALE, 3.0, "loc"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_line(loc, scale, df, argument):
+    with pytest.raises(FlowBNNError) as caught:
+        DiagonalStudent(loc, scale, df)
+    assert caught.value.fields["argument"] == argument
+    assert "\n" not in str(caught.value)
+
+
 def test_gradients_reach_location_and_scale():
     loc, scale = LOC.clone().requires_grad_(), SCALE.clone().requires_grad_()
     drawn = DiagonalStudent(loc, scale, 3.0).rsample((50,), torch.Generator().manual_seed(0))

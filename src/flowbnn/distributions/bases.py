@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, Interval, NonNegative, Positive, checked
+from flowbnn.options import Count, Interval, NonNegative, Positive, check, checked
 
 Freedom = Annotated[float, Interval(gt=2)]  # of a Student-t that has a variance
 _LOG_2PI = math.log(2.0 * math.pi)
@@ -44,7 +44,14 @@ class _Vectors(Distribution):
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
         # sums over the last axis would be wrong in silence for a scale that only broadcasts
         same = loc.shape == scale.shape
-        self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
+        try:
+            self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
+        except RuntimeError:
+            raise FlowBNNError(
+                f"the scale of {type(self).__name__}, of shape {tuple(scale.shape)}, does not fit its loc, of {tuple(loc.shape)}",
+                kind="shape",
+                argument="scale",
+            ) from None
         super().__init__(self.loc.shape[: -self.axes], self.loc.shape[-1:], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
@@ -117,6 +124,10 @@ class DiagonalNormal(Diagonal):
 class DiagonalStudent(Diagonal):
     r"""Independent Student-t variables on the last axis, :math:`x_i = \mu_i + \sigma_i t_i`, with ``df`` degrees of freedom each.
 
+    Args:
+        loc, scale: shape ``(..., dim)``.
+        df: above 0; the variance is finite above 2.
+
     Draws are Bailey's (1994): :math:`t = \sqrt{\nu (u^{-2/\nu} - 1)} \cos 2 \pi v` of uniform :math:`u` and :math:`v`.
 
     >>> p = DiagonalStudent(torch.zeros(1), torch.ones(1), df=3.0)
@@ -125,8 +136,13 @@ class DiagonalStudent(Diagonal):
     """
 
     def __init__(
-        self, loc: Tensor, scale: Tensor | float, df: float, validate_args: bool | None = False
+        self, loc: Tensor, scale: Tensor | Positive, df: Positive, validate_args: bool | None = False
     ) -> None:
+        if (
+            not torch.compiler.is_compiling()
+        ):  # in a graph the arguments are a base's own, which it has checked
+            check("scale", scale, Tensor | Positive, "DiagonalStudent")
+            check("df", df, Positive, "DiagonalStudent")
         self.df = float(df)
         super().__init__(loc, scale, validate_args)
 
