@@ -4,9 +4,11 @@ Each is called as ``net(value, context)``, reads and writes the last axis, and s
 conditions starts at the identity. :class:`LipschitzMLP` and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
 """
 
+from flowbnn.nets.conditional import ConditionalNormal
+from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.lipschitz import LipschitzMLP
 from flowbnn.nets.masked import MaskedMLP
 from flowbnn.nets.mlp import MLP
 from flowbnn.nets.smooth import SmoothMLP
 
-__all__ = ["MLP", "LipschitzMLP", "MaskedMLP", "SmoothMLP"]
+__all__ = ["MLP", "ConditionalNormal", "GatedConvNet", "LipschitzMLP", "MaskedMLP", "SmoothMLP"]

@@ -7,8 +7,10 @@ from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from flowbnn.transforms.discrete import Argmax
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
+from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
 from flowbnn.transforms.linear import Householder, LULinear
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
@@ -17,23 +19,37 @@ from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.residual import Residual
 from flowbnn.transforms.sigmoidal import SigmoidalMap
 from flowbnn.transforms.splines import CircularSplineMap, SplineMap
+from flowbnn.transforms.surjective import (
+    AbsoluteValue,
+    Augment,
+    Dequantization,
+    MaxPool,
+    Slice,
+    VAELayer,
+)
 from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
 from flowbnn.transforms.triangular import BlockTriangular
 from flowbnn.transforms.univariate import AffineMap, ShiftMap, Univariate
 
 __all__ = [
+    "AbsoluteValue",
     "ActNorm",
     "AdditiveCoupling",
     "Affine",
     "AffineCoupling",
     "AffineMap",
     "Amortized",
+    "Argmax",
+    "Augment",
     "Autoregressive",
     "BatchNorm",
     "BlockTriangular",
+    "ChannelsFirst",
+    "Checkerboard",
     "CircularSplineMap",
     "Compose",
     "Coupling",
+    "Dequantization",
     "Exp",
     "GlowStep",
     "Householder",
@@ -42,23 +58,29 @@ __all__ = [
     "LULinear",
     "LeakyReLU",
     "Logit",
+    "MaxPool",
+    "MultiScale",
     "NeuralODE",
     "OrthogonalSylvester",
     "Permutation",
     "Planar",
     "PlanarLU",
     "Radial",
+    "Reshape",
     "Residual",
     "Reverse",
     "ShiftMap",
     "Shuffle",
     "Sigmoid",
     "SigmoidalMap",
+    "Slice",
     "Softplus",
     "SplineMap",
+    "Squeeze",
     "Tanh",
     "Transform",
     "TriangularSylvester",
     "Univariate",
+    "VAELayer",
     "flow_matching_loss",
 ]

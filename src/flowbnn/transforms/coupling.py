@@ -34,8 +34,8 @@ class Coupling(Transform):
         flip: exchange what is kept and what is moved.
         hidden, activation, context_dim: of the :class:`~flowbnn.nets.MLP` that is made when no net is given.
         net: a module called as ``net(q(kept), context)`` that gives ``univariate.per_entry`` numbers for each moved entry.
+            With a convolution, such as :class:`~flowbnn.nets.GatedConvNet`, events are images, channels last.
         compress: whether the net reads :math:`q(z_A)`, or else :math:`z_A` itself, as the papers have it.
-        event_dim: trailing axes of one event; with 3, events are images, channels last, and the net is a convolution.
 
     >>> from flowbnn.transforms import SplineMap
     >>> spline = Coupling(4, SplineMap(bins=4), hidden=(8,))
@@ -60,10 +60,10 @@ class Coupling(Transform):
         context_dim: Length = 0,
         net: nn.Module | None = None,
         compress: bool = True,
-        event_dim: Count = 1,
     ) -> None:
         super().__init__()
-        self.dim, self.univariate, self.compress, self.event_dim = dim, univariate, compress, event_dim
+        self.dim, self.univariate, self.compress = dim, univariate, compress
+        self.event_dim = int(getattr(net, "event_dim", 1))
         self.inverse_kind = univariate.inverse_kind
         keep = _read_mask(mask, dim)
         self.register_buffer("mask", ~keep if flip else keep)

@@ -27,6 +27,7 @@ class GlowStep(Compose):
         data_start: normalise the first training batch as Glow does when it learns the density of data. By default
             ActNorm starts at the identity, because noise that multiplies a trained network must keep its mean of one.
         generator: where the draws of the linear map come from; torch's own by default.
+        net: of the coupling, in place of an MLP; with a :class:`~flowbnn.nets.GatedConvNet` it is a step of images, channels last.
 
     >>> step = GlowStep(4, hidden=(16,))
     >>> z = torch.ones(2, 4)
@@ -48,9 +49,10 @@ class GlowStep(Compose):
         permute: bool = False,
         data_start: bool = False,
         generator: torch.Generator | None = None,
+        net: nn.Module | None = None,
     ) -> None:
         super().__init__(
             ActNorm(dim, data_start=data_start),
             LULinear(dim, permute=permute, generator=generator),
-            AffineCoupling(dim, mask, flip, hidden, activation, context_dim, bound=bound),
+            AffineCoupling(dim, mask, flip, hidden, activation, context_dim, net, bound=bound),
         )

@@ -1,0 +1,225 @@
+"""Rearrangements of images, which carry pixels to channels and back.
+
+Flows of images work on ``(..., height, width, channels)``: the maps of vectors, which act on the last axis, then act on the channels
+at every pixel. :class:`LULinear` is the invertible 1x1 convolution, :class:`ActNorm` the one per channel, a :class:`Coupling` whose net
+is a :class:`~flowbnn.nets.GatedConvNet` the coupling of channels, and after a :class:`Checkerboard` that of a checkerboard.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.conditional import ConditionalNormal
+from flowbnn.nets.convolution import GatedConvNet
+from flowbnn.nets.mlp import Length
+from flowbnn.options import Count, checked
+from flowbnn.transforms.base import Transform
+from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.surjective import Augment
+
+
+class Rearrangement(Transform):
+    """A bijection that only moves numbers, integers as well; a subclass gives both directions."""
+
+    linearity = "affine"
+    event_dim = 3
+
+    @abstractmethod
+    def there(self, z: Tensor) -> Tensor:
+        """What ``forward`` makes of it."""
+
+    @abstractmethod
+    def back(self, x: Tensor) -> Tensor:
+        """What ``inverse`` makes of it."""
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.there(z), _zeros(z, self.event_dim)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.back(x), _zeros(x, self.sample_dim)
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return self.there(torch.empty(*shape, device="meta")).shape
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return self.back(torch.empty(*shape, device="meta")).shape
+
+    def _refuse(self, value: Tensor, wanted: str) -> None:
+        raise FlowBNNError(
+            f"{type(self).__name__} takes {wanted}, not shape {tuple(value.shape)}", kind="shape"
+        )
+
+
+def _zeros(value: Tensor, axes: int) -> Tensor:
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return torch.zeros(value.shape[: value.ndim - axes], dtype=dtype, device=value.device)
+
+
+class Reshape(Rearrangement):
+    """The same numbers in another shape, for instance the image of a vector.
+
+    Args:
+        before, after: shapes of an event of the base and of the sample.
+
+    >>> Reshape((12,), (2, 2, 3))(torch.ones(5, 12))[0].shape
+    torch.Size([5, 2, 2, 3])
+    """
+
+    @checked
+    def __init__(self, before: Sequence[Count], after: Sequence[Count]) -> None:
+        super().__init__()
+        self.before, self.after = tuple(before), tuple(after)
+        if math.prod(self.before) != math.prod(self.after):
+            raise FlowBNNError(
+                f"{self.before} and {self.after} hold different numbers of entries", argument="after"
+            )
+        self.event_dim = len(self.before)
+
+    @property
+    def sample_dim(self) -> int:
+        return len(self.after)
+
+    def _shaped(self, value: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
+        cut = value.ndim - len(before)
+        if cut < 0 or value.shape[cut:] != before:
+            self._refuse(value, f"events of shape {before}")
+        return value.reshape(value.shape[:cut] + after)
+
+    def there(self, z: Tensor) -> Tensor:
+        return self._shaped(z, self.before, self.after)
+
+    def back(self, x: Tensor) -> Tensor:
+        return self._shaped(x, self.after, self.before)
+
+
+class ChannelsFirst(Rearrangement):
+    """``(height, width, channels)`` to ``(channels, height, width)``, the usual form of images in PyTorch; it ends a flow of images.
+
+    >>> ChannelsFirst()(torch.ones(5, 32, 32, 3))[0].shape
+    torch.Size([5, 3, 32, 32])
+    """
+
+    def there(self, z: Tensor) -> Tensor:
+        return z.movedim(-1, -3)
+
+    def back(self, x: Tensor) -> Tensor:
+        return x.movedim(-3, -1)
+
+
+class Squeeze(Rearrangement):
+    r"""Squares of pixels become channels, :math:`(H, W, C) \to (H / f, W / f, f^2 C)` (Dinh, Sohl-Dickstein & Bengio 2017).
+
+    The numbers that one channel has in a square stand side by side. On the way from the data to the base, as in the paper, it is
+    ``Inverse(Squeeze())`` that a flow is made of, since forward means base to sample.
+
+    Args:
+        factor: side :math:`f` of the squares.
+
+    >>> Squeeze()(torch.ones(5, 32, 32, 3))[0].shape
+    torch.Size([5, 16, 16, 12])
+    """
+
+    @checked
+    def __init__(self, factor: Count = 2) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def there(self, z: Tensor) -> Tensor:
+        f = self.factor
+        if z.ndim < 3 or z.shape[-3] % f or z.shape[-2] % f:
+            self._refuse(z, f"images (..., height, width, channels) with sides divisible by {f}")
+        height, width, channels = z.shape[-3:]
+        squares = z.reshape(*z.shape[:-3], height // f, f, width // f, f, channels)
+        return squares.movedim((-4, -2), (-2, -1)).flatten(-3)
+
+    def back(self, x: Tensor) -> Tensor:
+        f = self.factor
+        if x.ndim < 3 or x.shape[-1] % (f * f):
+            self._refuse(x, f"images (..., height, width, channels) with channels divisible by {f * f}")
+        height, width, channels = x.shape[-3:]
+        squares = x.reshape(*x.shape[:-1], channels // (f * f), f, f).movedim((-2, -1), (-4, -2))
+        return squares.reshape(*x.shape[:-3], height * f, width * f, channels // (f * f))
+
+
+class Checkerboard(Rearrangement):
+    r"""White and black squares of a checkerboard become halves of the channels, :math:`(H, W, C) \to (H, W / 2, 2C)`.
+
+    Between it and its inverse, a coupling that keeps half of the channels keeps one colour of the board.
+
+    >>> image = torch.tensor([[0.0, 1.0], [2.0, 3.0]]).unsqueeze(-1)
+    >>> Checkerboard()(image)[0].squeeze(1)
+    tensor([[0., 1.],
+            [3., 2.]])
+    """
+
+    def there(self, z: Tensor) -> Tensor:
+        if z.ndim < 3 or z.shape[-2] % 2:
+            self._refuse(z, "images (..., height, width, channels) of even width")
+        return _turned(z.unflatten(-2, (z.shape[-2] // 2, 2))).flatten(-2)
+
+    def back(self, x: Tensor) -> Tensor:
+        if x.ndim < 3 or x.shape[-1] % 2:
+            self._refuse(x, "images (..., height, width, channels) with an even number of channels")
+        return _turned(x.unflatten(-1, (2, x.shape[-1] // 2))).flatten(-3, -2)
+
+
+def _turned(pairs: Tensor) -> Tensor:
+    """Pairs on the last axis but one, exchanged in every second row."""
+    odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
+    return torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)
+
+
+class MultiScale(Compose):
+    r"""An image from a vector, level by level (Dinh, Sohl-Dickstein & Bengio 2017, section 3.6).
+
+    On the way from the data, every level squeezes squares of pixels into channels, applies ``length`` steps, and, but for the last
+    level, slices off half of the channels, whose distribution given the others is learned. Images have their channels last.
+
+    Args:
+        shape: of an image, ``(height, width, channels)``; the sides are divisible by ``2 ** levels``.
+        levels, length: number of levels, and of steps at each.
+        step: makes a step for so many channels, ``step(channels, number)``.
+        noise: makes what gives the distribution of ``added`` channels for ``kept`` ones, ``noise(kept, added)``; by default a normal
+            whose mean and scale a network of gated convolutions computes.
+        hidden, blocks, context_dim: of that network.
+
+    >>> from flowbnn.transforms import ActNorm
+    >>> scales = MultiScale((4, 4, 1), levels=2, length=1, step=lambda channels, number: ActNorm(channels))
+    >>> scales.dim, scales(torch.ones(5, 8))[0].shape
+    (8, torch.Size([5, 4, 4, 1]))
+    """
+
+    @checked
+    def __init__(
+        self,
+        shape: Sequence[Count],
+        levels: Count,
+        length: Count,
+        step: Callable[[int, int], Transform],
+        noise: Callable[[int, int], nn.Module] | None = None,
+        hidden: Count = 64,
+        blocks: Count = 2,
+        context_dim: Length = 0,
+    ) -> None:
+        if len(shape) != 3 or shape[0] % 2**levels or shape[1] % 2**levels:
+            raise FlowBNNError(
+                f"{levels} levels need images of three axes with sides divisible by {2**levels}, not {tuple(shape)}",
+                kind="shape",
+                argument="shape",
+            )
+        height, width, channels = shape
+        parts: list[Transform] = []  # from the data to the base
+        for level in range(levels):
+            height, width, channels = height // 2, width // 2, 4 * channels
+            parts += [Inverse(Squeeze()), *(step(channels, number) for number in range(length))]
+            if level < levels - 1:
+                channels = channels // 2
+                net = GatedConvNet(channels + context_dim, 2 * channels, hidden, blocks)
+                made = noise(channels, channels) if noise else ConditionalNormal(net)
+                parts.append(Augment(channels, channels, made))
+        self.dim = height * width * channels
+        super().__init__(Reshape((self.dim,), (height, width, channels)), *reversed(parts))

@@ -1,0 +1,363 @@
+r"""Maps that lose information one way and draw it the other way (Nielsen et al. 2020, https://arxiv.org/abs/2007.02731).
+
+Each is named for what ``forward`` does on the way to the sample; run backwards by :class:`~flowbnn.transforms.Inverse` it is the
+other map of its kind, and a bound becomes exact. What is drawn has a distribution that may be learned: ``noise`` is a module that is
+called with what is known, the context behind it on the last axis, and returns a ``torch`` distribution: a
+:class:`~flowbnn.nets.ConditionalNormal` or any conditional flow, such as ``fb.flows.RealNVP(dim, context_dim=...)``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import constraints
+from torch.nn import functional as F
+
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.conditional import ConditionalNormal
+from flowbnn.nets.mlp import MLP, Length
+from flowbnn.options import Count, Ge, checked
+from flowbnn.transforms.base import Transform, check_integers, check_tensor, check_vectors
+from flowbnn.transforms.compose import Inverse
+
+Several = Annotated[int, Ge(2)]
+
+
+def known(value: Tensor, context: Tensor | None, event_dim: int) -> Tensor:
+    """The value with the context behind it on the last axis, at every position of an event."""
+    if context is None:
+        return value
+    context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), context.shape[-1])
+    return torch.cat([value, context.expand(*value.shape[:-1], context.shape[-1])], dim=-1)
+
+
+def summed(log_prob: Tensor, batch: torch.Size) -> Tensor:
+    return log_prob.flatten(len(batch)).sum(-1) if log_prob.ndim > len(batch) else log_prob
+
+
+def drawn(distribution: Any, batch: torch.Size) -> tuple[Tensor, Tensor]:
+    """A draw, with its gradient where there is one, and its log-density."""
+    if hasattr(distribution, "rsample_and_log_prob"):
+        value, log_prob = distribution.rsample_and_log_prob()
+    else:
+        value = distribution.rsample() if distribution.has_rsample else distribution.sample()
+        log_prob = distribution.log_prob(value)
+    return value, summed(log_prob, batch)
+
+
+def _event_dim(module: Any, otherwise: int = 1) -> int:
+    return int(getattr(module, "event_dim", otherwise))
+
+
+class Augment(Transform):
+    r"""Noise is put behind the vector, :math:`x = (z, e)` with :math:`e \sim p(e \mid z)`; backwards it is sliced off.
+
+    :math:`\log p(x) = \log p(z) + \log p(e \mid z)` is exact. On the channels of an image it is the split of a multi-scale flow (Dinh,
+    Sohl-Dickstein & Bengio 2017) with a learned prior for the half that leaves early.
+
+    Args:
+        kept, added: lengths of :math:`z` and :math:`e`.
+        noise: gives the distribution of :math:`e` for :math:`z`; by default a normal whose mean and scale an MLP computes, which
+            starts at the standard normal.
+        hidden, context_dim: of that MLP.
+
+    >>> x, log_det = Augment(2, 3)(torch.ones(5, 2))
+    >>> x.shape, log_det.shape
+    (torch.Size([5, 5]), torch.Size([5]))
+    """
+
+    draws = "forward"
+
+    @checked
+    def __init__(
+        self,
+        kept: Count,
+        added: Count,
+        noise: nn.Module | None = None,
+        hidden: Sequence[Count] = (64, 64),
+        context_dim: Length = 0,
+    ) -> None:
+        super().__init__()
+        self.kept, self.added = kept, added
+        self.noise = noise or ConditionalNormal(MLP(kept + context_dim, 2 * added, hidden))
+        self.event_dim = _event_dim(noise)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, self.kept, self, next(self.noise.parameters(), None))
+        e, log_prob = drawn(self.noise(known(z, context, self.event_dim)), z.shape[: z.ndim - self.event_dim])
+        return torch.cat([z, e], dim=-1), -log_prob
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(x, self.kept + self.added, self, next(self.noise.parameters(), None))
+        z, e = x[..., : self.kept], x[..., self.kept :]
+        log_prob = self.noise(known(z, context, self.event_dim)).log_prob(e)
+        return z, summed(log_prob, x.shape[: x.ndim - self.event_dim])
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.kept + self.added))
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.kept))
+
+
+class Slice(Inverse):
+    r"""The first entries of a longer vector, :math:`x = z_A`; backwards, noise :math:`z_B \sim q(z_B \mid x)` is put behind it.
+
+    :math:`\log p(x) \ge E_q[\log p(z) - \log q(z_B \mid x)]`: the augmented flows of Huang, Dinh & Courville 2020, which may mix the
+    data with dimensions of noise.
+
+    Args:
+        kept, dropped: lengths of :math:`x` and :math:`z_B`.
+        noise, hidden, context_dim: as in :class:`Augment`.
+
+    >>> Slice(2, 3).inverse(torch.ones(5, 2))[0].shape, Slice(2, 3).lower_bound
+    (torch.Size([5, 5]), True)
+    """
+
+    @checked
+    def __init__(
+        self,
+        kept: Count,
+        dropped: Count,
+        noise: nn.Module | None = None,
+        hidden: Sequence[Count] = (64, 64),
+        context_dim: Length = 0,
+    ) -> None:
+        super().__init__(Augment(kept, dropped, noise, hidden, context_dim))
+
+
+class AbsoluteValue(Transform):
+    r"""The absolute value :math:`x = |z|`; backwards, signs :math:`s \sim q(s \mid x)` are drawn, :math:`z = s x`.
+
+    ``Inverse(AbsoluteValue())`` gives symmetric densities exactly: :math:`\log p(x) = \log p(|x|) + \log q(s \mid |x|)`.
+
+    Args:
+        net: log-odds of a positive sign for each entry, from :math:`x` and the context; by default signs are even. No gradient passes a
+            drawn sign, so the net learns where signs are observed, that is in ``Inverse(AbsoluteValue(net))``.
+
+    >>> AbsoluteValue()(torch.tensor([-2.0, 3.0]))
+    (tensor([2., 3.]), tensor([-0.6931, -0.6931]))
+    """
+
+    draws = "inverse"
+
+    @checked
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.event_dim = 0 if net is None else _event_dim(net)
+
+    def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
+        return torch.zeros_like(x) if self.net is None else self.net(known(x, context, self.event_dim))
+
+    def _batch(self, log_prob: Tensor) -> Tensor:
+        return summed(log_prob, log_prob.shape[: log_prob.ndim - self.event_dim])
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
+        x = z.abs()
+        log_odds = self._log_odds(x, context)
+        return x, self._batch(F.logsigmoid(torch.where(z < 0, -log_odds, log_odds)))
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
+        log_odds = self._log_odds(x, context)
+        negative = torch.rand_like(x) > torch.sigmoid(log_odds)
+        return torch.where(negative, -x, x), -self._batch(
+            F.logsigmoid(torch.where(negative, -log_odds, log_odds))
+        )
+
+
+class MaxPool(Transform):
+    r"""The largest of each ``size`` entries that stand side by side; backwards, its place and the gaps to the others are drawn.
+
+    The place is uniform and the gaps are exponential with learned rates :math:`r`,
+    :math:`q(z \mid x) = \frac1k \prod_j r e^{-r (x - z_j)}` over the others.
+    ``Inverse(MaxPool(...))`` is the max-pooling layer of a SurVAE flow, whose densities are exact. After a
+    :class:`~flowbnn.transforms.Squeeze` four entries side by side are a square of an image's pixels.
+
+    Args:
+        dim: length of :math:`x`.
+        size: entries in a group; :math:`z` is ``size`` times as long as :math:`x`.
+
+    >>> MaxPool(2, size=3)(torch.tensor([1.0, 5.0, 2.0, 0.0, -1.0, -3.0]))[0]
+    tensor([5., 0.])
+    """
+
+    draws = "inverse"
+
+    @checked
+    def __init__(self, dim: Count, size: Several = 4) -> None:
+        super().__init__()
+        self.dim, self.size = dim, size
+        self.log_rate = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, self.dim * self.size, self)
+        groups = z.unflatten(-1, (self.dim, self.size))
+        x = groups.amax(-1)
+        return x, self._log_density((x.unsqueeze(-1) - groups).sum(-1))
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(x, self.dim, self)
+        place = torch.randint(self.size, (*x.shape, 1), device=x.device)
+        others = place != torch.arange(self.size, device=x.device)
+        gaps = (
+            torch.empty_like(others, dtype=x.dtype).exponential_()
+            * others
+            / self.log_rate.exp().unsqueeze(-1)
+        )
+        return (x.unsqueeze(-1) - gaps).flatten(-2), -self._log_density(gaps.sum(-1))
+
+    def _log_density(self, gaps: Tensor) -> Tensor:
+        each = (self.size - 1) * self.log_rate - self.log_rate.exp() * gaps - math.log(self.size)
+        return each.sum(-1)
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.dim))
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.dim * self.size))
+
+
+class Dequantization(Transform):
+    r"""Rounding, :math:`x = \lfloor L z \rfloor`; backwards integers are dequantized, :math:`z = (x + u) / L`.
+
+    The noise is :math:`u \sim q(u \mid x)`. It ends a continuous flow whose data are integers, and
+    :math:`\log P(x) \ge E_q[\log p(z) - \log q(u \mid x)] - D \log L` bounds their log-probability: with uniform noise (Theis, van den
+    Oord & Bethge 2016) or with learned noise, which is tighter (variational dequantization, Ho et al. 2019). Run backwards it is a flow
+    for real data on top of a model of integers.
+
+    Args:
+        levels: values are :math:`0 \dots L - 1`, such as 256 for 8-bit images, and :math:`z` is in :math:`[0, 1]`, for instance by a
+            :class:`~flowbnn.transforms.Sigmoid` before; what is outside is clipped. None: all integers, :math:`L = 1`.
+        noise: gives a distribution of real numbers for the integers (scaled to :math:`[-1, 1]` if there are levels), which a sigmoid
+            carries to :math:`(0, 1)`; by default :math:`u` is uniform.
+
+    >>> dequantization = Dequantization(levels=4)
+    >>> z, contribution = dequantization.inverse(torch.tensor([0, 3]))
+    >>> (4 * z).floor(), contribution
+    (tensor([0., 3.]), tensor([-1.3863, -1.3863]))
+    """
+
+    draws = "inverse"
+    discrete = True
+    _zero: Tensor
+
+    @checked
+    def __init__(self, levels: Several | None = None, noise: nn.Module | None = None) -> None:
+        super().__init__()
+        self.levels, self.noise = levels, noise
+        self.event_dim = 0 if noise is None else _event_dim(noise)
+        self.register_buffer("_zero", torch.zeros(()), persistent=False)  # it has the dtype of the flow
+
+    def ends(self) -> tuple[Any, Any] | None:
+        """Domain and range as torch's constraints."""
+        if self.levels is None:
+            return None
+        return constraints.unit_interval, constraints.integer_interval(0, self.levels - 1)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
+        scaled = z * (self.levels or 1)
+        x = scaled.detach().floor()
+        x = x.clamp(0, self.levels - 1) if self.levels else x
+        log_density = torch.full_like(z, math.log(self.levels or 1))
+        if self.noise is not None:
+            tiny = torch.finfo(z.dtype).eps
+            v = torch.logit((scaled - x).clamp(tiny, 1.0 - tiny))
+            log_density = self._batch(log_density - _log_sigmoid_slope(v))
+            log_density = log_density + summed(self._given(x, context).log_prob(v), log_density.shape)
+        return x.long(), log_density
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_integers(x, self)
+        x = x.to(self._zero.dtype)
+        log_density = torch.full_like(x, math.log(self.levels or 1))
+        if self.noise is None:
+            u = torch.rand_like(x)
+        else:
+            v, log_prob = drawn(self._given(x, context), x.shape[: x.ndim - self.event_dim])
+            u = torch.sigmoid(v)
+            log_density = self._batch(log_density - _log_sigmoid_slope(v)) + log_prob
+        margin = 4.0 * torch.finfo(x.dtype).eps  # rounding must not carry a value into the next bin
+        value = torch.clamp(x + u, x + margin * x.abs(), x + 1.0 - margin * (x + 1.0).abs())
+        return value / (self.levels or 1), -log_density
+
+    def _batch(self, log_prob: Tensor) -> Tensor:
+        return summed(log_prob, log_prob.shape[: log_prob.ndim - self.event_dim])
+
+    def _given(self, x: Tensor, context: Tensor | None) -> Any:
+        x = (2.0 * x + 1.0) / self.levels - 1.0 if self.levels else x
+        return self.noise(known(x, context, self.event_dim))  # type: ignore[misc]
+
+
+def _log_sigmoid_slope(value: Tensor) -> Tensor:
+    return F.logsigmoid(value) + F.logsigmoid(-value)
+
+
+class VAELayer(Transform):
+    r"""A variational autoencoder as a layer: :math:`x \sim p(x \mid z)` forward and :math:`z \sim q(z \mid x)` backwards.
+
+    :math:`\log p(x) \ge E_q[\log p(z) + \log p(x \mid z) - \log q(z \mid x)]` (Kingma & Welling 2014), with whatever flow stands before
+    it as the prior of :math:`z`. At its own draws the same sum is, on average, a bound from above.
+
+    Args:
+        dim: length of :math:`x`, or the shape of one.
+        latent_dim: length of :math:`z`.
+        decoder, encoder: give the distributions of :math:`x` for :math:`z` and of :math:`z` for :math:`x`; by default normals whose
+            mean and scale MLPs compute. A conditional flow is an encoder as well.
+        hidden, context_dim: of these MLPs.
+
+    >>> layer = VAELayer(5, latent_dim=2)
+    >>> z, contribution = layer.inverse(torch.ones(7, 5))
+    >>> z.shape, contribution.shape, layer.lower_bound
+    (torch.Size([7, 2]), torch.Size([7]), True)
+    """
+
+    draws: Literal["both"] = "both"
+
+    @checked
+    def __init__(
+        self,
+        dim: Count | Sequence[Count],
+        latent_dim: Count,
+        decoder: nn.Module | None = None,
+        encoder: nn.Module | None = None,
+        hidden: Sequence[Count] = (64, 64),
+        context_dim: Length = 0,
+    ) -> None:
+        super().__init__()
+        self.shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        self.latent_dim = latent_dim
+        if len(self.shape) > 1 and (decoder is None or encoder is None):
+            raise FlowBNNError(
+                "give a decoder and an encoder for events of more than one axis", argument="decoder"
+            )
+        size = self.shape[0]
+        self.decoder = decoder or ConditionalNormal(MLP(latent_dim + context_dim, 2 * size, hidden))
+        self.encoder = encoder or ConditionalNormal(MLP(size + context_dim, 2 * latent_dim, hidden))
+
+    @property
+    def sample_dim(self) -> int:
+        return len(self.shape)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
+        x, log_decoder = drawn(self.decoder(known(z, context, 1)), z.shape[:-1])
+        log_encoder = self.encoder(known(x, context, self.sample_dim)).log_prob(z)
+        return x, summed(log_encoder, z.shape[:-1]) - log_decoder
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(x, self)
+        batch = x.shape[: x.ndim - self.sample_dim]
+        z, log_encoder = drawn(self.encoder(known(x, context, self.sample_dim)), batch)
+        return z, summed(self.decoder(known(z, context, 1)).log_prob(x), batch) - log_encoder
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], *self.shape))
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[: len(shape) - self.sample_dim], self.latent_dim))

@@ -1,0 +1,88 @@
+"""Flows of images and of integers by name: probabilities, contexts, shapes, bad input."""
+
+import pytest
+import torch
+
+import flowbnn as fb
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Augment, Compose
+
+
+def moved(flow: fb.flows.FlowModel, by: float = 0.1) -> fb.flows.FlowModel:
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter += by * torch.randn_like(parameter)
+    return flow.eval()
+
+
+def glow(**given) -> fb.flows.FlowModel:
+    torch.manual_seed(0)
+    return moved(fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,), values=None, **given).double())
+
+
+def flat(flow: fb.flows.FlowModel, x: torch.Tensor) -> torch.Tensor:
+    """All latents of an image in one vector, those that left early standardised: a bijection without any draw."""
+    latents = []
+    for part in reversed(
+        [part for whole in flow.transform for part in (whole if isinstance(whole, Compose) else [whole])]
+    ):
+        if isinstance(part, Augment):
+            z, e = x[..., : part.kept], x[..., part.kept :]
+            noise = part.noise(z)
+            latents.append(((e - noise.loc) / noise.scale).flatten())
+            x = z
+        else:
+            x = part.inverse(x)[0]
+    return torch.cat([x.flatten(), *latents])
+
+
+def test_the_density_of_an_image_is_that_of_its_jacobian() -> None:
+    flow, x = glow(), torch.randn(1, 4, 4).double()
+    jacobian = torch.func.jacrev(lambda one: flat(flow, one))(x).reshape(16, 16)
+    z = flat(flow, x)
+    expected = (
+        torch.distributions.Normal(0.0, 1.0).log_prob(z).sum() + torch.linalg.slogdet(jacobian).logabsdet
+    )
+    torch.testing.assert_close(flow().log_prob(x), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_draws_of_images_have_the_density_that_they_are_drawn_with() -> None:
+    flow = glow(context_dim=3)
+    context = torch.randn(5, 3).double()
+    x, log_prob = flow(context).rsample_and_log_prob()
+    assert x.shape == (5, 1, 4, 4)
+    torch.testing.assert_close(flow(context).log_prob(x), log_prob)
+    assert not torch.allclose(flow(context + 1.0).log_prob(x), log_prob)
+    assert flow(context).sample((2,)).shape == (2, 5, 1, 4, 4)
+
+
+def test_images_of_integers() -> None:
+    flow = fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,), values=4)
+    x = flow().sample((6,))
+    assert x.dtype == torch.long
+    assert 0 <= x.min() <= x.max() <= 3
+    log_prob = flow().log_prob(x.to(torch.uint8))
+    log_prob.sum().backward()
+    assert log_prob.isfinite().all()
+    assert flow.transform.lower_bound
+    assert flow().log_prob(torch.full((1, 4, 4), 4)) == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fb.flows.Glow((1, 6, 4), levels=2), "sides divisible by 4"),
+        (lambda: fb.flows.Glow((4, 4)), "shape .channels, height, width."),
+        (
+            lambda: fb.flows.Glow((1, 4, 4), levels=1)().log_prob(torch.rand(1, 4, 4)),
+            "takes a tensor of integers",
+        ),
+        (
+            lambda: fb.flows.Glow((1, 4, 4), levels=1, values=None)().log_prob(torch.ones(1, 4, 4).long()),
+            "dequantize",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words):
+        call()
