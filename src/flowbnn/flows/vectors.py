@@ -1,45 +1,23 @@
-"""Flows by name: a base and a transform as one module, which called gives the distribution.
-
->>> import torch
->>> flow = NSF(dim=2)
->>> x = flow().sample((5,))
->>> flow().log_prob(x).shape
-torch.Size([5])
->>> conditional = MAF(2, context_dim=3)
->>> conditional(torch.ones(5, 3)).log_prob(x).shape
-torch.Size([5])
-
-A name is a few lines over :class:`FlowModel`. The transform of a model, ``NSF(dim, context_dim, ...).transform``, serves as
-well as noise of a network or as the posterior of an autoencoder. All start at or near the identity.
-"""
+"""Recipes for vectors."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from torch import Tensor, nn
-
-from flowbnn.distributions import Base, CircularBase, Flow, NormalBase
-from flowbnn.errors import FlowBNNError
-from flowbnn.nets.convolution import GatedConvNet
+from flowbnn.distributions import Base, CircularBase
+from flowbnn.flows.base import Bins, Named, Widths
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Ge, Positive, Probability, checked
+from flowbnn.options import Count, Positive, Probability, checked
 from flowbnn.transforms import (
     ActNorm,
     Affine,
     AffineMap,
     Amortized,
     Autoregressive,
-    ChannelsFirst,
     CircularSplineMap,
-    Compose,
     Coupling,
-    Dequantization,
-    GlowStep,
     HouseholderSylvester,
     Inverse,
     LULinear,
-    MultiScale,
     NeuralODE,
     PlanarLU,
     Residual,
@@ -52,75 +30,6 @@ from flowbnn.transforms import (
 from flowbnn.transforms import Householder as Reflections
 from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms.coupling import Mask
-
-__all__ = [
-    "FFJORD",
-    "IAF",
-    "MAF",
-    "NAF",
-    "NICE",
-    "NSF",
-    "FlowModel",
-    "Glow",
-    "Householder",
-    "Planar",
-    "Radial",
-    "RealNVP",
-    "ResidualFlow",
-    "Sylvester",
-]
-
-Widths = Sequence[Count]
-Bins = Annotated[int, Ge(2)]
-
-
-class FlowModel(nn.Module):
-    """Any flow as a module: the base and the transform it owns, and the distribution they make when it is called.
-
-    Args:
-        base: the owner of the base distribution.
-        transform: from the base to the sample.
-        context_dim: length of the context vectors that the transform reads; 0 for none.
-
-    >>> from flowbnn.transforms import Radial
-    >>> FlowModel(NormalBase(2, 0.0, 1.0), Radial(2))().event_shape
-    torch.Size([2])
-    """
-
-    @checked
-    def __init__(self, base: Base, transform: Transform, context_dim: Length = 0) -> None:
-        super().__init__()
-        self.base, self.transform, self.context_dim = base, transform, context_dim
-
-    def forward(self, context: Tensor | None = None) -> Flow:
-        """The distribution, one for each context vector ``(..., context_dim)``."""
-        given = 0 if context is None else context.shape[-1] if context.ndim else -1
-        if given != self.context_dim:
-            raise FlowBNNError(
-                f"{type(self).__name__} was made with context_dim={self.context_dim}, and is given "
-                + ("no context" if context is None else f"a context of shape {tuple(context.shape)}"),
-                kind="shape",
-                argument="context",
-            )
-        return Flow(self.base.distribution(), self.transform, context)
-
-
-def named_flows() -> dict[str, Callable[..., FlowModel]]:
-    """The flows of this module by their names in small letters."""
-    return {name.lower(): globals()[name] for name in __all__ if name != "FlowModel"}
-
-
-class _Named(FlowModel):
-    """A flow on a standard normal base, unless another of the same length is given."""
-
-    def __init__(self, dim: int, context_dim: int, base: Base | None, *parts: Transform) -> None:
-        if base is not None and base.dim != dim:
-            raise FlowBNNError(
-                f"{type(self).__name__}({dim}) needs a base of that length, not of {base.dim}",
-                kind="shape",
-                argument="base",
-            )
-        super().__init__(base or NormalBase(dim, 0.0, 1.0), Compose(*parts), context_dim)
 
 
 def _coupling(
@@ -137,7 +46,7 @@ def _orders(dim: int, length: int) -> list[range]:
     return [range(dim - 1, -1, -1) if step % 2 else range(dim) for step in range(length)]
 
 
-class NICE(_Named):
+class NICE(Named):
     """Additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
 
     Args:
@@ -160,7 +69,7 @@ class NICE(_Named):
         super().__init__(dim, context_dim, base, *parts, Affine(dim))
 
 
-class RealNVP(_Named):
+class RealNVP(Named):
     """Affine couplings that keep even and odd entries in turn (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
 
     Args: as in :class:`NICE`.
@@ -181,86 +90,7 @@ class RealNVP(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
-class Glow(_Named):
-    """Steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018, https://arxiv.org/abs/1807.03039).
-
-    For images, ``Glow((3, 32, 32), length=8, levels=3)``, the linear maps are 1x1 convolutions, the couplings have gated convolutions,
-    and at every level but the last half of the channels leave, as in :class:`~flowbnn.transforms.MultiScale`.
-
-    Args:
-        dim: length of the vectors, or the shape ``(channels, height, width)`` of images.
-        length: number of steps; of images, at each level.
-        hidden: widths of the networks; of images, one residual block of so many channels for each.
-        data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
-        levels, values: of images: number of levels, and of values of a pixel, which is an integer from 0. Such densities are
-            bounds on log-probabilities by uniform dequantization; with ``values=None`` pixels are real numbers.
-        context_dim, base: as in :class:`NICE`.
-
-    >>> import torch
-    >>> flow = Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
-    >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
-    torch.Size([5])
-    """
-
-    @checked
-    def __init__(
-        self,
-        dim: Count | Sequence[Count],
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        data_start: bool = False,
-        base: Base | None = None,
-        levels: Count = 3,
-        values: Bins | None = 256,
-    ) -> None:
-        settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim, "data_start": data_start}
-
-        def step(channels: int, number: int) -> Transform:
-            net = _image_net(channels // 2, channels - channels // 2, AffineMap(), hidden, context_dim)
-            return GlowStep(channels, permute=True, data_start=data_start, net=net)
-
-        if not isinstance(dim, int):
-            scales = _scales(dim, levels, length, step, hidden, context_dim)
-            super().__init__(scales.dim, context_dim, base, scales, *_pixels(values))
-            return
-        one = [ActNorm(1, data_start=data_start)] if dim == 1 else []  # which has nothing to mix
-        steps = [GlowStep(dim, flip=bool(step % 2), **settings) for step in range(length) if dim > 1]
-        super().__init__(dim, context_dim, base, *one, *steps)
-
-
-def _image_net(
-    kept: int, moved: int, univariate: Univariate, hidden: Widths, context_dim: int
-) -> GatedConvNet:
-    return GatedConvNet(kept, univariate.per_entry * moved, hidden[0], len(hidden), context_dim)
-
-
-def _scales(
-    shape: Sequence[int],
-    levels: int,
-    length: int,
-    step: Any,
-    hidden: Widths,
-    context_dim: int,
-    noise: Any = None,
-) -> MultiScale:
-    if len(shape) != 3 or not hidden:
-        raise FlowBNNError(
-            f"an image has the shape (channels, height, width), and its networks at least one width, not {tuple(shape)}",
-            kind="shape",
-            argument="dim",
-        )
-    return MultiScale(
-        (*shape[1:], shape[0]), levels, length, step, noise, hidden[0], len(hidden), context_dim
-    )
-
-
-def _pixels(values: int | None, noise: nn.Module | None = None) -> list[Transform]:
-    """What ends a flow of images: integers, if they are, and channels first."""
-    return [*([] if values is None else [Dequantization(values, noise)]), ChannelsFirst()]
-
-
-class MAF(_Named):
+class MAF(Named):
     """Autoregressive maps with cheap densities (Papamakarios, Pavlakou & Murray 2017, https://arxiv.org/abs/1705.07057).
 
     A draw costs ``dim`` passes, a density one; for noise and posteriors take :class:`IAF`.
@@ -300,7 +130,7 @@ class IAF(MAF):
     cheap = "forward"
 
 
-class NSF(_Named):
+class NSF(Named):
     """Neural spline flow: rational-quadratic splines after linear maps (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
 
     Args:
@@ -340,7 +170,7 @@ class NSF(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
-class NAF(_Named):
+class NAF(Named):
     """Neural autoregressive flow: autoregressive maps by deep sigmoidal units (Huang et al. 2018, https://arxiv.org/abs/1804.00779).
 
     Args:
@@ -374,7 +204,7 @@ def _conditioned(transform: Transform, context_dim: int) -> Transform:
     return Amortized(transform, context_dim) if context_dim else transform
 
 
-class Planar(_Named):
+class Planar(Named):
     """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
 
     Their inverse, which densities need, is found numerically.
@@ -394,7 +224,7 @@ class Planar(_Named):
         )
 
 
-class Sylvester(_Named):
+class Sylvester(Named):
     """Sylvester flows: planar ones in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
 
     Args:
@@ -415,7 +245,7 @@ class Sylvester(_Named):
         super().__init__(dim, context_dim, base, *(_conditioned(part, context_dim) for part in parts))
 
 
-class Radial(_Named):
+class Radial(Named):
     """Radial flows, each around one centre (Rezende & Mohamed 2015).
 
     Args: as in :class:`Planar`.
@@ -429,7 +259,7 @@ class Radial(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
-class Householder(_Named):
+class Householder(Named):
     """A scale and a shift for each entry, then reflections (Tomczak & Welling 2016, https://arxiv.org/abs/1611.09630).
 
     Alone it is a Gaussian with a full covariance; as the posterior of an autoencoder, one for each example.
@@ -447,7 +277,7 @@ class Householder(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
-class ResidualFlow(_Named):
+class ResidualFlow(Named):
     """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
     https://arxiv.org/abs/1906.02735).
 
@@ -480,7 +310,7 @@ class ResidualFlow(_Named):
         super().__init__(dim, context_dim, base, *parts)
 
 
-class FFJORD(_Named):
+class FFJORD(Named):
     """The flow of a neural vector field (Grathwohl et al. 2019, https://arxiv.org/abs/1810.01367).
 
     Both directions cost a numerical solution; :func:`~flowbnn.transforms.flow_matching_loss` trains one field without any.

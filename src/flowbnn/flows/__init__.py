@@ -1,0 +1,55 @@
+"""Flows by name: a base and a transform as one module, which called gives the distribution.
+
+>>> import torch
+>>> flow = NSF(dim=2)
+>>> x = flow().sample((5,))
+>>> flow().log_prob(x).shape
+torch.Size([5])
+>>> conditional = MAF(2, context_dim=3)
+>>> conditional(torch.ones(5, 3)).log_prob(x).shape
+torch.Size([5])
+
+A name is a few lines over :class:`FlowModel`. The transform of a model, ``NSF(dim, context_dim, ...).transform``, serves as
+well as noise of a network or as the posterior of an autoencoder. All start at or near the identity.
+"""
+
+from collections.abc import Callable
+
+from flowbnn.flows.base import FlowModel
+from flowbnn.flows.images import Glow
+from flowbnn.flows.vectors import (
+    FFJORD,
+    IAF,
+    MAF,
+    NAF,
+    NICE,
+    NSF,
+    Householder,
+    Planar,
+    Radial,
+    RealNVP,
+    ResidualFlow,
+    Sylvester,
+)
+
+__all__ = [
+    "FFJORD",
+    "IAF",
+    "MAF",
+    "NAF",
+    "NICE",
+    "NSF",
+    "FlowModel",
+    "Glow",
+    "Householder",
+    "Planar",
+    "Radial",
+    "RealNVP",
+    "ResidualFlow",
+    "Sylvester",
+]
+
+
+def named_flows() -> dict[str, Callable[..., FlowModel]]:
+    """The flows of this module by their names in small letters."""
+    return {name.lower(): globals()[name] for name in __all__ if name != "FlowModel"}
