@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from flowbnn.distributions import Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.lipschitz import LipschitzMLP
+from flowbnn.nets.smooth import applied
 from flowbnn.transforms import Inverse, Residual, residual
 from flowbnn.transforms.base import Transform
 
@@ -168,6 +169,32 @@ def test_a_net_of_ones_own_on_images(batch: tuple[int, ...]):
     torch.testing.assert_close(log_det_back, -log_det)
 
 
+def test_convolutions_keep_the_bound_and_the_log_det():
+    torch.manual_seed(0)
+    block = Residual((4, 3, 2), hidden=(5, 4), context_dim=3, lipschitz=0.8).double()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter += 0.5 * torch.randn_like(parameter)
+    z, context = torch.randn(2, 4, 3, 2, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    for _ in range(200):
+        block.net.weights()
+    block.eval()
+    for index, weight in enumerate(block.net.weights()):
+        start = torch.zeros(4, 3, weight.shape[1], dtype=torch.float64)
+        matrix = (
+            torch.func.jacrev(lambda x, weight=weight: applied(x, weight))(start).flatten(3).flatten(0, 2)
+        )
+        size = torch.linalg.matrix_norm(matrix, 2).item() * (1.1 if index else 1.0)
+        assert size == pytest.approx(0.8 ** (1 / 3), rel=1e-3)
+    x, log_det = block(z, context)
+    for row in range(2):
+        whole = torch.func.jacrev(lambda value, row=row: block(value, context[row])[0])(z[row]).reshape(
+            24, 24
+        )
+        torch.testing.assert_close(log_det[row], torch.linalg.slogdet(whole).logabsdet)
+    torch.testing.assert_close(block.inverse(x, context)[0], z)
+
+
 def test_conditional_density_is_that_of_each_context():
     flow = Inverse(Residual(2, hidden=(8,), context_dim=3)).double().eval()
     context, x = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 5, 2, dtype=torch.float64)
@@ -203,7 +230,7 @@ def test_bad_input_ends_in_one_line():
     with pytest.raises(FlowBNNError, match="events of shape"):
         Residual((2, 3, 3), net=Convolution())(torch.ones(3, 3))
     with pytest.raises(FlowBNNError, match="needs a net"):
-        Residual((2, 3, 3))
+        Residual((2, 3))
     with pytest.raises(FlowBNNError, match="context of length 3"):
         Residual(2, context_dim=3)(torch.ones(2))
     with pytest.raises(FlowBNNError, match="lipschitz"):

@@ -1,14 +1,22 @@
 """Conditioners: networks that compute the parameters of transforms.
 
 Each is called as ``net(value, context)``, reads and writes the last axis, and starts with a last layer of zeros, so that what it
-conditions starts at the identity. :class:`LipschitzMLP` and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
+conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
 """
 
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
-from flowbnn.nets.lipschitz import LipschitzMLP
+from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
 from flowbnn.nets.masked import MaskedMLP
 from flowbnn.nets.mlp import MLP
 from flowbnn.nets.smooth import SmoothMLP
 
-__all__ = ["MLP", "ConditionalNormal", "GatedConvNet", "LipschitzMLP", "MaskedMLP", "SmoothMLP"]
+__all__ = [
+    "MLP",
+    "ConditionalNormal",
+    "GatedConvNet",
+    "LipschitzConv",
+    "LipschitzMLP",
+    "MaskedMLP",
+    "SmoothMLP",
+]

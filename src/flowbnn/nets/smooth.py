@@ -14,9 +14,32 @@ from flowbnn.options import Count, checked
 Product = Callable[[Tensor], Tensor]
 
 
+def applied(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+    """A matrix on the last axis; or, for a weight of four axes, a convolution of images with the channels last."""
+    shared = shift if shift is not None and shift.ndim == 1 else None
+    if weight.ndim == 2:
+        y = F.linear(x, weight, shared)
+    else:
+        y = _on_images(x, lambda rows: F.conv2d(rows, weight, shared, padding=weight.shape[-1] // 2))
+    return y if shift is None or shift.ndim == 1 else y + shift
+
+
+def transposed(v: Tensor, weight: Tensor) -> Tensor:
+    """The transpose of the linear part of :func:`applied`."""
+    if weight.ndim == 2:
+        return v @ weight
+    return _on_images(v, lambda rows: F.conv_transpose2d(rows, weight, padding=weight.shape[-1] // 2))
+
+
+def _on_images(x: Tensor, convolve: Product) -> Tensor:
+    first = x.movedim(-1, -3)
+    y = convolve(first.reshape(-1, *first.shape[-3:]))
+    return y.reshape(*first.shape[:-3], *y.shape[-3:]).movedim(-3, -1)
+
+
 @dataclass(frozen=True)
 class Evaluated:
-    """A :class:`SmoothMLP` with its weights and its context worked in: what a solver calls many times.
+    """A :class:`SmoothMLP` (or ``LipschitzConv``) with its weights and its context worked in: what a solver calls many times.
 
     ``shifts[0]`` may have batch axes, since the context is in it; ``rates`` are those of the Swish after every layer but the last.
     """
@@ -32,12 +55,11 @@ class Evaluated:
         """The output, and the slopes of the activations on the way to it."""
         slopes = []
         for weight, shift, rate in zip(self.weights, self.shifts, self.rates, strict=False):
-            x = F.linear(x, weight, shift) if shift.ndim == 1 else F.linear(x, weight) + shift
+            x = applied(x, weight, shift)
             gate = torch.sigmoid(rate * x)
             x = x * gate
             slopes.append(torch.lerp(gate, torch.ones_like(rate), rate * x))  # gate + rate x (1 - gate)
-        weight, shift = self.weights[-1], self.shifts[-1]
-        return F.linear(x, weight, shift) if shift.ndim == 1 else F.linear(x, weight) + shift, slopes
+        return applied(x, self.weights[-1], self.shifts[-1]), slopes
 
     def linearize(self, x: Tensor) -> tuple[Tensor, Product, Product]:
         r"""The output, :math:`v \mapsto J^\top v` and :math:`u \mapsto J u`; further axes of the vectors come before the batch's."""
@@ -45,13 +67,13 @@ class Evaluated:
 
         def pull(v: Tensor) -> Tensor:
             for weight, slope in zip(self.weights[:0:-1], slopes[::-1], strict=True):
-                v = (v @ weight) * slope
-            return v @ self.weights[0]
+                v = transposed(v, weight) * slope
+            return transposed(v, self.weights[0])
 
         def push(u: Tensor) -> Tensor:
             for weight, slope in zip(self.weights, slopes, strict=False):
-                u = F.linear(u, weight) * slope
-            return F.linear(u, self.weights[-1])
+                u = applied(u, weight) * slope
+            return applied(u, self.weights[-1])
 
         return y, pull, push
 
@@ -97,13 +119,16 @@ class SmoothMLP(nn.Module):
     ) -> None:
         super().__init__()
         widths = [dim_in, *hidden, dim_out]
-        self.context_dim = context_dim
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
-        self.condition = nn.Linear(context_dim, widths[1], bias=False) if context_dim else None
-        self.raw_rate = nn.Parameter(torch.full((len(hidden),), 0.5))
+        self._build([nn.Linear(before, after) for before, after in pairwise(widths)], context_dim, start)
+
+    def _build(self, layers: Sequence[nn.Module], context_dim: int, start: float) -> None:
+        self.layers, self.context_dim = nn.ModuleList(layers), context_dim
+        first, last = layers[0].weight, layers[-1]
+        self.condition = nn.Linear(context_dim, len(first), bias=False) if context_dim else None  # type: ignore[arg-type]
+        self.raw_rate = nn.Parameter(torch.full((len(layers) - 1,), 0.5))
         with torch.no_grad():
-            self.layers[-1].weight.mul_(start)  # type: ignore[operator]
-            self.layers[-1].bias.zero_()  # type: ignore[operator]
+            last.weight.mul_(start)  # type: ignore[operator]
+            last.bias.zero_()  # type: ignore[operator]
 
     def weights(self) -> list[Tensor]:
         """The matrices of the layers, as the network applies them."""
@@ -114,7 +139,9 @@ class SmoothMLP(nn.Module):
         shifts: list[Tensor] = [layer.bias for layer in self.layers]  # type: ignore[misc]
         if self.condition is not None:
             context = check_context(context, self.context_dim)
-            shifts[0] = F.linear(context, self.condition.weight, shifts[0])
+            shift = F.linear(context, self.condition.weight, shifts[0])
+            images = self.layers[0].weight.ndim == 4
+            shifts[0] = shift[..., None, None, :] if images else shift
         return Evaluated(self.weights(), shifts, F.softplus(self.raw_rate).unbind())
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.lipschitz import LipschitzMLP
+from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
 from flowbnn.nets.mlp import Length
 from flowbnn.nets.smooth import Product, SmoothMLP, Traced
 from flowbnn.numerics import sum_rightmost
@@ -44,8 +44,9 @@ class Residual(Transform):
     block backwards: ``Inverse(Residual(dim))``.
 
     Args:
-        dim: length of the vectors, or the shape of one event for a ``net`` of one's own.
-        hidden, context_dim, lipschitz: of the :class:`~flowbnn.nets.lipschitz.LipschitzMLP` that is made when no net is given.
+        dim: length of the vectors, or the shape of one event: that of an image with the channels last, or any for a net of one's own.
+        hidden, context_dim, lipschitz: of the :class:`~flowbnn.nets.LipschitzMLP` that is made when no net is given, for images of
+            the :class:`~flowbnn.nets.LipschitzConv`.
         log_det: one of the above; ``log_det_kind`` is ``"estimate"`` where random numbers may be drawn for it.
         terms: how many terms of the series are always computed.
         go_on: probability of each further term of the roulette.
@@ -76,9 +77,11 @@ class Residual(Transform):
         super().__init__()
         self.shape = torch.Size([dim] if isinstance(dim, int) else dim)
         self.event_dim, self.dim = len(self.shape), self.shape.numel()
-        if net is None and self.event_dim > 1:
+        if net is None and self.event_dim not in (1, 3):
             raise FlowBNNError(f"Residual({tuple(self.shape)}) needs a net of its own", argument="net")
-        self.net = net or LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
+        if net is None and self.event_dim == 1:
+            net = LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
+        self.net = net or LipschitzConv(tuple(self.shape), hidden, context_dim, lipschitz=lipschitz)  # type: ignore[arg-type]
         self.log_det, self.terms, self.go_on = log_det, terms, go_on
         exact = self.dim <= EXACT_IN_TRAINING if log_det is None else log_det == "exact"
         self.log_det_kind = "exact" if exact else "estimate"
