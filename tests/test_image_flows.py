@@ -15,9 +15,13 @@ def moved(flow: fb.flows.FlowModel, by: float = 0.1) -> fb.flows.FlowModel:
     return flow.eval()
 
 
-def glow(**given) -> fb.flows.FlowModel:
+NAMES = pytest.mark.parametrize("name", ["Glow", "ResidualFlow"])
+
+
+def small(name: str, **given) -> fb.flows.FlowModel:
     torch.manual_seed(0)
-    return moved(fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,), values=None, **given).double())
+    make = getattr(fb.flows, name)
+    return moved(make((1, 4, 4), length=1, levels=2, hidden=(4,), values=None, **given).double())
 
 
 def flat(flow: fb.flows.FlowModel, x: torch.Tensor) -> torch.Tensor:
@@ -36,8 +40,9 @@ def flat(flow: fb.flows.FlowModel, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.flatten(), *latents])
 
 
-def test_the_density_of_an_image_is_that_of_its_jacobian() -> None:
-    flow, x = glow(), torch.randn(1, 4, 4).double()
+@NAMES
+def test_the_density_of_an_image_is_that_of_its_jacobian(name: str) -> None:
+    flow, x = small(name), torch.randn(1, 4, 4).double()
     jacobian = torch.func.jacrev(lambda one: flat(flow, one))(x).reshape(16, 16)
     z = flat(flow, x)
     expected = (
@@ -46,8 +51,9 @@ def test_the_density_of_an_image_is_that_of_its_jacobian() -> None:
     torch.testing.assert_close(flow().log_prob(x), expected, rtol=1e-7, atol=1e-7)
 
 
-def test_draws_of_images_have_the_density_that_they_are_drawn_with() -> None:
-    flow = glow(context_dim=3)
+@NAMES
+def test_draws_of_images_have_the_density_that_they_are_drawn_with(name: str) -> None:
+    flow = small(name, context_dim=3)
     context = torch.randn(5, 3).double()
     x, log_prob = flow(context).rsample_and_log_prob()
     assert x.shape == (5, 1, 4, 4)

@@ -16,7 +16,7 @@ well as noise of a network or as the posterior of an autoencoder. All start at o
 from collections.abc import Callable
 
 from flowbnn.flows.base import FlowModel
-from flowbnn.flows.images import Glow
+from flowbnn.flows.images import Glow, ResidualFlow
 from flowbnn.flows.vectors import (
     FFJORD,
     IAF,
@@ -28,7 +28,6 @@ from flowbnn.flows.vectors import (
     Planar,
     Radial,
     RealNVP,
-    ResidualFlow,
     Sylvester,
 )
 

@@ -1,7 +1,7 @@
 """Recipes that serve images as well as vectors."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -10,14 +10,17 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import Bins, Named, Widths
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, checked
+from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms import (
     ActNorm,
     AffineMap,
     ChannelsFirst,
+    Compose,
     Dequantization,
     GlowStep,
+    Inverse,
     MultiScale,
+    Residual,
     Transform,
     Univariate,
 )
@@ -69,6 +72,53 @@ class Glow(Named):
         one = [ActNorm(1, data_start=data_start)] if dim == 1 else []  # which has nothing to mix
         steps = [GlowStep(dim, flip=bool(step % 2), **settings) for step in range(length) if dim > 1]
         super().__init__(dim, context_dim, base, *one, *steps)
+
+
+class ResidualFlow(Named):
+    """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
+    https://arxiv.org/abs/1906.02735).
+
+    Densities cost one pass, a draw a fixed point for each block; turned with ``cheap="forward"``, the reverse. For images,
+    ``ResidualFlow((3, 32, 32))``, the blocks are convolutions, and the levels those of :class:`Glow`.
+
+    Args:
+        lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
+        cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
+        dim, context_dim, length, hidden, data_start, base, levels, values: as in :class:`Glow`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: Count | Sequence[Count],
+        context_dim: Length = 0,
+        length: Count = 8,
+        hidden: Widths = (64, 64),
+        lipschitz: Probability = 0.9,
+        log_det: Literal["exact", "truncated", "roulette"] | None = None,
+        cheap: Literal["forward", "inverse"] = "inverse",
+        data_start: bool = False,
+        base: Base | None = None,
+        levels: Count = 3,
+        values: Bins | None = 256,
+    ) -> None:
+        def block(shape: int | Sequence[int], channels: int) -> Transform:
+            residual = Residual(shape, hidden, context_dim, lipschitz, log_det)
+            return Compose(
+                residual if cheap == "forward" else Inverse(residual),
+                ActNorm(channels, data_start=data_start),
+            )
+
+        def step(channels: int, number: int) -> Transform:
+            sides = [2 * dim[0] * side // channels for side in dim[1:]]  # type: ignore[index]
+            return block((*sides, channels), channels)  # whose channels double when the sides are halved
+
+        if isinstance(dim, int):
+            start = ActNorm(dim, data_start=data_start)
+            super().__init__(dim, context_dim, base, start, *(block(dim, dim) for _ in range(length)))
+            return
+        scales = _scales(dim, levels, length, step, hidden, context_dim)
+        super().__init__(scales.dim, context_dim, base, scales, *_pixels(values))
 
 
 def _image_net(

@@ -6,9 +6,8 @@ from typing import Any, Literal
 from flowbnn.distributions import Base, CircularBase
 from flowbnn.flows.base import Bins, Named, Widths
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Positive, Probability, checked
+from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms import (
-    ActNorm,
     Affine,
     AffineMap,
     Amortized,
@@ -20,7 +19,6 @@ from flowbnn.transforms import (
     LULinear,
     NeuralODE,
     PlanarLU,
-    Residual,
     ShiftMap,
     SigmoidalMap,
     SplineMap,
@@ -274,39 +272,6 @@ class Householder(Named):
         self, dim: Count, context_dim: Length = 0, length: Count = 4, base: Base | None = None
     ) -> None:
         parts = Affine(dim), _conditioned(Reflections(dim, 2 * length), context_dim)
-        super().__init__(dim, context_dim, base, *parts)
-
-
-class ResidualFlow(Named):
-    """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
-    https://arxiv.org/abs/1906.02735).
-
-    Densities cost one pass, a draw a fixed point for each block; turned with ``cheap="forward"``, the reverse.
-
-    Args:
-        lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
-        cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
-        data_start: ActNorm normalises the first training batch, as in :class:`Glow`.
-        dim, context_dim, length, hidden, base: as in :class:`MAF`.
-    """
-
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 8,
-        hidden: Widths = (64, 64),
-        lipschitz: Probability = 0.9,
-        log_det: Literal["exact", "truncated", "roulette"] | None = None,
-        cheap: Literal["forward", "inverse"] = "inverse",
-        data_start: bool = False,
-        base: Base | None = None,
-    ) -> None:
-        parts: list[Transform] = [ActNorm(dim, data_start=data_start)]
-        for _ in range(length):
-            block = Residual(dim, hidden, context_dim, lipschitz, log_det)
-            parts += [block if cheap == "forward" else Inverse(block), ActNorm(dim, data_start=data_start)]
         super().__init__(dim, context_dim, base, *parts)
 
 
