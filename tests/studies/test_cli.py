@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flowbnn_studies import cli
+from flowbnn_studies import cli, studies
 from flowbnn_studies.cli import _setting, app
 
 SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1", "--set", "train=200", "--set", "test=200"]
@@ -26,25 +26,7 @@ def test_version_and_list():
     assert call("--version").output.strip() == version("flowbnn")
     listed = call("list")
     assert listed.exit_code == 0
-    assert [line.split()[0] for line in listed.output.splitlines()] == [
-        "two-clusters",
-        "flow-length",
-        "digits",
-        "regression-1d",
-        "clusters-2d",
-        "elephant",
-        "uci",
-        "calibrate",
-        "calibrate-cifar10",
-        "posterior-quality",
-        "when-it-matters",
-        "mode-ensembles",
-        "compare",
-        "lenet-fashion",
-        "lenet-cifar10",
-        "vgg16-cifar10",
-        "resnet18-cifar10",
-    ]
+    assert [line.split()[0] for line in listed.output.splitlines()] == [study.name for study in studies()]
 
 
 def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_path):
