@@ -11,8 +11,8 @@ import flowbnn
 
 ROOT = Path(flowbnn.__file__).parent
 ROOMS = [  # from the roof down
-    "quality",
     "calibrate",
+    "quality",
     "compare",
     "results",
     "candidates",

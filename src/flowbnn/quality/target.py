@@ -4,7 +4,7 @@ The weights are fixed, the data are all that the loader gives, and the prior is 
 go through the network at once, as blocks of the batch, in chunks that fit the memory.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -67,31 +67,30 @@ class NoiseTarget:
     def draw(self, samples: int, number: int = 0) -> tuple[Tensor, Tensor]:
         """Vectors ``[S, D]`` of the posterior and their log-density ``[S]``, in float64; another ``number``, other ones."""
         source = torch.Generator(self.device).manual_seed(self.seed + 7919 * number)
-        parts: dict[str, Tensor] = {}
-        density = torch.zeros(samples, dtype=torch.float64, device=self.device)
-        for vector, names in self.vectors:
-            drawn, log_prob = vector.posterior().rsample_and_log_prob((samples,), source)
-            density += log_prob.double()
-            sizes = [self.network.layers[name].layout.dim for name in names]
-            parts |= dict(zip(names, drawn.double().split(sizes, -1), strict=True))
-        return torch.cat([parts[name] for name in self.names], -1), density
+        drawn = [vector.posterior().rsample_and_log_prob((samples,), source) for vector, _ in self.vectors]
+        return self.joined([value for value, _ in drawn]), torch.stack(
+            [density.double() for _, density in drawn]
+        ).sum(0)
 
     def draw_prior(self, samples: int) -> Tensor:
         """Vectors of the prior."""
         source = torch.Generator(self.device).manual_seed(self.seed + 1)
-        return self._assemble(lambda prior: prior.sample((samples,), generator=source))
+        return self._of_priors(lambda prior: prior.sample((samples,), generator=source))
 
     @cached_property
     def prior_variance(self) -> Tensor:
-        return self._assemble(lambda prior: prior.variance)
+        return self._of_priors(lambda prior: prior.variance)
 
-    def _assemble(self, make: Callable[[Any], Tensor]) -> Tensor:
+    def _of_priors(self, make: Callable[[Any], Tensor]) -> Tensor:
         """What ``make`` gives of the prior of each vector, ``[..., D]`` in the order of the layers."""
+        return self.joined([make(vector.prior.distribution()).detach() for vector, _ in self.vectors])
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """What belongs to each vector, ``[..., dim]``, as one of ``[..., D]`` in the order of the layers, in float64."""
         parts: dict[str, Tensor] = {}
-        for vector, names in self.vectors:
+        for (_, names), value in zip(self.vectors, values, strict=True):
             sizes = [self.network.layers[name].layout.dim for name in names]
-            made = make(vector.prior.distribution()).detach().double()
-            parts |= dict(zip(names, made.split(sizes, -1), strict=True))
+            parts |= dict(zip(names, value.double().split(sizes, -1), strict=True))
         return torch.cat([parts[name] for name in self.names], -1)
 
     # -------------------- the density

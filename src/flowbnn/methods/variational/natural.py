@@ -36,6 +36,7 @@ MOST, LEAST = 0.5, 0.01  # sizes of a step
 ROWS = 256  # examples in one pass
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 CALM = 8  # passes after the ELBO has settled
+AWAY, FOLD = 6, 6  # passes of a fit that begins near its answer: away from the start, and after that
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
 
@@ -97,10 +98,12 @@ class BlockGaussian:
 
     def variances(self) -> Tensor:
         """Of every number, ``[D]``."""
+        if not self.maps:
+            return torch.cat([root.square().sum(-1) for root in self.roots])
         result, before = [], None
         for number, root in enumerate(self.roots):
             covariance = root @ root.mT
-            if number and self.maps:
+            if number:
                 covariance = covariance + self.maps[number - 1] @ before @ self.maps[number - 1].mT  # type: ignore[operator]
             result.append(covariance.diagonal())
             before = covariance
@@ -143,12 +146,19 @@ class NoisyNetwork:
             return call(self.model, inputs)
 
     def derivatives(
-        self, inputs: Any, targets: Tensor, vectors: Tensor, generator: torch.Generator, exact: int = EXACT
+        self,
+        inputs: Any,
+        targets: Tensor,
+        vectors: Tensor,
+        generator: torch.Generator,
+        exact: int = EXACT,
+        labels: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Outputs, log-likelihoods ``[B]``, the sum of their gradients ``[D]``, and ``[B K, D]`` roots of the Gauss-Newton matrix.
 
-        Beyond ``exact`` outputs these roots are of as many labels, drawn for each example.
+        Beyond ``exact`` outputs these roots are of as many ``labels``, unless told otherwise, drawn for each example.
         """
+        labels = exact if labels is None else labels
         leaf = vectors.requires_grad_()
         with torch.enable_grad():
             outputs = self.outputs(inputs, leaf)
@@ -160,9 +170,9 @@ class NoisyNetwork:
                 hessian = output_hessian(self.likelihood, plain, targets, "ggn", generator)
                 columns = list(hessian.columns(0, hessian.count).unbind(1))
             else:
-                for _ in range(exact):
+                for _ in range(labels):
                     drawn = output_hessian(self.likelihood, plain, targets, "sampled", generator)
-                    columns.append(drawn.columns(0, 1)[:, 0] / exact**0.5)
+                    columns.append(drawn.columns(0, 1)[:, 0] / labels**0.5)
             roots = [
                 torch.autograd.grad(flat, leaf, column.to(flat), retain_graph=number + 1 < len(columns))[0]
                 for number, column in enumerate(columns)
@@ -194,12 +204,14 @@ class NaturalFit:
         gaussian: over the noise of all layers, in the network's order.
         elbo, error: in nats, the mean of the last passes, and its standard error.
         trace: the ELBO of every pass.
+        structure: of the covariance.
     """
 
     gaussian: BlockGaussian
     elbo: float
     error: float
     trace: tuple[float, ...]
+    structure: Structure
 
 
 class _Problem:
@@ -225,7 +237,7 @@ class _Problem:
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
         return BlockGaussian(loc * ones, blocks, links, loc * ones, scale**2 * ones).factorize()
 
-    def estimate(self, q: BlockGaussian) -> Estimate:
+    def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
         blocks, links = (
             [torch.zeros_like(block) for block in q.blocks],
             [torch.zeros_like(link) for link in q.links],
@@ -240,7 +252,9 @@ class _Problem:
                 len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
             )
             vectors = (q.mean + q.deviations(sign * normal)).to(self.dtype)
-            outputs, some, slope, roots = self.network.derivatives(inputs, targets, vectors, self.labels)
+            outputs, some, slope, roots = self.network.derivatives(
+                inputs, targets, vectors, self.labels, labels=labels
+            )
             fitted.append(some.double())
             gradient += slope.double()
             parts = roots.split(self.sizes, -1)
@@ -300,6 +314,8 @@ def fit_gaussian(
     prior: Literal["fitted", "fixed"] = "fitted",
     loc: float = 1.0,
     scale: float = 0.5,
+    start: BlockGaussian | None = None,
+    settled: bool = False,
     passes: int = 60,
     seed: int = 0,
 ) -> NaturalFit:
@@ -312,14 +328,16 @@ def fit_gaussian(
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
         loc, scale: of the prior.
+        start: where to begin; ``settled``: it is the answer but for a few examples, and the fit is its last passes.
         passes: the most over the data.
     """
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
-        current = problem.start(loc, scale)
-        seen = problem.estimate(current)
-        size, trace = 0.3, [seen.elbo]
+        current = problem.start(loc, scale) if start is None else start
+        labels, most = 1, 0.4 if settled else MOST
+        seen = problem.estimate(current, labels)
+        size, trace = most if settled else 0.3, [seen.elbo]
         calm: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
         for number in range(passes):
             proposal = problem.step(current, seen, size)
@@ -327,31 +345,55 @@ def fit_gaussian(
                 proposal = fit_prior(proposal, network.sizes, loc, scale)
             if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
                 likelihood.log_scale.copy_(0.5 * seen.square.log())
-            estimated = problem.estimate(proposal)
+            estimated = problem.estimate(proposal, labels)
             gain = estimated.elbo - seen.elbo
             # a proposal with a few hopeless examples has a spread of its own making, so the present one's counts
             apart, own = (estimated.fitted - seen.fitted).std(correction=0), seen.fitted.std(correction=0)
             spread = min(float(apart), 2.0**0.5 * float(own))
             error = spread * len(targets) ** 0.5
             if not gain > -2.0 * error:  # a loss beyond chance, or not a number
-                if size <= LEAST and math.isfinite((again := problem.estimate(current)).elbo):
+                if size <= LEAST and math.isfinite((again := problem.estimate(current, labels)).elbo):
                     seen = again  # which was lucky, perhaps
                 size = max(LEAST, 0.5 * size)
                 continue
             current, seen = proposal, estimated
             trace.append(seen.elbo)
-            if calm or (number > 8 and settled_by(trace, error)):
+            near = len(trace) > AWAY if settled else number > 8 and settled_by(trace, error)
+            if calm or near:
                 calm.append(current)
-                size = max(0.1, 0.8 * size)
+                size, labels = max(0.1, 0.8 * size), EXACT
             else:
-                size = min(MOST, 1.3 * size)
-            if len(calm) == CALM:
+                size = min(most, 1.3 * size)
+            if len(calm) == (FOLD if settled else CALM):
                 break
         if calm:
             current = _average(calm)
     late = trace[-max(2, len(calm)) :]  # of Gaussians that differ by noise alone
     error = stdev(late) / len(late) ** 0.5 if len(late) > 1 else float("inf")
-    return NaturalFit(current, mean(late), error, tuple(trace))
+    return NaturalFit(current, mean(late), error, tuple(trace), structure)
+
+
+def without(
+    model: nn.Module, likelihood: Likelihood, fit: NaturalFit, inputs: Any, targets: Tensor, share: float
+) -> BlockGaussian:
+    r"""What a fit would be without some of its examples, to first order: where the fit to the others begins.
+
+    .. math:: \Lambda_- = (1 - s)\, (\Lambda - V^{-1}) + V^{-1}, \qquad m_- = m - \Lambda_-^{-1} E_q[\nabla \log p(D_{out} \mid z)]
+
+    The Gauss-Newton matrix depends on their inputs alone, so that the mean is all that has seen their targets.
+
+    Args:
+        inputs, targets: the examples to leave out.
+        share: that they are of all.
+    """
+    q = fit.gaussian
+    blocks, links = ([(1.0 - share) * part for part in parts] for parts in (q.blocks, q.links))
+    rest = replace(q, blocks=blocks, links=links).factorize()
+    with evaluating(model), torch.no_grad():
+        problem = _Problem(NoisyNetwork(model, likelihood), inputs, targets, fit.structure, seed=0)
+        slopes = [problem.estimate(q, labels=1).gradient for _ in range(2)]  # the second one mirrored
+    rest.mean = q.mean - rest.covariance_times((slopes[0] + slopes[1]) / 2)
+    return rest
 
 
 def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
