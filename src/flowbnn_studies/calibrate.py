@@ -1,7 +1,7 @@
-"""Noise of a trained network, fitted on images that its weights have not seen: what each structure of the posterior is worth."""
+"""Noise of a trained network, fitted on data that its weights have not seen: what each structure of the posterior is worth."""
 
 import time
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,32 +9,49 @@ from torch import Tensor, nn
 from flowbnn import evaluate
 from flowbnn.calibrate import calibrate
 from flowbnn.data import TensorLoader
-from flowbnn.likelihoods import Categorical
-from flowbnn.methods import MLE
+from flowbnn.methods import MLE, Laplace
 from flowbnn.methods.temperature import TemperedPosterior, temper
-from flowbnn.models import LeNet
-from flowbnn.options import Count, NonNegative, Positive, options
+from flowbnn.models import MLP, LeNet
+from flowbnn.noise import NormalCoupling, NormalPlanar
+from flowbnn.options import Count, Interval, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
+from flowbnn.posterior.base import PredictOptions
 from flowbnn.results import Metric, Parts
-from flowbnn_studies.data import load_images
+from flowbnn_studies.images.data import Pictures, load_pictures
+from flowbnn_studies.images.evaluation import evaluate_beyond, predict
+from flowbnn_studies.images.settings import ImageSettings
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.uci import load_uci
 
-ROWS: dict[str, tuple[str, str, dict[str, Any] | None]] = {  # label, method, and what calibrate is given
-    "plain": ("Plain", "mle", None),
-    "temperature": ("Temperature scaling", "temperature", None),
-    "factorized": ("Noise, factorized", "node-noise-gaussian", {"structure": "factorized", "prior": "fixed"}),
-    "layers": ("Noise, full within layers", "node-noise-gaussian", {"structure": "layers", "prior": "fixed"}),
-    "chain": ("Noise, chain of layers", "node-noise-gaussian", {"structure": "chain", "prior": "fixed"}),
-    "joint": ("Noise, joint", "node-noise-gaussian", {"structure": "full", "prior": "fixed"}),
-    "joint-fitted": (
-        "Noise, joint, fitted prior",
-        "node-noise-gaussian",
-        {"structure": "full", "prior": "fitted"},
+NOISE = "node-noise-gaussian"
+FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what calibrate is given
+    "factorized": ("Noise, factorized", NOISE, {"structure": "factorized", "prior": "fixed"}),
+    "layers": ("Noise, full within layers", NOISE, {"structure": "layers", "prior": "fixed"}),
+    "chain": ("Noise, chain of layers", NOISE, {"structure": "chain", "prior": "fixed"}),
+    "joint": ("Noise, joint", NOISE, {"structure": "full", "prior": "fixed"}),
+    "joint-fitted": ("Noise, joint, fitted prior", NOISE, {"structure": "full", "prior": "fitted"}),
+    "flow-layers": (
+        "Noise, planar flows within layers",
+        "node-noise-planar",
+        {"structure": "factorized", "prior": "fixed", "flow": NormalPlanar(12)},
     ),
-    "all": ("Plain on all images, tempered", "temperature", None),
+    "flow-joint": (
+        "Noise, joint, couplings",
+        "node-noise-coupling",
+        {"structure": "full", "prior": "fixed", "flow": NormalCoupling()},
+    ),
 }
+ROWS: dict[str, tuple[str, str]] = {
+    "plain": ("Plain", "mle"),
+    "temperature": ("Temperature scaling", "temperature"),
+    "vector": ("Vector scaling", "temperature"),
+    "laplace": ("Last-layer Laplace", "laplace"),
+    **{key: (label, method) for key, (label, method, _) in FITS.items()},
+    "all": ("Plain on all data, tempered", "temperature"),
+}
+SHIFT = "mean over four kinds of corruption (noise, blur, brightness, contrast) at five strengths."
 NUMBERS = {
     "accuracy": ("Accuracy", "higher", ".4f", "Share of test images whose most probable class is right."),
     "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
@@ -46,6 +63,24 @@ NUMBERS = {
         "Of the fit of temperature or noise, without the training of the weights.",
     ),
 }
+CORRUPTED = {
+    f"shift_{key}": (f"{NUMBERS[key][0]}, corrupted", NUMBERS[key][1], ".3f", f"{NUMBERS[key][0]}, {SHIFT}")
+    for key in ("accuracy", "nll", "ece")
+}
+BEYOND = {
+    "auroc_mnist": (
+        "AUROC MNIST",
+        "higher",
+        ".3f",
+        "Chance that a digit has a higher predictive entropy than a test image.",
+    ),
+    **CORRUPTED,
+}
+TABLE = {
+    "nll": ("NLL", "lower", ".4f", "Mean negative log-density of the test targets, in their own units."),
+    "rmse": ("RMSE", "lower", ".4g", "Root mean squared error, in the targets' own units."),
+    "seconds": NUMBERS["seconds"],
+}
 
 
 @options
@@ -54,47 +89,69 @@ class Settings:
 
     Args:
         data: of images.
-        train: images that the weights are trained on, for each case.
-        held_out: fresh images, for each case; 0: the images that the weights were trained on.
-        epochs: of the weights' training on ``train`` images, for each case.
-        folds: networks that are trained to find the temperature of the network on all images.
+        source, generated: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
+        train: numbers of images that weights are trained on.
+        epochs, batch: of these trainings, for each number of images.
+        held_out: numbers of fresh images, each with every one of ``train``.
+        same: of ``train``, that noise is fitted to as well.
+        tables: UCI sets, half of whose training rows are held out.
+        table_epochs: of the trainings on them.
+        fits: keys of the posteriors that are fitted, out of :data:`FITS`.
+        flow_rows: flows are fitted to at most so many examples.
+        samples: networks averaged in a prediction.
+        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         test: images, at most.
     """
 
     data: str = "fashion-mnist"
-    train: tuple[int, ...] = (1_000, 1_000, 1_000, 5_000)
-    held_out: tuple[int, ...] = (1_000, 100, 0, 1_000)
-    epochs: tuple[int, ...] = (60, 60, 60, 30)
-    batch: Count = 50
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+    train: tuple[Count, ...] = (1_000, 5_000, 55_000)
+    epochs: tuple[Count, ...] = (60, 30, 10)
+    batch: tuple[Count, ...] = (50, 50, 250)
+    held_out: tuple[Count, ...] = (100, 1_000, 5_000)
+    same: tuple[Count, ...] = (1_000,)
+    tables: tuple[str, ...] = ("concrete", "energy")
+    table_epochs: Count = 200
+    fits: tuple[str, ...] = tuple(FITS)
+    flow_rows: Annotated[int, Interval(ge=0)] = 1_000
     lr: Positive = 1e-3
-    folds: NonNegative = 5
     samples: Count = 64
+    shift_samples: Count = 16
+    shift_images: Count = 500
     test: Count = 10_000
 
-    def cases(self) -> dict[str, tuple[int, int, int]]:
-        """The cases by their keys."""
-        return {
-            f"{train}-{out or 'same'}": (train, out, epochs)
-            for train, out, epochs in zip(self.train, self.held_out, self.epochs, strict=True)
-        }
+    def cases(self) -> dict[str, tuple[str, ...]]:
+        """The cases of images that each variant has, by their keys."""
+        cases = {str(size): tuple(f"{size}-{out}" for out in self.held_out) for size in self.train}
+        return cases | {f"{size}-same": (f"{size}-same",) for size in self.same}
+
+    def images(self) -> ImageSettings:
+        """What the evaluation on novel and corrupted images depends on."""
+        same = ("source", "generated", "samples", "shift_samples", "shift_images")
+        return ImageSettings(**{name: getattr(self, name) for name in same})
 
 
 def metrics_of(settings: Settings) -> tuple[Metric, ...]:
-    """Accuracy, NLL, ECE and seconds of every case."""
+    """The numbers of every case."""
+    cases = [case for some in settings.cases().values() for case in some]
     return tuple(
         Metric(f"{key}_{case}", f"{label}, {title(case)}", direction, form, meaning, label)
-        for key, (label, direction, form, meaning) in NUMBERS.items()
-        for case in settings.cases()
+        for numbers, those in (({**NUMBERS, **BEYOND}, cases), (TABLE, settings.tables))
+        for key, (label, direction, form, meaning) in numbers.items()
+        for case in those
     )
 
 
 def title(case: str) -> str:
     """A case in words.
 
-    >>> title("1000-100"), title("1000-same")
-    ('1,000 + 100', '1,000, the same')
+    >>> title("1000-100"), title("1000-same"), title("energy")
+    ('1,000 + 100', '1,000, the same', 'energy')
     """
     train, _, out = case.partition("-")
+    if not out:
+        return case
     return f"{int(train):,}, the same" if out == "same" else f"{int(train):,} + {int(out):,}"
 
 
@@ -105,140 +162,235 @@ class CalibrateStudy(Study):
     title = "Calibrating a trained network"
     description = "noise of a trained LeNet on fresh and on memorised images, from factorized to joint, beside temperature scaling"
     question = (
-        "A LeNet is trained on a few images. Its weights stay, and its noise is fitted to fresh images, or to those that the weights "
-        "have seen. Does a richer posterior predict better, and better than temperature scaling?"
+        "A LeNet is trained on images, a small network on a table. The weights stay, and the noise is fitted to fresh data, or to "
+        "those that the weights have seen. Does a richer posterior predict better, and better than temperature scaling?"
     )
     source = "flowbnn's own"
     settings = Settings
     seeds = 10
     accelerator = "auto"
+    partial = True
+    keeps_networks = False
     headline = ("nll_1000-1000", "ece_1000-1000", "nll_1000-100", "nll_1000-same")
     quick: ClassVar[dict[str, Any]] = {
-        "train": (100, 100),
-        "held_out": (60, 0),
-        "epochs": (2, 2),
-        "folds": 2,
+        "source": "generated",
+        "generated": 160,
+        "train": (80,),
+        "epochs": (2,),
+        "batch": (40,),
+        "held_out": (60,),
+        "same": (80,),
+        "tables": (),
+        "fits": ("factorized", "joint"),
         "samples": 4,
-        "test": 100,
+        "shift_samples": 2,
+        "shift_images": 4,
     }
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        return tuple(
-            Variant(case, title(case), "mle", cost=sum(shape)) for case, shape in settings.cases().items()
-        )
+        """One network each, with all that is fitted on top of it."""
+        images = [
+            Variant(key, f"{title(key)} images", "mle", cost=3.0 * len(cases))
+            for key, cases in settings.cases().items()
+        ]
+        return *images, *(Variant(name, name, "mle") for name in settings.tables)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        size, out, epochs = s.cases()[job.variant]
-        images, test = load_images(s.data), load_images(s.data, "test")
-        order = torch.randperm(len(images.labels), generator=torch.Generator().manual_seed(job.seed))
-        index, rest = order[:size], order[-out:] if out else order[:size]
-        seen = images.normalized()[index], images.labels[index]
-        fresh = images.normalized()[rest], images.labels[rest]
-        unseen = test.normalized()[: s.test], test.labels[: s.test]
-        device: dict[str, Any] = {"accelerator": job.accelerator}
-        plain = network_of(seen, epochs, s, job.seed, device)
-        loader = TensorLoader(*fresh, batch_size=250)
-        table: dict[str, dict[str, float]] = {}
-        for key, (_, _, given) in ROWS.items():
-            started = time.perf_counter()
-            posterior: Posterior = plain
-            if key == "temperature":
-                posterior = temper(plain, loader, progress=False)
-            elif key == "all":
-                if not out or not s.folds:
-                    continue
-                both = torch.cat([seen[0], fresh[0]]), torch.cat([seen[1], fresh[1]])
-                posterior = tempered_on_all(both, epochs, s, job.seed, device)
-            elif given is not None:
-                posterior = calibrate(
-                    plain.model, loader, folds=0, seed=job.seed, progress=False, **given, **device
-                )
-            seconds = time.perf_counter() - started
-            numbers = evaluate(posterior, unseen, samples=s.samples, progress=False)
-            table[key] = {name: numbers[name] for name in ("accuracy", "nll", "ece")} | {"seconds": seconds}
+        if job.variant in s.tables:
+            return {"values": {}, "table": {job.variant: table_of(job)}}
+        size = int(job.variant.partition("-")[0])
+        device = "cuda" if job.accelerator in ("cuda", "gpu") else job.accelerator
+        pictures = load_pictures(s.images(), s.data, ["mnist"], device)
+        order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
+        plain = network_of(images_of(pictures, order[:size]), size, job)
+        table = {}
+        for case in s.cases()[job.variant]:
+            fresh = case.partition("-")[2]
+            index = order[:size] if fresh == "same" else order[-int(fresh) :]
+            held_out = images_of(pictures, index)
+            table[case] = {
+                key: {**scores(one, pictures, s), "seconds": seconds}
+                for key, (one, seconds) in fitted(plain, held_out, job).items()
+            }
+            if fresh != "same":
+                both = images_of(pictures, torch.cat([order[:size], index]))
+                started = time.perf_counter()
+                temperature = temper(plain, [held_out], progress=False).temperature
+                whole = TemperedPosterior(network_of(both, size, job), temperature)
+                seconds = time.perf_counter() - started
+                table[case]["all"] = {**scores(whole, pictures, s), "seconds": seconds}
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (case, seed), part in parts.content.items():
-            for row, numbers in part["table"].items():
-                values = content.setdefault((row, seed), {"values": {}})["values"]
-                values |= {f"{name}_{case}": value for name, value in numbers.items()}
+        for (_, seed), part in parts.content.items():
+            for case, rows in part["table"].items():
+                for row, numbers in rows.items():
+                    values = content.setdefault((row, seed), {"values": {}})["values"]
+                    values |= {f"{name}_{case}": value for name, value in numbers.items()}
         by_row = Parts(parts.seeds, content)
         metrics = metrics_of(settings)
-        rows = [by_row.row(key, label, metrics, None, method) for key, (label, method, _) in ROWS.items()]
+        rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         notes = [
-            "Columns: images that the weights are trained on + fresh images that temperature and noise are fitted to. “The same”: "
-            "noise is fitted to the images of the weights.",
-            "The prior of the noise is N(1, 0.5²), or fitted: a mean and a width for every layer by the ELBO.",
-            f"Plain on all images: the same network trained on both kinds of images, with the temperature of {settings.folds} networks "
-            "on the images that each has not seen.",
-            "Nothing was chosen on test images.",
+            "Columns: images that the weights are trained on + fresh images that all else is fitted to. “The same”: "
+            "noise is fitted to the images of the weights. Tables: half of the training rows each, on the published splits.",
+            "The prior of the noise is N(1, 0.5²), or fitted: a mean and a width for every layer by the ELBO. Flows begin at the "
+            f"fitted Gaussian and are left out where they do not raise its ELBO; up to {settings.flow_rows:,} examples.",
+            "Last-layer Laplace: Kronecker-factored, its prior by the marginal likelihood, all on the fresh data, weights as they are.",
+            "Plain on all data: the same network trained on both kinds, with the temperature that suits the network on the first kind "
+            "on the second; the seconds are of its training.",
+            "Nothing was chosen on test data.",
         ]
-        return Findings(answer(settings, by_row), metrics, rows, [], notes)
+        return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def network_of(
-    data: tuple[Tensor, Tensor], epochs: int, settings: Settings, seed: int, device: dict[str, Any]
-) -> PointPosterior:
-    """A LeNet trained on these images."""
-    torch.manual_seed(seed)
-    loader = TensorLoader(*data, batch_size=settings.batch, shuffle=True)
-    network = LeNet(data[0].shape[1])
-    return MLE(epochs=epochs, lr=settings.lr).fit(network, loader, seed=seed, progress=False, **device)
+Data = tuple[Tensor, Tensor]
 
 
-class Shown(nn.Module):
-    """A network whose inputs are its outputs: logits that are known."""
+def images_of(pictures: Pictures, index: Tensor) -> Data:
+    """These images as the network takes them, and their labels."""
+    learned = pictures.learned
+    index = index.to(learned.images.device)
+    return learned.normalizer()(learned.images[index]), learned.labels[index]
 
-    def __init__(self) -> None:
+
+def network_of(data: Data, size: int, job: Job) -> PointPosterior:
+    """A LeNet trained on these images, as for so many."""
+    s: Settings = job.settings
+    number = s.train.index(size)
+    torch.manual_seed(job.seed)
+    loader = TensorLoader(*data, batch_size=s.batch[number], shuffle=True)
+    method = MLE(epochs=s.epochs[number], lr=s.lr)
+    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    return method.fit(LeNet(data[0].shape[1]), loader, **given)
+
+
+def fitted(plain: PointPosterior, held_out: Data, job: Job) -> dict[str, tuple[Posterior, float]]:
+    """All that is fitted to held-out data on top of a network, each with its seconds."""
+    s: Settings = job.settings
+    classes = not held_out[1].is_floating_point()
+    loader = TensorLoader(*held_out, batch_size=1000)
+    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    result: dict[str, tuple[Posterior, float]] = {}
+    for key in ("plain", "temperature", "vector", "laplace", *s.fits):
+        started = time.perf_counter()
+        posterior: Posterior = plain
+        if key == "temperature":
+            posterior = temper(plain, loader, progress=False)
+        elif key == "vector":
+            if not classes:
+                continue
+            posterior = scale_by_class(plain, loader)
+        elif key == "laplace":
+            posterior = Laplace(layers="last", epochs=0).fit(plain.model, loader, **given)
+        elif key in FITS:
+            how = FITS[key][2]
+            if "flow" in how and len(held_out[1]) > s.flow_rows:
+                continue
+            posterior = calibrate(plain.model, loader, folds=0, **how, **given)
+        if held_out[0].is_cuda:
+            torch.cuda.synchronize()
+        result[key] = posterior, 0.0 if key == "plain" else time.perf_counter() - started
+    return result
+
+
+def scores(posterior: Posterior, pictures: Pictures, settings: Settings) -> dict[str, float]:
+    """Accuracy, NLL and ECE on test images, and what novel and corrupted images tell."""
+    images, labels = pictures.test
+    known = predict(posterior, images[: settings.test], settings.samples, "32-true")
+    numbers = known.evaluate(labels[: settings.test])
+    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), "32-true")
+    kept = {name: numbers[name] for name in ("accuracy", "nll", "ece")}
+    return kept | {name: beyond[name] for name in BEYOND}
+
+
+def table_of(job: Job) -> dict[str, dict[str, float]]:
+    """The rows of one UCI set: weights on one half of the training rows, all else on the other."""
+    s: Settings = job.settings
+    inputs, targets, *test = load_uci(job.variant, job.seed)
+    center, spread = inputs.mean(0), inputs.std(0).clamp_min(1e-9)
+    inputs, test[0] = (inputs - center) / spread, (test[0] - center) / spread
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(job.seed))
+    first, second = order[: len(order) // 2], order[len(order) // 2 :]
+
+    def network(index: Tensor) -> PointPosterior:
+        torch.manual_seed(job.seed)
+        loader = TensorLoader(inputs[index], targets[index], batch_size=32, shuffle=True)
+        given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+        return MLE(epochs=s.table_epochs, lr=1e-2).fit(MLP(inputs.shape[1], (50,), 1), loader, **given)
+
+    plain, held_out = network(first), (inputs[second], targets[second])
+    rows = fitted(plain, held_out, job)
+    started = time.perf_counter()
+    temperature = temper(plain, [held_out], progress=False).temperature
+    whole = TemperedPosterior(network(order), temperature)
+    rows["all"] = whole, time.perf_counter() - started
+    table = {}
+    for key, (posterior, seconds) in rows.items():
+        numbers = evaluate(posterior, (test[0], test[1]), samples=s.samples, progress=False)
+        table[key] = {"nll": numbers["nll"], "rmse": numbers["rmse"], "seconds": seconds}
+    return table
+
+
+class Scaled(nn.Module):
+    """A network whose logits are multiplied by, and added to, a number for each class."""
+
+    def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
         super().__init__()
-        self.register_buffer("none", torch.zeros(()))
+        self.network = network
+        self.factor, self.offset = nn.Parameter(factor), nn.Parameter(offset)
 
-    def forward(self, logits: Tensor) -> Tensor:
-        return logits
+    def forward(self, inputs: Any) -> Tensor:
+        return self.network(inputs) * self.factor + self.offset
 
 
-def tempered_on_all(
-    data: tuple[Tensor, Tensor], epochs: int, settings: Settings, seed: int, device: dict[str, Any]
-) -> Posterior:
-    """A network on all images, with the temperature that suits networks on images that they have not seen."""
-    folds, number = int(settings.folds), len(data[1])
-    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
-    logits, targets = [], []
-    for fold in range(folds):
-        out = order[fold::folds]
-        kept = torch.cat([order[other::folds] for other in range(folds) if other != fold])
-        one = network_of((data[0][kept], data[1][kept]), epochs, settings, seed, device)
-        logits.append(one.predict(data[0][out], progress=False).log_samples[0].cpu())
-        targets.append(data[1][out])
-    known = temper(
-        PointPosterior(Shown(), Categorical()), [(torch.cat(logits), torch.cat(targets))], progress=False
-    )
-    return TemperedPosterior(network_of(data, epochs, settings, seed, device), known.temperature)
+def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
+    r"""Vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` with the largest likelihood."""
+    outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
+    assert targets is not None
+    logits, targets = outputs[0].double(), targets.to(outputs.device)
+    factor, offset = logits.new_ones(logits.shape[1]), logits.new_zeros(logits.shape[1])
+    free = [factor.requires_grad_(), offset.requires_grad_()]
+    engine = torch.optim.LBFGS(free, max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        engine.zero_grad()
+        value = nn.functional.cross_entropy(logits * factor + offset, targets)
+        value.backward()
+        return value
+
+    engine.step(loss)
+    scaled = Scaled(plain.model, factor.detach().float(), offset.detach().float())
+    return PointPosterior(scaled.eval(), plain.likelihood)
 
 
 def answer(settings: Settings, parts: Parts) -> str:
     """The answer, put together from the numbers."""
     lines = []
-    for case in settings.cases():
+    for case in [case for some in settings.cases().values() for case in some] + list(settings.tables):
         nll = f"nll_{case}"
-        joint = parts.mean("joint", nll)
+        means = {key: parts.mean(key, nll) for key in ROWS if parts.values(key, nll)}
+        if "joint" not in means or "factorized" not in means:
+            continue
         against = paired(*parts.common("joint", "factorized", nll))
         if case.endswith("same"):
             verdict = "better" if against.mean < 0 else "worse"
             lines.append(
-                f"On images that the weights have memorised a joint posterior is {verdict} than a factorized one: NLL {joint:.3f} "
-                f"against {parts.mean('factorized', nll):.3f}, {against.words(3)}."
+                f"On images that the weights have memorised a joint posterior is {verdict} than a factorized one: NLL "
+                f"{means['joint']:.3f} against {means['factorized']:.3f}, {against.words(3)}."
             )
             continue
         tempered = paired(*parts.common("joint", "temperature", nll))
-        best = min(("joint", "joint-fitted"), key=lambda key: parts.mean(key, nll))
+        rivals = {key: means[key] for key in ("vector", "laplace") if key in means}
+        beside = "".join(f", {value:.3f} by {ROWS[key][0].lower()}" for key, value in rivals.items())
+        fits = {key: value for key, value in means.items() if key in FITS}
+        best = min(fits, key=lambda key: fits[key])
+        seeds = counted(len(parts.common("joint", "temperature", nll)[0]))
         lines.append(
-            f"{title(case)} images, {counted(len(parts.seeds))}: NLL {parts.mean('plain', nll):.3f} plain, "
-            f"{parts.mean('temperature', nll):.3f} by temperature, {parts.mean('factorized', nll):.3f} with factorized and "
-            f"{joint:.3f} with joint noise ({tempered.words(3)} from temperature, {against.words(3)} from factorized); best prior: "
-            f"{'fixed' if best == 'joint' else 'fitted'} ({parts.mean(best, nll):.3f})."
+            f"{title(case)}{'' if case in settings.tables else ' images'}, {seeds}: NLL {means['plain']:.3f} plain, "
+            f"{means['temperature']:.3f} by temperature{beside}, {means['factorized']:.3f} with factorized and {means['joint']:.3f} "
+            f"with joint noise ({tempered.words(3)} from temperature, {against.words(3)} from factorized); the best noise: "
+            f"{FITS[best][0].partition(', ')[2]} ({fits[best]:.3f})."
         )
-    return "\n".join(lines)
+    return "\n".join(lines) or "Too little has been trained for an answer."

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
 
 from flowbnn.calibrate import calibrate
 from flowbnn.data import TensorLoader
@@ -13,9 +12,8 @@ from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
-from flowbnn.posterior.base import PredictOptions
 from flowbnn.results import Metric, Parts
-from flowbnn_studies.calibrate import NUMBERS
+from flowbnn_studies.calibrate import CORRUPTED, NUMBERS, scale_by_class
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
@@ -41,16 +39,13 @@ ROWS = {
     "all": ("Plain on all images, tempered", "temperature"),
 }
 NOVEL = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
-SHIFT = "mean over four kinds of corruption (noise, blur, brightness, contrast) at five strengths."
 # fmt: off
 MORE = {
     "elbo": ("ELBO", "higher", ".4f", "Of the fit, in nats for a held-out image."),
     **{f"auroc_{key}": (f"AUROC {name}", "higher", ".3f",
        f"Chance that an image of {name} has a higher predictive entropy than a test image.")
        for key, name in NOVEL.items()},
-    "shift_accuracy": ("Accuracy, corrupted", "higher", ".3f", f"Accuracy, {SHIFT}"),
-    "shift_nll": ("NLL, corrupted", "lower", ".3f", f"NLL, {SHIFT}"),
-    "shift_ece": ("ECE, corrupted", "lower", ".3f", f"ECE, {SHIFT}"),
+    **CORRUPTED,
 }
 # fmt: on
 KEPT = ("accuracy", "nll", "ece")
@@ -223,38 +218,6 @@ def _plain(job: Job, network: str, pictures: Pictures) -> PointPosterior:
     if pictures.device.type == "cuda":
         posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return posterior
-
-
-class Scaled(nn.Module):
-    """A network whose logits are multiplied by, and added to, a number for each class."""
-
-    def __init__(self, network: nn.Module, factor: Tensor, offset: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.factor, self.offset = nn.Parameter(factor), nn.Parameter(offset)
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.network(inputs) * self.factor + self.offset
-
-
-def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPosterior:
-    r"""Vector scaling (Guo et al. 2017, https://arxiv.org/abs/1706.04599): :math:`a \circ f(x) + b` with the largest likelihood."""
-    outputs, _, targets = plain.collect(held_out, PredictOptions(1, progress=False))
-    assert targets is not None
-    logits, targets = outputs[0].double(), targets.to(outputs.device)
-    factor, offset = logits.new_ones(logits.shape[1]), logits.new_zeros(logits.shape[1])
-    free = [factor.requires_grad_(), offset.requires_grad_()]
-    engine = torch.optim.LBFGS(free, max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        engine.zero_grad()
-        value = nn.functional.cross_entropy(logits * factor + offset, targets)
-        value.backward()
-        return value
-
-    engine.step(loss)
-    scaled = Scaled(plain.model, factor.detach().float(), offset.detach().float())
-    return PointPosterior(scaled.eval(), plain.likelihood)
 
 
 def _scores(posterior: Posterior, pictures: Pictures, settings: Settings, precision: str) -> dict[str, float]:
