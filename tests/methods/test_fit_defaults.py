@@ -1,9 +1,11 @@
 """``fb.fit`` with no argument but the loader leaves a trained network no worse, and says so where it cannot."""
 
 import math
+import random
 import warnings
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
+from flowbnn.methods.variational.gain import bound_of_given, elbos
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalPlanar
 
@@ -68,6 +71,7 @@ def test_the_gain_is_measured_example_by_example():
     assert posterior.gain.after == pytest.approx(float(after), abs=1e-5)
     assert 0 < posterior.gain.error < 0.1
     assert posterior.gain.after > posterior.gain.before - 2 * posterior.gain.error
+    assert posterior.bound.after > posterior.bound.before + 2 * posterior.bound.error
 
 
 def test_a_loss_is_warned_of():
@@ -85,6 +89,30 @@ def test_a_loss_is_warned_of():
             **QUIET,
         )
     loss = next(w.message for w in caught if w.message.fields.get("kind") == "gain")
+    assert loss.fields["after"] < loss.fields["before"]
+
+
+def test_the_bound_before_and_after_is_that_of_the_same_draws_and_disturbs_nothing():
+    model = fb.to_stochastic(MLP(2, (8,), 2), {"*": NormalPlanar()})
+    loader = TensorLoader(*rings(64, 1), batch_size=32, shuffle=True)
+    objective = fb.ELBO(fb.likelihoods.Categorical(), 64, beta=0.5, gamma=0.1)
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    batches, before = bound_of_given(model, objective, loader, None)
+    assert torch.equal(elbos(model, objective, batches), before)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == state[1:]  # noqa: NPY002
+    torch.manual_seed(0)
+    expected = fb.ELBO(fb.likelihoods.Categorical(), 64, beta=0.5, gamma=0.1)(model.eval(), *batches[0]).elbo
+    assert before[:32].mean().item() == pytest.approx(expected.item(), abs=1e-5)
+    assert bound_of_given(model, objective, [(torch.ones(2, 3), torch.zeros(2).long())], None) is None
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the other ailments of such a fit
+def test_an_elbo_worse_than_that_of_the_given_network_is_warned_of():
+    network, loader, _ = trained(rings, 2, epochs=5)
+    with pytest.warns(FlowBNNWarning, match="made the ELBO worse") as caught:
+        fb.fit(fb.to_stochastic(network, {"*": NormalAffine()}), loader, epochs=1, weight_lr=1.0, **QUIET)
+    loss = next(w.message for w in caught if w.message.fields.get("kind") == "elbo")
     assert loss.fields["after"] < loss.fields["before"]
 
 

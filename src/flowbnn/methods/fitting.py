@@ -30,7 +30,7 @@ from flowbnn.noise import Recipe, noise_layers, noise_mode
 from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import Clock, History, TrainingOptions, train
-from flowbnn.training.randomness import loader_generators
+from flowbnn.training.randomness import Randomness, loader_generators
 from flowbnn.units import far_from_units, learn_units
 
 ROWS = 8  # of real-valued targets, which tell their units
@@ -144,21 +144,20 @@ class Objective(nn.Module):
 
 @contextmanager
 def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
-    """The loader may be gone through in the ``with`` block: torch's generator and the loader's own are put back afterwards.
+    """The loader may be gone through in the ``with`` block: all global generators and the loader's own are put back afterwards.
 
     Args:
-        seed: of these generators meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
+        seed: of torch's and the loader's meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
     """
-    generators = [torch.default_generator, *loader_generators(loader)]
-    states = [generator.get_state() for generator in generators]
+    randomness = Randomness(loader_generators(loader))
+    state = randomness.state()
     if seed is not None:
-        for generator in generators:
+        for generator in (torch.default_generator, *randomness.generators):
             generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        randomness.restore(state)
 
 
 def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:

@@ -55,6 +55,7 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     compiles = True
     calibration: Any = None  # what cross-validation says, where fb.calibrate fitted the noise
+    bound: Any = None  # ELBO of the network that was given and of this posterior, where fb.fit made it
     gain: Any = None  # held-out log-likelihoods before and after the fit, where it was given validation data
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a fit gained anything: log-likelihoods of held-out data under the network that was given and under the posterior."""
+"""Whether a fit gained anything: ELBO and held-out log-likelihoods of the network that was given and of the posterior."""
 
 import warnings
 from collections.abc import Iterable
@@ -6,21 +6,24 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowbnn.batches import device_of, dtype_of, evaluating, move, split_batch
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.noise import noise_mode
+from flowbnn.objectives import ELBO
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.training.randomness import seed_all
 
 BATCHES = 10  # of the training data that are looked at
 SAMPLES = 64
 
 
 class Gain(NamedTuple):
-    """Mean log-likelihood of held-out examples before and after a fit, and the standard error of the difference.
+    """A mean over examples before and after a fit, and the standard error of the difference.
 
     >>> print(Gain(-0.25, -0.125, 0.01))
     held-out log-likelihood -0.250 -> -0.125 per example (+0.125, standard error 0.010)
@@ -29,10 +32,22 @@ class Gain(NamedTuple):
     before: float
     after: float
     error: float
+    name: str = "held-out log-likelihood"
+
+    @classmethod
+    def of(cls, before: Tensor, after: Tensor, name: str) -> "Gain":
+        """From the values of the same examples."""
+        error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
+        return cls(float(before.mean()), float(after.mean()), error, name)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss by more than two standard errors."""
+        return self.after < self.before - 2 * self.error
 
     def __str__(self) -> str:
         return (
-            f"held-out log-likelihood {self.before:.3f} -> {self.after:.3f} per example "
+            f"{self.name} {self.before:.3f} -> {self.after:.3f} per example "
             f"({self.after - self.before:+.3f}, standard error {self.error:.3f})"
         )
 
@@ -51,10 +66,8 @@ def plain_log_likelihoods(posterior: NoisePosterior, data: Iterable[Any]) -> Ten
 
 def gain(before: Tensor, posterior: NoisePosterior, held_out: Iterable[Any]) -> Gain:
     """Compare the posterior with the network that was given; a loss of more than two standard errors is warned of."""
-    after = log_likelihoods(posterior, held_out)
-    error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
-    result = Gain(float(before.mean()), float(after.mean()), error)
-    if result.after < result.before - 2 * error:
+    result = Gain.of(before, log_likelihoods(posterior, held_out), "held-out log-likelihood")
+    if result.is_loss:
         warnings.warn(
             FlowBNNWarning(
                 f"the network with noise predicts worse than the one that was given: {result}; fit longer (epochs=...), give the "
@@ -87,3 +100,49 @@ def warn_of_memory(
             ),
             stacklevel=4,
         )
+
+
+def elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
+    """The ELBO of every example, with the same draws whenever it is asked; all generators are left as they were."""
+    device, dtype, found = device_of(model), dtype_of(model), []
+    # one of its own: what an earlier pass has asked for is drawn in another order
+    objective = ELBO(objective.likelihood, objective.num_data, objective.beta, objective.gamma)
+    with undisturbed(None), evaluating(model), noise_mode(model, "sample"):
+        seed_all(0)
+        for batch in batches:
+            inputs, targets = split_batch(batch)
+            terms = objective(model, move(inputs, device, dtype), targets := move(targets, device))
+            each = objective.likelihood.log_prob(terms.outputs, targets).double().cpu()
+            found.append(each + float(terms.elbo - terms.log_likelihood))
+    return torch.cat(found)
+
+
+def bound_of_given(
+    model: nn.Module, objective: ELBO, loader: Iterable[Any], seed: int | None
+) -> tuple[list[Any], Tensor] | None:
+    """The first batches of the loader, and the ELBO of their examples before the fit. None where they cannot be served."""
+    try:
+        with undisturbed(loader, seed):
+            batches = list(islice(iter(loader), BATCHES))
+        before = elbos(model, objective, batches)
+    except Exception:  # the training meets the same batches, and says what is wrong with them and where
+        return None
+    return (batches, before) if bool(torch.isfinite(before).all()) else None
+
+
+def bound_gain(given: tuple[list[Any], Tensor], model: nn.Module, objective: ELBO) -> Gain:
+    """Compare the ELBO after a fit with :func:`bound_of_given`; a loss of more than two standard errors is warned of."""
+    batches, before = given
+    result = Gain.of(before, elbos(model, objective, batches), "ELBO")
+    if result.is_loss:
+        warnings.warn(
+            FlowBNNWarning(
+                f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
+                "(weight_lr=..., noise_lr=...), or fit longer (epochs=...)",
+                kind="elbo",
+                before=result.before,
+                after=result.after,
+            ),
+            stacklevel=4,
+        )
+    return result
