@@ -21,7 +21,7 @@ from flowbnn.training.distributed import (
     synchronised_statistics,
     take_rows,
 )
-from flowbnn.training.launch import device_kind, planned
+from flowbnn.training.launch import TORCHRUN, device_kind, planned
 
 RECIPES = {
     "affine": fb.noise.NormalAffine(),
@@ -253,7 +253,7 @@ def test_a_module_and_a_script_are_run_again_under_torchrun(monkeypatch):
         monkeypatch.setattr("__main__.__spec__", spec)
         with pytest.raises(SystemExit) as started:
             connect(TrainingOptions(devices=3, accelerator="cpu"))
-        torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3"
+        torchrun = f"-c {TORCHRUN} --standalone --nproc-per-node 3"
         assert started.value.code == f"{torchrun} {again} run digits"
 
 

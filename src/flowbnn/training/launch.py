@@ -13,6 +13,15 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.training.options import TrainingOptions
 
 MOST_PER_CORE = 16  # processes for each core of a machine
+TORCHRUN = """
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as stop:  # Ctrl-C, of which the processes themselves have told
+    sys.exit(128 + stop.sigval)
+"""
 
 
 def launched() -> bool:
@@ -111,7 +120,7 @@ def _script() -> list[str]:
 
 def _start_torchrun(devices: int) -> None:
     """Run this script again under torchrun, in place of this process."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    command = ["-c", TORCHRUN, "--standalone", "--nproc-per-node", str(devices)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
