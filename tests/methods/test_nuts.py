@@ -42,6 +42,20 @@ def test_a_transition_leaves_a_logistic_density_as_it_is():
         assert abs(values.mean() - true) < 4 * values.std() / math.sqrt(2000)
 
 
+@pytest.mark.parametrize("size", [0.1, 0.2])
+def test_a_transition_leaves_a_narrow_banana_as_it_is(size):
+    """At a step size for its middle and at one that its tails diverge at."""
+    noise = torch.randn(3000, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    banana = with_gradient(lambda q: 0.5 * (q[:, 0] ** 2 + ((q[:, 1] - q[:, 0] ** 2) / 0.3) ** 2))
+    state = begin(banana, torch.stack([noise[:, 0], noise[:, 0] ** 2 + 0.3 * noise[:, 1]], 1))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        state, _ = nuts_kernel(banana, state, size, torch.tensor([1.0, 2.09]), generator)
+    x, y = state.position.unbind(1)
+    for values, true in ((x, 0.0), (x**2, 1.0), (x**4, 3.0), ((y - 1) ** 2, 2.09), ((y - x**2) ** 2, 0.09)):
+        assert abs(values.mean() - true) < 4 * values.std() / math.sqrt(3000)
+
+
 def turns_recursively(momenta: list[torch.Tensor]) -> bool:
     """Whether a whole binary tree of leaves, or one of its subtrees, turns back, by the definition."""
     if len(momenta) == 1:

@@ -49,8 +49,10 @@ class ChainMethod(Method):
     and mass are one for all chains.
 
     A density that is much narrower in its tails than in its middle is told by divergences: draws there are missing until the chains
-    are long or ``target_accept`` is high. Of a banana (a parabola of standard deviation 1, 0.3 wide) NUTS with 16 chains of 300
-    draws after 300 has 0.98 and 0.73 of the two variances, and 1.4 % divergences, at the default of 0.8.
+    are long or ``target_accept`` is high. Transitions are exact on a banana, too (a parabola of standard deviation 1, 0.3 wide;
+    ``tests/methods/test_nuts.py``), but a step size tuned in its middle seldom enters the tails, which hold most of the variance:
+    over six seeds NUTS with 16 chains of 300 draws after 300 has 0.85 and 0.68 of the two variances (standard errors of 0.10 and
+    0.27), and 1.6 % divergences, at the default of 0.8.
 
     Args:
         samples: draws of each chain that are kept.
