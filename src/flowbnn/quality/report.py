@@ -34,16 +34,21 @@ class Report:
     agreement: Agreement | None = None
 
     @property
+    def judged(self) -> bool:
+        """Whether chains that have mixed stand behind the verdict."""
+        return self.agreement is not None and self.agreement.certified
+
+    @property
     def good(self) -> bool:
         """Whether predictions could hardly be nearer to those of the exact posterior."""
-        if self.agreement is None or self.gap is None or self.chains is None or not self.chains.certified:
+        if self.agreement is None or not self.judged:
             return self.pareto.verdict != "bad"
         return self.agreement.variation <= max(NEAR, 1.5 * self.agreement.variation_floor)
 
     @property
     def richer(self) -> str:
         """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
-        if self.gap is None or self.agreement is None or self.chains is None or not self.chains.certified:
+        if self.gap is None or self.agreement is None or not self.judged:
             return "nothing" if self.pareto.verdict == "good" else "unknown"
         if self.good and (self.gap.per_example < SMALL or self.agreement.within_floor):
             return "nothing"
@@ -52,11 +57,12 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        judged = self.chains is not None and self.chains.certified and self.agreement is not None
-        first = (
-            "This posterior is not good" if judged else "Importance sampling cannot vouch for this posterior"
+        bad = (
+            "This posterior is not good"
+            if self.judged
+            else "Importance sampling cannot vouch for this posterior"
         )
-        first = "This posterior is good" if self.good else first
+        first = "This posterior is good" if self.good else bad
         need = {
             "nothing": "a richer one could hardly matter here",
             "unknown": "whether a richer one would matter only chains can tell (chains are run where seconds= allows)",
@@ -64,14 +70,9 @@ class Report:
             "across": "one with correlation across layers (joint='full', or 'chain' for large networks) could matter here",
             "shape": "correlation would not help it; train it longer, or put a flow on it",
         }[self.richer]
-        doubt = ""
-        if self.chains is not None and not self.chains.certified:
-            doubt = f" (by its own draws only: the chains have not mixed, R-hat {self.chains.rhat:.3f})"
-        return (
-            f"{first}{doubt}, and {need}."
-            if self.good == (self.richer == "nothing")
-            else f"{first}{doubt}, but {need}."
-        )
+        if self.chains is not None and not self.judged:
+            first += f" (by its own draws only: the chains have not mixed, R-hat {self.chains.rhat:.3f})"
+        return f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, value and what to compare it with."""
