@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.uci import load_uci
 
 Data = tuple[Tensor, Tensor]
+ProblemName = Literal["blobs", "boston", "digits", "conv", "lenet"]
+PosteriorName = Literal[
+    "factorized", "planar", "coupling", "layers", "low-rank", "chain", "natural", "full", "flow"
+]
 NATURAL = "natural"
 RECIPES: dict[str, tuple[str, Recipe]] = {
     "factorized": ("Factorized Gaussian", NormalAffine()),
@@ -63,7 +67,7 @@ PROBLEMS = {
     "blobs": Problem("Blobs, D = 34, N = 100", 100, 100, 2000),
     "boston": Problem("Boston, D = 63, N = 100", 100, 100, 300),
     "digits": Problem("Few-shot digits, D = 128, N = 50", 50, 50, 1000),
-    "conv": Problem("Digits, small conv net, D = 125, N = 1,000", 300, 1000, 323),
+    "conv": Problem("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
     "lenet": Problem("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
 COLUMNS = {
@@ -95,9 +99,9 @@ class Settings:
         climbs: from draws of the prior, for modes.
     """
 
-    problems: tuple[str, ...] = ("blobs", "boston", "digits")
-    posteriors: tuple[str, ...] = tuple(RECIPES)
-    along: tuple[str, ...] = ("factorized", "layers", "full")
+    problems: tuple[ProblemName, ...] = ("blobs", "boston", "digits")
+    posteriors: tuple[PosteriorName, ...] = get_args(PosteriorName)
+    along: tuple[PosteriorName, ...] = ("factorized", "layers", "full")
     epochs: Count = 200
     batch: Count = 50
     lr: Positive = 1e-2
@@ -357,7 +361,9 @@ class PosteriorQuality(Study):
             for name in settings.problems
             for key, (label, better, form, meaning) in COLUMNS.items()
         ]
-        labels = {key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors}
+        labels: dict[str, str] = {
+            key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors
+        }
         labels |= {f"{key}-along": f"{RECIPES[key][0]}, weights trained along" for key in settings.along}
         labels = {EXACT: "HMC, between its halves", **labels}
         methods = {

@@ -9,6 +9,7 @@ from flowbnn.options import options
 from flowbnn.results import Metric, Parts, figure, summary
 from flowbnn_studies.posterior_quality import (
     PROBLEMS,
+    ProblemName,
     Settings,
     case_of,
     chains_of,
@@ -46,7 +47,7 @@ class MattersSettings(Settings):
         sizes: examples that the noise is fitted to; those beyond what a problem has are left out.
     """
 
-    problems: tuple[str, ...] = ("blobs", "digits")
+    problems: tuple[ProblemName, ...] = ("blobs", "digits")
     sizes: tuple[int, ...] = (20, 50, 100, 200, 500, 1000, 2000)
 
 
@@ -155,7 +156,7 @@ def label_of(name: str) -> str:
     return PROBLEMS[name].label.rpartition(", N")[0]
 
 
-def keys_of(settings: MattersSettings, name: str) -> list[str]:
+def keys_of(settings: MattersSettings, name: ProblemName) -> list[str]:
     """The variants of a problem."""
     return [one.key for one in WhenItMatters().variants(replace(settings, problems=(name,)))]
 
