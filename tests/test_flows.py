@@ -7,9 +7,10 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.distributions import StudentBase
 from flowbnn.errors import FlowBNNError
+from flowbnn.flows import named_flows
 from flowbnn.transforms import Autoregressive, Compose, Inverse
 
-NAMES = [name for name in fb.flows.__all__ if name != "FlowModel"]
+NAMES = [name for name in fb.flows.__all__ if name.lower() in named_flows()]
 WITH_NETS = [name for name in NAMES if name not in ("Planar", "Radial", "Sylvester", "Householder")]
 
 SOLVED = ("FFJORD", "ResidualFlow")  # the direction that is not cheap is found by a solver

@@ -15,18 +15,27 @@ from flowbnn.distributions.bases import (
     NormalMixture,
     StudentBase,
 )
+from flowbnn.distributions.discrete import (
+    CategoricalBase,
+    DiscretizedLogistic,
+    DiscretizedLogisticBase,
+    OneHotVectors,
+)
 from flowbnn.distributions.divergence import Divergence, divergence
 from flowbnn.distributions.flow import Flow
 from flowbnn.distributions.torch_transform import from_torch
 
 __all__ = [
     "Base",
+    "CategoricalBase",
     "CircularBase",
     "CircularUniform",
     "DiagonalLaplace",
     "DiagonalLogistic",
     "DiagonalNormal",
     "DiagonalStudent",
+    "DiscretizedLogistic",
+    "DiscretizedLogisticBase",
     "Divergence",
     "Flow",
     "LaplaceBase",
@@ -34,6 +43,7 @@ __all__ = [
     "MixtureBase",
     "NormalBase",
     "NormalMixture",
+    "OneHotVectors",
     "StudentBase",
     "divergence",
     "from_torch",

@@ -10,7 +10,7 @@ from torch.distributions.constraints import Constraint
 from flowbnn.distributions.torch_transform import TorchTransform
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse, run_part
-from flowbnn.transforms.discrete import Argmax
+from flowbnn.transforms.discrete import Argmax, OneHot
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.permutation import Permutation
 from flowbnn.transforms.surjective import Dequantization
@@ -47,7 +47,7 @@ def _ends(step: Step) -> tuple[Any, Any] | None:
     """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
     part, backwards = step
     ends: tuple[Any, Any] | None = None
-    if isinstance(part, TorchTransform | Dequantization | Argmax):
+    if isinstance(part, TorchTransform | Dequantization | Argmax | OneHot):
         domain, codomain = map(_of_numbers, part.ends() or (None, None))
         if domain is not None and domain.event_dim == codomain.event_dim == 0:
             ends = domain, codomain

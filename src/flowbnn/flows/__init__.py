@@ -16,7 +16,8 @@ well as noise of a network or as the posterior of an autoencoder. All start at o
 from collections.abc import Callable
 
 from flowbnn.flows.base import FlowModel
-from flowbnn.flows.images import Glow, ResidualFlow
+from flowbnn.flows.discrete import IDF, DiscreteFlow
+from flowbnn.flows.images import FlowPP, Glow, ResidualFlow
 from flowbnn.flows.vectors import (
     FFJORD,
     IAF,
@@ -34,11 +35,14 @@ from flowbnn.flows.vectors import (
 __all__ = [
     "FFJORD",
     "IAF",
+    "IDF",
     "MAF",
     "NAF",
     "NICE",
     "NSF",
+    "DiscreteFlow",
     "FlowModel",
+    "FlowPP",
     "Glow",
     "Householder",
     "Planar",
@@ -50,5 +54,6 @@ __all__ = [
 
 
 def named_flows() -> dict[str, Callable[..., FlowModel]]:
-    """The flows of this module by their names in small letters."""
-    return {name.lower(): globals()[name] for name in __all__ if name != "FlowModel"}
+    """The flows of real vectors by their names in small letters."""
+    discrete = ("DiscreteFlow", "FlowModel", "IDF")
+    return {name.lower(): globals()[name] for name in __all__ if name not in discrete}

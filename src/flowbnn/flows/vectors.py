@@ -30,7 +30,7 @@ from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms.coupling import Mask
 
 
-def _coupling(
+def coupled(
     dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int, mask: Mask = "half"
 ) -> Transform:
     """A coupling; one entry has no other to read, and is moved alone."""
@@ -63,7 +63,7 @@ class NICE(Named):
         hidden: Widths = (64, 64),
         base: Base | None = None,
     ) -> None:
-        parts = [_coupling(dim, ShiftMap(), step, hidden, context_dim) for step in range(length)]
+        parts = [coupled(dim, ShiftMap(), step, hidden, context_dim) for step in range(length)]
         super().__init__(dim, context_dim, base, *parts, Affine(dim))
 
 
@@ -83,7 +83,7 @@ class RealNVP(Named):
         base: Base | None = None,
     ) -> None:
         parts = [
-            _coupling(dim, AffineMap(), step, hidden, context_dim, "alternating") for step in range(length)
+            coupled(dim, AffineMap(), step, hidden, context_dim, "alternating") for step in range(length)
         ]
         super().__init__(dim, context_dim, base, *parts)
 
@@ -160,7 +160,7 @@ class NSF(Named):
             own = (
                 Autoregressive(dim, spline, **settings)
                 if autoregressive
-                else _coupling(dim, spline, step, **settings)
+                else coupled(dim, spline, step, **settings)
             )
             parts += [own] if circular else [LULinear(dim), own]
         if base is None and circular:

@@ -7,7 +7,7 @@ from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
-from flowbnn.transforms.discrete import Argmax
+from flowbnn.transforms.discrete import Argmax, Integers, IntegerShiftMap, ModularMap, OneHot
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
@@ -17,7 +17,7 @@ from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.residual import Residual
-from flowbnn.transforms.sigmoidal import SigmoidalMap
+from flowbnn.transforms.sigmoidal import LogisticMixtureMap, SigmoidalMap
 from flowbnn.transforms.splines import CircularSplineMap, SplineMap
 from flowbnn.transforms.surjective import (
     AbsoluteValue,
@@ -54,13 +54,18 @@ __all__ = [
     "GlowStep",
     "Householder",
     "HouseholderSylvester",
+    "IntegerShiftMap",
+    "Integers",
     "Inverse",
     "LULinear",
     "LeakyReLU",
+    "LogisticMixtureMap",
     "Logit",
     "MaxPool",
+    "ModularMap",
     "MultiScale",
     "NeuralODE",
+    "OneHot",
     "OrthogonalSylvester",
     "Permutation",
     "Planar",

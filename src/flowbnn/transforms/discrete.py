@@ -1,5 +1,6 @@
 r"""Flows of categories and of integers: no volume changes, and probabilities are exact but for :class:`Argmax`, which gives a bound."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.mlp import MLP, Length
 from flowbnn.numerics import inverse_softplus
-from flowbnn.options import Count, checked
-from flowbnn.transforms.base import Transform, check_integers, check_vectors
+from flowbnn.options import Count, Positive, checked, options
+from flowbnn.transforms.base import Transform, check_integers, check_tensor, check_vectors
 from flowbnn.transforms.surjective import Several, drawn, known, summed
+from flowbnn.transforms.univariate import Univariate
 
 
 class Argmax(Transform):
@@ -109,3 +111,161 @@ def check_length(value: Tensor, dim: int, owner: object) -> None:
             f"{type(owner).__name__} takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}",
             kind="shape",
         )
+
+
+class Integers(Transform):
+    """The door of a flow of integers: inside they are held in floats, which gradients pass, outside they have an integer type.
+
+    >>> Integers().inverse(torch.tensor([3, 1]))[0], Integers()(torch.tensor([3.0, 1.0]))[0]
+    (tensor([3., 1.]), tensor([3, 1]))
+    """
+
+    event_dim = 0
+    discrete = True
+    _zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_zero", torch.zeros(()), persistent=False)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
+        return z.round().long(), torch.zeros_like(z)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_integers(x, self)
+        z = x.to(self._zero.dtype)
+        return z, torch.zeros_like(z)
+
+
+class OneHot(Transform):
+    """The door of a flow of categories: inside they are one-hot codes of floats, one after the other, outside integers.
+
+    Args:
+        dim, categories: of the vectors, which have integers from 0 to ``categories - 1``.
+
+    >>> OneHot(2, categories=3).inverse(torch.tensor([2, 0]))[0]
+    tensor([0., 0., 1., 1., 0., 0.])
+    """
+
+    discrete = True
+    _zero: Tensor
+
+    @checked
+    def __init__(self, dim: Count, categories: Several) -> None:
+        super().__init__()
+        self.dim, self.categories = dim, categories
+        self.register_buffer("_zero", torch.zeros(()), persistent=False)
+
+    def ends(self) -> tuple[Any, Any]:
+        """Domain and range as torch's constraints."""
+        return constraints.real, constraints.integer_interval(0, self.categories - 1)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, self.dim * self.categories, self)
+        return z.unflatten(-1, (self.dim, self.categories)).argmax(-1), z.new_zeros(z.shape[:-1])
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_integers(x, self)
+        check_length(x, self.dim, self)
+        return one_hot(x, self.categories).to(self._zero.dtype).flatten(-2), self._zero.expand(x.shape[:-1])
+
+    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.dim))
+
+    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
+        return torch.Size((*shape[:-1], self.dim * self.categories))
+
+
+@options
+class IntegerShiftMap(Univariate):
+    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
+
+    Rounding passes gradients straight through. Networks read :math:`z / r`.
+
+    Args:
+        reach: :math:`r`, about the size of the integers.
+
+    >>> IntegerShiftMap(reach=10.0).forward(torch.tensor([3.0]), torch.tensor([0.24]))[0]
+    tensor([5.])
+    """
+
+    reach: Positive = 256.0
+    per_entry = 1
+
+    def read(self, value: Tensor) -> Tensor:
+        return value / self.reach
+
+    def _shift(self, parameters: Tensor) -> Tensor:
+        shift = self.reach * parameters
+        return shift + (shift.round() - shift).detach()
+
+    def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        # rounded once more, since a straight-through shift is an integer but for a rounding error
+        return _whole(value + self._shift(parameters)), torch.zeros_like(value)
+
+    def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return _whole(value - self._shift(parameters)), torch.zeros_like(value)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value + (value.round() - value).detach()
+
+
+@options
+class ModularMap(Univariate):
+    r"""Categories moved around a circle, :math:`x = (\mu + \sigma z) \bmod K` (Tran et al. 2019, https://arxiv.org/abs/1905.10347).
+
+    Values are one-hot codes, ``categories`` numbers side by side for each variable, and so a :class:`~flowbnn.transforms.Coupling` of
+    ``dim * categories`` entries needs a mask that keeps whole variables. :math:`\mu`, and :math:`\sigma` among the numbers without a
+    common divisor with :math:`K`, are the largest of their logits; gradients pass straight through to a softmax. With all logits equal
+    the map is the identity.
+
+    Args:
+        categories: :math:`K`.
+        scaled: learn :math:`\sigma`, or else it is one.
+        temperature: of the softmax.
+
+    >>> z, logits = torch.eye(3)[1], torch.tensor([0.0, 0.0, 5.0])
+    >>> ModularMap(3).forward(z, logits)[0]
+    tensor([1., 0., 0.])
+    """
+
+    categories: Several = 2
+    scaled: bool = False
+    temperature: Positive = 1.0
+
+    @property
+    def per_entry(self) -> int:
+        return 2 if self.scaled else 1
+
+    def read(self, value: Tensor) -> Tensor:
+        """The first number of every variable, then the second, as masked networks want them."""
+        return value.unflatten(-1, (-1, self.categories)).mT.flatten(-2)
+
+    def _matrix(self, parameters: Tensor) -> Tensor:
+        """Which category each one becomes, ``(..., variables, categories, categories)``."""
+        k = self.categories
+        parts = parameters.unflatten(-1, (-1, self.per_entry, k)).unbind(-2)
+        index = torch.arange(k, device=parameters.device)
+        matrix = self._chosen(parts[0])[..., (index - index.unsqueeze(-1)) % k]
+        if not self.scaled:
+            return matrix
+        units = [number for number in range(1, k) if math.gcd(number, k) == 1]
+        factors = torch.tensor(units, device=parameters.device)
+        times = (factors[:, None, None] * index[:, None] % k == index).to(parameters.dtype)
+        return torch.einsum("...s,sjk->...jk", self._chosen(parts[1][..., factors]), times) @ matrix
+
+    def _chosen(self, logits: Tensor) -> Tensor:
+        soft = torch.softmax(logits / self.temperature, -1)
+        return soft + (one_hot(logits.argmax(-1), logits.shape[-1]).to(soft.dtype) - soft).detach()
+
+    def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moved(value, self._matrix(parameters))
+
+    def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moved(value, self._matrix(parameters).mT)
+
+    def _moved(self, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        codes = value.unflatten(-1, (-1, self.categories)).unsqueeze(-2)
+        return _whole((codes @ matrix).squeeze(-2).flatten(-2)), torch.zeros_like(value)

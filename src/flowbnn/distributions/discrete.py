@@ -1,0 +1,127 @@
+"""Distributions of integers and of categories, on which discrete flows stand. They are held in floats, which gradients pass."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, constraints
+from torch.nn import functional as F
+
+from flowbnn.distributions.bases import Base
+from flowbnn.numerics import soft_clamp
+from flowbnn.options import Count, Positive, checked
+
+
+class DiscretizedLogistic(Distribution):
+    r"""Independent integers, each from a mixture of rounded logistic variables.
+
+    .. math:: P(z) = \sum_k \pi_k \left[\sigma\!\left(\frac{z + 1/2 - \mu_k}{s_k}\right)
+              - \sigma\!\left(\frac{z - 1/2 - \mu_k}{s_k}\right)\right]
+
+    Salimans et al. 2017, https://arxiv.org/abs/1701.05517; computed in logarithms, so that no tail underflows.
+
+    Args:
+        loc, scale, logits: shape ``(..., dim, components)``.
+
+    >>> integers = DiscretizedLogistic(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1))
+    >>> integers.log_prob(torch.arange(-30.0, 31.0).unsqueeze(-1)).exp().sum()
+    tensor(1.)
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    support = constraints.independent(constraints.real, 1)  # integers, which are not checked
+
+    def __init__(self, loc: Tensor, scale: Tensor, logits: Tensor) -> None:
+        self.loc, self.scale, self.logits = torch.broadcast_tensors(loc, scale, logits)
+        super().__init__(self.loc.shape[:-2], self.loc.shape[-2:-1], validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "DiscretizedLogistic":
+        shape = torch.Size(batch_shape) + self.loc.shape[-2:]
+        return DiscretizedLogistic(*(part.expand(shape) for part in (self.loc, self.scale, self.logits)))
+
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        with torch.no_grad():
+            which = Categorical(logits=self.logits, validate_args=False).sample(sample_shape).unsqueeze(-1)
+            shape = which.shape[:-1] + self.loc.shape[-1:]
+            loc = self.loc.expand(shape).gather(-1, which).squeeze(-1)
+            scale = self.scale.expand(shape).gather(-1, which).squeeze(-1)
+            tiny = torch.finfo(loc.dtype).eps
+            return (loc + scale * torch.logit(torch.rand_like(loc).clamp(tiny, 1.0 - tiny))).round()
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        above = (value.unsqueeze(-1) + 0.5 - self.loc) / self.scale
+        below = above - 1.0 / self.scale
+        each = F.logsigmoid(above) + F.logsigmoid(-below) + torch.log(-torch.expm1(-1.0 / self.scale))
+        return torch.logsumexp(each + F.log_softmax(self.logits, -1), -1).sum(-1)
+
+
+def discretized_logistic(parameters: Tensor, components: int, values: float) -> DiscretizedLogistic:
+    """That of raw numbers ``(..., 3 * components * dim)``, which at zero spreads over integers from 0 to ``values``."""
+    loc, log_scale, logits = parameters.unflatten(-1, (-1, 3, components)).unbind(-2)
+    places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
+    scale = values / (6.0 * components) * soft_clamp(log_scale, 8.0).exp()
+    return DiscretizedLogistic(values * (loc + places), scale, logits)
+
+
+class DiscretizedLogisticBase(Base):
+    """A learned :class:`DiscretizedLogistic`, which starts spread over the integers from 0 to ``values``.
+
+    >>> DiscretizedLogisticBase(3)().sample((2,)).shape
+    torch.Size([2, 3])
+    """
+
+    @checked
+    def __init__(self, dim: Count, components: Count = 5, values: Positive = 256.0) -> None:
+        super().__init__()
+        self.dim, self.components, self.values = dim, components, values
+        self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
+
+    def distribution(self) -> DiscretizedLogistic:
+        return discretized_logistic(self.raw, self.components, self.values)
+
+
+class OneHotVectors(Distribution):
+    r"""Independent categories, their one-hot codes one after the other: :math:`\log P(z) = \sum_{d,k} z_{dk} \log \pi_{dk}`.
+
+    Args:
+        logits: shape ``(..., dim, categories)``; an event has ``dim * categories`` numbers.
+
+    >>> OneHotVectors(torch.zeros(2, 4)).log_prob(torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 0]))
+    tensor(-2.7726)
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    support = constraints.independent(constraints.real, 1)  # one-hot codes, which are not checked
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        super().__init__(logits.shape[:-2], torch.Size([math.prod(logits.shape[-2:])]), validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "OneHotVectors":
+        return OneHotVectors(self.logits.expand(torch.Size(batch_shape) + self.logits.shape[-2:]))
+
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        with torch.no_grad():
+            which = Categorical(logits=self.logits, validate_args=False).sample(sample_shape)
+            return F.one_hot(which, self.logits.shape[-1]).to(self.logits.dtype).flatten(-2)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return (value * F.log_softmax(self.logits, -1).flatten(-2)).sum(-1)
+
+
+class CategoricalBase(Base):
+    """Learned independent categories as one-hot codes; ``dim`` is the length of the codes together.
+
+    >>> CategoricalBase(2, categories=3)().sample().shape
+    torch.Size([6])
+    """
+
+    @checked
+    def __init__(self, variables: Count, categories: Count) -> None:
+        super().__init__()
+        self.dim = variables * categories
+        self.logits = nn.Parameter(torch.zeros(variables, categories))
+
+    def distribution(self) -> OneHotVectors:
+        return OneHotVectors(self.logits)

@@ -1,0 +1,138 @@
+"""Flows of categories and of integers: enumeration, exact inverses, straight-through gradients; the map of Flow++."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import flowbnn as fb
+from flowbnn.distributions import DiscretizedLogistic
+from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Integers, IntegerShiftMap, LogisticMixtureMap, ModularMap, OneHot
+
+COVERED = (Integers, OneHot)
+
+
+def moved(flow: fb.flows.FlowModel, by: float = 0.5) -> fb.flows.FlowModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return flow
+
+
+def everything(dim: int, categories: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(categories), repeat=dim)))
+
+
+@pytest.mark.parametrize("kind", ["bipartite", "autoregressive"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(kind: str, scaled: bool) -> None:
+    torch.manual_seed(0)
+    flow = moved(
+        fb.flows.DiscreteFlow(3, 4, context_dim=2, length=2, hidden=(8,), kind=kind, scaled=scaled).double()
+    )
+    x, context = everything(3, 4), torch.ones(2).double()
+    probabilities = flow(context).log_prob(x).exp()
+    assert probabilities.sum().item() == pytest.approx(1, abs=1e-12)
+    assert not torch.allclose(probabilities, flow(-context).log_prob(x).exp())
+    z, log_det = flow.transform.inverse(x, context)
+    assert (log_det == 0).all()
+    assert len(z.unique(dim=0)) == 64  # one to one
+    assert torch.equal(flow.transform(z, context)[0], x)
+    flow(context).log_prob(x[:9]).sum().backward()
+    assert all((parameter.grad != 0).any() for parameter in flow.parameters())
+    drawn = flow(context).sample((20_000,))
+    shares = torch.bincount((drawn * torch.tensor([16, 4, 1])).sum(-1), minlength=64) / 20_000
+    assert ((shares - probabilities).abs() < 5 * (probabilities / 20_000).sqrt() + 1e-4).all()
+
+
+def test_a_modular_map_is_its_arithmetic() -> None:
+    modular = ModularMap(6, scaled=True)
+    for z, shift, scale in itertools.product(range(6), range(6), (0, 1)):
+        logits = torch.zeros(2, 6)
+        logits[0, shift] = logits[1, (1, 5)[scale]] = 1.0
+        x, _ = modular.forward(torch.eye(6)[z], logits.flatten())
+        assert x.argmax() == ((1, 5)[scale] * z + shift) % 6
+        assert torch.equal(modular.inverse(x, logits.flatten())[0], torch.eye(6)[z])
+
+
+@pytest.mark.parametrize("context_dim", [0, 2])
+def test_probabilities_of_integers_sum_to_one(context_dim: int) -> None:
+    torch.manual_seed(0)
+    flow = moved(fb.flows.IDF(2, context_dim, length=2, hidden=(8,), values=8, components=2).double(), 0.2)
+    side = torch.arange(-60, 70)
+    context = torch.ones(2).double() if context_dim else None
+    log_prob = flow(context).log_prob(torch.cartesian_prod(side, side))
+    assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-6)
+    x = flow(context).sample((50,))
+    assert torch.equal(flow.transform(flow.transform.inverse(x, context)[0], context)[0], x)
+    assert not flow(context).has_rsample
+
+
+def test_integer_images_have_exact_inverses_and_gradients() -> None:
+    torch.manual_seed(0)
+    flow = moved(fb.flows.IDF((1, 4, 4), 3, length=1, hidden=(4,), levels=2), 0.1)
+    x, context = torch.randint(256, (6, 1, 4, 4)), torch.randn(6, 3)
+    split = flow.transform[0]
+    z = flow.transform.inverse(x, context)[0]
+    assert z.shape == (6, split.dim)
+    assert torch.equal(z, z.round())
+    assert not flow.transform.lower_bound
+    log_prob = flow(context).log_prob(x)
+    log_prob.sum().backward()
+    assert log_prob.shape == (6,)
+    assert all((parameter.grad != 0).any() for parameter in flow.parameters())
+    assert flow(context).sample().shape == x.shape
+
+
+def test_rounding_passes_gradients_straight_through() -> None:
+    shift = torch.tensor([0.3, -0.24], requires_grad=True)
+    x, _ = IntegerShiftMap(10.0).forward(torch.tensor([1.0, 7.0]), shift)
+    assert x.tolist() == [4.0, 5.0]
+    assert torch.autograd.grad(x.sum(), shift)[0].tolist() == [10.0, 10.0]
+
+
+def test_a_discretized_logistic_is_a_difference_of_distribution_functions() -> None:
+    loc, scale, logits = torch.tensor([[[1.3, -4.0]], [[0.7, 2.0]], [[0.2, 1.0]]]).double()
+    integers = DiscretizedLogistic(loc, scale, logits)
+    z = torch.arange(-30, 30).double().unsqueeze(-1)
+    weights = logits.softmax(-1)
+    expected = weights * (torch.sigmoid((z + 0.5 - loc) / scale) - torch.sigmoid((z - 0.5 - loc) / scale))
+    torch.testing.assert_close(integers.log_prob(z).exp(), expected.sum(-1), rtol=1e-9, atol=1e-15)
+    assert integers.log_prob(torch.tensor([1e4]).double()).isfinite()
+    draws = integers.sample((20_000,))
+    mean = (weights * loc).sum()
+    assert abs(draws.mean() - mean) < 5 * draws.std() / 20_000**0.5
+    assert torch.equal(draws, draws.round())
+
+
+def test_the_map_of_flow_pp_and_its_implicit_gradients() -> None:
+    mixture = LogisticMixtureMap(components=3)
+    generator = torch.Generator().manual_seed(1)
+    parameters = torch.randn(5, 2 * 11, generator=generator, dtype=torch.float64)
+    value = 3 * torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    for there, back in ((mixture.forward, mixture.inverse), (mixture.inverse, mixture.forward)):
+        point = value.clone().requires_grad_()
+        image, log_slope = there(point, parameters)
+        torch.testing.assert_close(back(image, parameters)[0], value, rtol=1e-9, atol=1e-9)
+        slope = torch.autograd.grad(image.sum(), point)[0]
+        torch.testing.assert_close(log_slope, slope.log(), rtol=1e-8, atol=1e-8)
+        leaf = parameters[:1].clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda given, there=there: there(value[:1], given), leaf, atol=1e-5)
+
+
+def test_bad_input_is_one_line() -> None:
+    flow = fb.flows.DiscreteFlow(2, 3, length=1)
+    for call, words in (
+        (lambda: fb.flows.IDF(2)().log_prob(torch.rand(2)), "takes a tensor of integers"),
+        (lambda: flow().log_prob(torch.rand(2)), "takes a tensor of integers"),
+        (lambda: flow().log_prob(torch.ones(3).long()), "vectors of length 2"),
+        (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "base of length 2"),
+    ):
+        with pytest.raises(FlowBNNError, match=words):
+            call()
+    assert flow().log_prob(torch.tensor([0, 3])) == -torch.inf
+    with pytest.raises(NotImplementedError, match="integers"):
+        flow().rsample()
