@@ -348,3 +348,19 @@ def test_what_is_left_out_leaves_the_exact_posterior_of_the_rest() -> None:
     data = one.precision @ one.mean - 1.0 / SCALE**2
     mean = torch.linalg.solve(precision, (times - 1) * data + 1.0 / SCALE**2)
     assert ((rest.mean - mean) / precision.inverse().diagonal().sqrt()).abs().max() < 0.3
+
+
+def test_memory_that_runs_out_makes_the_chunks_smaller(monkeypatch) -> None:
+    whole, asked = NoisyNetwork.derivatives, []
+
+    def small(self, inputs, targets, *more, **given):
+        asked.append(len(targets))
+        if len(targets) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, inputs, targets, *more, **given)
+
+    monkeypatch.setattr(NoisyNetwork, "derivatives", small)
+    one = Regression()
+    fit = fit_gaussian(one.model, one.likelihood, one.inputs, one.targets, "full", prior="fixed", scale=SCALE)
+    torch.testing.assert_close(fit.gaussian.covariance(), one.precision.inverse(), rtol=0.02, atol=1e-4)
+    assert asked[:5] == [40, 40, 40, 32, 16]  # 256, 128, 64, 32 and 16 at once

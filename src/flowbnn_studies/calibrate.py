@@ -383,7 +383,9 @@ def answer(settings: Settings, parts: Parts) -> str:
             continue
         tempered = paired(*parts.common("joint", "temperature", nll))
         rivals = {key: means[key] for key in ("vector", "laplace") if key in means}
-        beside = "".join(f", {value:.3f} by {ROWS[key][0].lower()}" for key, value in rivals.items())
+        beside = "".join(
+            f", {value:.3f} by {ROWS[key][0][0].lower()}{ROWS[key][0][1:]}" for key, value in rivals.items()
+        )
         fits = {key: value for key, value in means.items() if key in FITS}
         best = min(fits, key=lambda key: fits[key])
         seeds = counted(len(parts.common("joint", "temperature", nll)[0]))

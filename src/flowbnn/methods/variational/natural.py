@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, take
+from flowbnn.batches import call, dtype_of, evaluating, out_of_memory, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.laplace.output_hessian import output_hessian
@@ -33,7 +33,7 @@ Structure = Literal["full", "chain", "layers", "factorized"]
 
 START = 0.1  # standard deviation of the noise at the start
 MOST, LEAST = 0.5, 0.01  # sizes of a step
-ROWS = 256  # examples in one pass
+ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs out
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 CALM = 8  # passes after the ELBO has settled
 AWAY, FOLD = 6, 6  # passes of a fit that begins near its answer: away from the start, and after that
@@ -222,6 +222,7 @@ class _Problem:
     ) -> None:
         self.network, self.inputs, self.targets, self.structure = network, inputs, targets, structure
         self.device, self.seed, self.passes = targets.device, seed, 0
+        self.rows = ROWS.get(self.device.type, ROWS["cpu"])
         self.generator = torch.Generator(self.device)
         self.dtype = dtype_of(network.model) or torch.get_default_dtype()
         self.labels = torch.Generator().manual_seed(seed)
@@ -238,6 +239,19 @@ class _Problem:
         return BlockGaussian(loc * ones, blocks, links, loc * ones, scale**2 * ones).factorize()
 
     def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
+        """One pass over the data."""
+        while True:
+            try:
+                estimate = self._estimate(q, labels)
+            except RuntimeError as error:
+                if not out_of_memory(error) or self.rows < 2:
+                    raise
+                self.rows //= 2
+            else:
+                self.passes += 1
+                return estimate
+
+    def _estimate(self, q: BlockGaussian, labels: int) -> Estimate:
         blocks, links = (
             [torch.zeros_like(block) for block in q.blocks],
             [torch.zeros_like(link) for link in q.links],
@@ -245,9 +259,9 @@ class _Problem:
         gradient, fitted, square = torch.zeros_like(q.mean), [], torch.zeros((), device=self.device)
         # every second pass has the draws of the one before, mirrored: what is linear in them cancels
         self.generator.manual_seed(self.seed + 7919 * (self.passes // 2))
-        sign, self.passes = 1.0 - 2.0 * (self.passes % 2), self.passes + 1
-        for low in range(0, len(self.targets), ROWS):
-            inputs, targets = take((self.inputs, self.targets), low, low + ROWS)
+        sign = 1.0 - 2.0 * (self.passes % 2)
+        for low in range(0, len(self.targets), self.rows):
+            inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
             normal = torch.randn(
                 len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
             )
