@@ -27,16 +27,13 @@ from flowbnn.transforms import (
 )
 from flowbnn.transforms import Householder as Reflections
 from flowbnn.transforms import Radial as RadialMap
-from flowbnn.transforms.coupling import Mask
 
 
-def coupled(
-    dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int, mask: Mask = "half"
-) -> Transform:
+def coupled(dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int) -> Transform:
     """A coupling; one entry has no other to read, and is moved alone."""
     if dim == 1:
         return Autoregressive(1, univariate, hidden=hidden, context_dim=context_dim)
-    return Coupling(dim, univariate, mask, bool(step % 2), hidden, context_dim=context_dim)
+    return Coupling(dim, univariate, "half", bool(step % 2), hidden, context_dim=context_dim)
 
 
 def _orders(dim: int, length: int) -> list[range]:
@@ -68,7 +65,7 @@ class NICE(Named):
 
 
 class RealNVP(Named):
-    """Affine couplings that keep even and odd entries in turn (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
+    """Affine couplings that keep the halves in turn (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
 
     Args: as in :class:`NICE`.
     """
@@ -82,9 +79,7 @@ class RealNVP(Named):
         hidden: Widths = (64, 64),
         base: Base | None = None,
     ) -> None:
-        parts = [
-            coupled(dim, AffineMap(), step, hidden, context_dim, "alternating") for step in range(length)
-        ]
+        parts = [coupled(dim, AffineMap(), step, hidden, context_dim) for step in range(length)]
         super().__init__(dim, context_dim, base, *parts)
 
 

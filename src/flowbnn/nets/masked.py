@@ -19,7 +19,7 @@ class MaskedLinear(nn.Linear):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__(mask.shape[1], mask.shape[0])
-        self.register_buffer("mask", mask)
+        self.register_buffer("mask", mask.to(self.weight.dtype))  # products with booleans are slow
 
     def forward(self, value: Tensor) -> Tensor:
         return F.linear(value, self.weight * self.mask, self.bias)

@@ -33,6 +33,14 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Ten
     return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
 
 
+def first_parameter(net: nn.Module) -> tuple[nn.Module, str] | None:
+    """Where a network's first parameter is, once and for all: looking for it takes as long as a layer does."""
+    places = (
+        (module, name) for module in net.modules() for name, _ in module.named_parameters(recurse=False)
+    )
+    return next(places, None)
+
+
 class MLP(nn.Module):
     r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.masked import MaskedMLP
-from flowbnn.nets.mlp import Length
+from flowbnn.nets.mlp import Length, first_parameter
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform, check_vectors
@@ -39,6 +39,7 @@ class Autoregressive(Transform):
         hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
         net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid
             out as ``univariate.interleaved`` says; its ``passes`` is the longest chain of entries that depend on each other.
+        compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
         event_dim: trailing axes of one event: 2 for sequences, 3 for images, features last.
 
     >>> flow = Autoregressive(3, cheap="forward", hidden=(16,))
@@ -58,9 +59,11 @@ class Autoregressive(Transform):
         activation: Callable[[], nn.Module] = nn.ReLU,
         context_dim: Length = 0,
         net: nn.Module | None = None,
+        compress: bool = True,
         event_dim: Count = 1,
     ) -> None:
         super().__init__()
+        self.compress = compress
         self.dim, self.univariate, self.event_dim, self.inverse_kind = (
             dim,
             univariate,
@@ -75,8 +78,9 @@ class Autoregressive(Transform):
             activation,
             context_dim,
             univariate.interleaved,
-            univariate.features,
+            univariate.features if compress else 1,
         )
+        self.first = first_parameter(self.net)
         self.passes: int = self.net.passes  # type: ignore[assignment]
         self.reads = cheap  # the input of which direction the net reads
         self.cheap = cheap if self.passes > 1 else "both"
@@ -90,12 +94,12 @@ class Autoregressive(Transform):
         return run(self.univariate.inverse, x, context)
 
     def _at_once(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, next(self.net.parameters(), None))
+        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
         result, log_slope = function(value, self._conditioned(value, context))
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _by_entry(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, next(self.net.parameters(), None))
+        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
         result = torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
         for _ in range(self.passes):
@@ -103,7 +107,7 @@ class Autoregressive(Transform):
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _conditioned(self, value: Tensor, context: Tensor | None) -> Tensor:
-        parameters = self.net(self.univariate.read(value), context)
+        parameters = self.net(self.univariate.read(value) if self.compress else value, context)
         wanted = (*value.shape[:-1], self.univariate.per_entry * self.dim)
         if parameters.shape != wanted:
             raise FlowBNNError(

@@ -77,10 +77,10 @@ class Compose(Transform):
         return self._run(x, context, backwards=True)
 
     def _run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
-        places = range(len(self.parts))
+        parts = list(enumerate(self))
         total: Tensor | None = None
-        for place in reversed(places) if backwards else places:
-            value, log_det = run_part(self[place], value, context, backwards, self._extra[place], place)
+        for place, part in reversed(parts) if backwards else parts:
+            value, log_det = run_part(part, value, context, backwards, self._extra[place], place)
             total = log_det if total is None else total + log_det
         if total is None:
             check_tensor(value, self)

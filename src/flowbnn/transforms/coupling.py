@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import MLP, Length
+from flowbnn.nets.mlp import MLP, Length, first_parameter
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
@@ -74,6 +74,7 @@ class Coupling(Transform):
         kept = self.kept_index.numel()
         size_in = kept * (univariate.features if compress else 1)
         self.net = net or MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
+        self.first = first_parameter(self.net)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_map(self.univariate.forward, z, context)
@@ -100,17 +101,20 @@ class Coupling(Transform):
         self.kept_index = torch.tensor(kept, device=device)
         self.moved_index = torch.tensor(moved, device=device)
         self.restore = torch.argsort(torch.tensor(kept + moved, device=device))
-        # slices are cheaper than indices, so the usual halves are recognised here, once
+        # a split is cheaper than indices, so the usual halves are recognised here, once
         self._kept_count = len(kept)
         self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
     def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, next(self.net.parameters(), None))
+        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
+        if self._layout == "scattered":
+            return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
+        count = self._kept_count
         if self._layout == "first":
-            return value[..., : self._kept_count], value[..., self._kept_count :]
-        if self._layout == "last":
-            return value[..., -self._kept_count :], value[..., : -self._kept_count]
-        return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
+            kept, moved = value.split((count, self.dim - count), -1)
+        else:
+            moved, kept = value.split((self.dim - count, count), -1)
+        return kept, moved
 
     def _join(self, kept: Tensor, moved: Tensor) -> Tensor:
         if self._layout == "first":

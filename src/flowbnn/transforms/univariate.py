@@ -34,7 +34,7 @@ class Univariate(ABC):
 
     def read(self, value: Tensor) -> Tensor:
         r"""What networks read of values: :math:`q(z) = z / (1 + |z| / 5)`; :class:`~flowbnn.transforms.Coupling` says why."""
-        return value / (1.0 + 0.2 * value.abs())
+        return value / torch.rsub(value.abs(), 1.0, alpha=-0.2)
 
     @abstractmethod
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,5 +85,5 @@ class AffineMap(Univariate):
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = parameters.chunk(2, dim=-1)
-        log_scale = -soft_clamp(raw, self.bound)
+        log_scale = -self.bound * torch.tanh(raw / self.bound)
         return (value - shift) * log_scale.exp(), log_scale
