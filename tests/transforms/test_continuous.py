@@ -90,6 +90,15 @@ def test_the_trace_in_closed_form_is_that_of_the_jacobian(hidden: tuple[int, ...
         torch.testing.assert_close(flow(z)[1], torch.linalg.slogdet(whole).logabsdet, rtol=0, atol=1e-5)
 
 
+def test_the_density_integrates_to_one_in_the_plane():
+    flow = trained(2, (6, 5), rtol=1e-6, atol=1e-6)
+    side = torch.linspace(-9, 9, 121, dtype=torch.float64)
+    with torch.no_grad():
+        z, log_det = flow.inverse(torch.cartesian_prod(side, side))
+    mass = (standard(2).log_prob(z) + log_det).exp().sum() * (side[1] - side[0]) ** 2
+    assert mass == pytest.approx(1, abs=1e-3)
+
+
 def test_mean_of_hutchinsons_estimate_is_the_trace():
     torch.manual_seed(0)
     matrix = 0.5 * points(3, 3)
