@@ -25,6 +25,7 @@ def strong(log_det: str, terms: int = 2) -> Residual:
         for layer in block.net.layers:
             layer.weight.copy_(3 * torch.eye(*layer.weight.shape) + 0.5 * layer.weight)
             layer.bias.fill_(3.0)
+        block.net.raw_rate.fill_(0.5)
     return block
 
 

@@ -1,5 +1,6 @@
 """Networks whose outputs move less than their inputs."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,7 +20,9 @@ class LipschitzMLP(SmoothMLP):
 
     A matrix whose largest singular value exceeds :math:`L^{1/n}` is scaled down to it (spectral normalization: Gouk et al. 2018,
     Behrmann et al. 2019); the activation is LipSwish, :math:`a\,\sigma(\beta a) / 1.1`, of slope at most one and with a bounded second
-    derivative (Chen et al. 2019, section 3.4). The context enters unbounded, since the map is inverted for one context at a time.
+    derivative (Chen et al. 2019, section 3.4). A normalized matrix gives each of :math:`n` units about :math:`1 / \sqrt n` of its
+    input, where Swish is nearly linear; so :math:`\beta`, on which the bound does not depend, starts at :math:`\sqrt n`. The
+    context enters unbounded, since the map is inverted for one context at a time.
 
     In training the singular value is that of one step of power iteration, from vectors kept as buffers and saved; in ``eval()`` it is
     exact, so that the bound holds for the weights as they are, and nothing is changed.
@@ -47,6 +50,10 @@ class LipschitzMLP(SmoothMLP):
     ) -> None:
         super().__init__(dim_in, dim_out, hidden, context_dim, start)
         self._limit(lipschitz, ())
+
+    @staticmethod
+    def _start_rate(width: int) -> float:
+        return math.sqrt(width)
 
     def _limit(self, lipschitz: float, size: Sequence[int]) -> None:
         self.lipschitz = lipschitz

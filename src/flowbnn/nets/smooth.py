@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.nets.mlp import Length, check_context
+from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, checked
 
 Product = Callable[[Tensor], Tensor]
@@ -125,10 +126,15 @@ class SmoothMLP(nn.Module):
         self.layers, self.context_dim = nn.ModuleList(layers), context_dim
         first, last = layers[0].weight, layers[-1]
         self.condition = nn.Linear(context_dim, len(first), bias=False) if context_dim else None  # type: ignore[arg-type]
-        self.raw_rate = nn.Parameter(torch.full((len(layers) - 1,), 0.5))
+        rates = torch.tensor([self._start_rate(len(layer.weight)) for layer in layers[:-1]])  # type: ignore[arg-type]
+        self.raw_rate = nn.Parameter(inverse_softplus(rates))
         with torch.no_grad():
             last.weight.mul_(start)  # type: ignore[operator]
             last.bias.zero_()  # type: ignore[operator]
+
+    @staticmethod
+    def _start_rate(width: int) -> float:
+        return 1.0
 
     def weights(self) -> list[Tensor]:
         """The matrices of the layers, as the network applies them."""
