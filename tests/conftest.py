@@ -4,9 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-# workers share the cores: with all their threads they would wait for each other
+# workers share the cores: with all their threads, or torch's compiler with processes of its own, they would wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

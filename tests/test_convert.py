@@ -140,13 +140,12 @@ def test_the_original_is_untouched(case):
 def test_compiles_without_a_graph_break(case):
     if not case.compiles:
         pytest.skip(case.why)
-    network, bayesian = convert(case, NormalPlanar(1))
+    network, bayesian = convert(case, NormalAffine(base_scale=1e-4))
     torch._dynamo.reset()
-    compiled = torch.compile(bayesian, fullgraph=True, backend="eager")
-    with noise_mode(bayesian, "off"):
-        expected = case.output(network(*case.inputs()))
-        torch.testing.assert_close(case.output(compiled(*case.inputs())), expected, rtol=1e-5, atol=1e-5)
-    assert (case.output(compiled(*case.inputs())) - expected).abs().max() > 1e-3
+    compiled, inputs = torch.compile(bayesian, fullgraph=True, backend="eager"), case.inputs()
+    expected = case.output(network(*inputs))
+    apart = (case.output(compiled(*inputs)) - expected).abs().max() / expected.abs().max()
+    assert 1e-6 < apart < 2e-3, "noise of 1e-4, on what the network computes"
 
 
 # --- the converted network is still what it was -------------------------------------------------------------------------

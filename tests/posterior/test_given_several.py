@@ -85,13 +85,13 @@ def test_many_numbers_of_samples_and_of_inputs_are_compiled(traced, monkeypatch)
     model = fb.to_stochastic(nn.Linear(4, 3), {"*": fb.noise.NormalAffine()})
     monkeypatch.setitem(given.FILLED, "cpu", 1e18)
     x = torch.randn(4, 4)
-    for samples in range(2, 40):
+    for samples in range(2, 20):
         found = compiled_outputs(model, x, samples)
         torch.testing.assert_close(found, sample_outputs(model, x, samples, seed=1))
-    assert traced["graphs"] == 6, "1, 2, 4, 8, 16 or 32 samples in a pass"
-    for number in range(5, 20):
+    assert traced["graphs"] == 5, "1, 2, 4, 8 or 16 samples in a pass"
+    for number in range(5, 11):
         assert compiled_outputs(model, torch.randn(number, 4), 2).shape == (2, number, 3)
-    assert traced["graphs"] == 21
+    assert traced["graphs"] == 11
 
 
 def test_a_part_of_the_samples_goes_through_one_by_one(monkeypatch):
