@@ -4,6 +4,7 @@ Each is called as ``net(value, context)``, reads and writes the last axis, and s
 conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
 """
 
+from flowbnn.nets.causal import PixelCNN, WaveNet
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
@@ -18,5 +19,7 @@ __all__ = [
     "LipschitzConv",
     "LipschitzMLP",
     "MaskedMLP",
+    "PixelCNN",
     "SmoothMLP",
+    "WaveNet",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class MaskedMLP(nn.Module):
         features: numbers that it reads of each entry: the first of every entry, then the second, and so on.
 
     >>> net = MaskedMLP(3, 2, hidden=(16,), order=[2, 0, 1])
-    >>> net(torch.ones(5, 3)).shape, net.passes
+    >>> net(torch.ones(5, 3)).shape, net.passes((3,))
     (torch.Size([5, 6]), 3)
     """
 
@@ -66,7 +67,7 @@ class MaskedMLP(nn.Module):
                 f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}",
                 argument="order",
             )
-        self.passes, self.context_dim = dim, context_dim
+        self.dim, self.context_dim = dim, context_dim
         place = torch.argsort(torch.tensor(list(order))) + 1
         if dim == 1 and not context_dim:
             hidden = ()  # there is nothing to read
@@ -82,6 +83,10 @@ class MaskedMLP(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.layers = nn.Sequential(*layers, last)
+
+    def passes(self, shape: Any) -> int:
+        """The longest chain of entries that depend on each other, for events of this shape."""
+        return self.dim
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., features * dim)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""

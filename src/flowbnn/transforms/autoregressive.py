@@ -22,7 +22,7 @@ class Autoregressive(Transform):
               x_i = g(z_i;\, \mathrm{net}_i(q(z_{<i}), c)) \quad\text{(cheap forward)}
 
     What the net reads is known at once in one direction, which costs one pass, and has to be found entry by entry in the
-    other, which costs ``net.passes`` of them, one for each entry. ``cheap`` says which:
+    other, which costs ``net.passes(event_shape)`` of them, one for each entry. ``cheap`` says which:
 
     ==============  ==============================================================================================
     ``"inverse"``   densities in one pass, draws in D: the masked autoregressive flow (Papamakarios, Pavlakou & Murray 2017)
@@ -38,7 +38,8 @@ class Autoregressive(Transform):
         cheap: the direction that costs one pass.
         hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
         net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid
-            out as ``univariate.interleaved`` says; its ``passes`` is the longest chain of entries that depend on each other.
+            out as ``univariate.interleaved`` says; its ``passes(event_shape)`` is the longest chain of entries that depend on
+            each other. Sequences have :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`.
         compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
         event_dim: trailing axes of one event: 2 for sequences, 3 for images, features last.
 
@@ -81,9 +82,13 @@ class Autoregressive(Transform):
             univariate.features if compress else 1,
         )
         self.first = first_parameter(self.net)
-        self.passes: int = self.net.passes  # type: ignore[assignment]
+        if not callable(getattr(self.net, "passes", None)):
+            raise FlowBNNError(
+                f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not",
+                argument="net",
+            )
         self.reads = cheap  # the input of which direction the net reads
-        self.cheap = cheap if self.passes > 1 else "both"
+        self.cheap = cheap if event_dim > 1 or self._passes(torch.Size([dim])) > 1 else "both"
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         run = self._at_once if self.reads == "forward" else self._by_entry
@@ -102,9 +107,12 @@ class Autoregressive(Transform):
         check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
         result = torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
-        for _ in range(self.passes):
+        for _ in range(self._passes(value.shape[value.ndim - self.event_dim :])):
             result, log_slope = function(value, self._conditioned(result, context))
         return result, sum_rightmost(log_slope, self.event_dim)
+
+    def _passes(self, shape: torch.Size) -> int:
+        return self.net.passes(shape)  # type: ignore[operator]
 
     def _conditioned(self, value: Tensor, context: Tensor | None) -> Tensor:
         parameters = self.net(self.univariate.read(value) if self.compress else value, context)
