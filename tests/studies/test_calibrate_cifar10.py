@@ -50,7 +50,11 @@ def test_the_elbo_chooses_for_every_seed():
     def part(factorized, joint):
         table = {
             key: {"elbo": elbo, "nll": nll, "ece": 0.01, "seconds": 2.0}
-            for key, (elbo, nll) in (("factorized", factorized), ("joint", joint))
+            for key, (elbo, nll) in (
+                ("factorized", factorized),
+                ("joint", joint),
+                ("joint-fixed", (-0.1, 0.1)),
+            )
         }
         rest = {key: {"nll": 0.5, "ece": 0.02, "seconds": 0.0} for key in ("plain", "temperature", "vector")}
         return {"values": {}, "table": rest | table, "minutes": 1.0}
@@ -68,6 +72,7 @@ def test_the_elbo_chooses_for_every_seed():
     told = study.answer(by_row)
     assert "0.3250 with the noise that the ELBO chooses" in told
     assert "misses 0.008" in told
+    assert "fixed prior: NLL -0.4000 (95 % interval -0.4000 to -0.4000) from temperature, ECE 0.0100." in told
 
 
 def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
