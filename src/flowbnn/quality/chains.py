@@ -173,11 +173,11 @@ def _warn(chains: NoiseChains, warmup: int) -> None:
             "with modes(), and trust pareto_k and evidence(method='tempered') meanwhile, which need no chains"
         )
         warnings.warn(
-            FlowBNNWarning(line, kind="chains", rhat=chains.rhat, layers=[chains.worst]), stacklevel=3
+            FlowBNNWarning(line, kind="chains", rhat=chains.rhat, layers=[chains.worst]), stacklevel=4
         )
     elif share > 0.01:
         line = (
             f"{share:.1%} of the transitions diverged: narrow parts of the density may be missing; target_accept=0.95 takes smaller "
             "steps"
         )
-        warnings.warn(FlowBNNWarning(line, kind="chains", divergences=chains.divergences), stacklevel=3)
+        warnings.warn(FlowBNNWarning(line, kind="chains", divergences=chains.divergences), stacklevel=4)

@@ -170,7 +170,7 @@ def warn_of_disagreement(one: Evidence, other: Evidence | None) -> None:
                 kind="evidence",
                 difference=away,
             ),
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
