@@ -19,9 +19,11 @@ from flowbnn.batches import device_of
 from flowbnn.diagnostics.pareto import pareto_smoothed
 from flowbnn.distributions.draws import reparameterized
 from flowbnn.errors import FlowBNNError
+from flowbnn.flows import FlowModel
 from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import drawing
+from flowbnn.transforms.base import warn_of_slow_draws
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given
     """
     run = TargetOptions(**given)
     flow = deepcopy(flow)
+    if isinstance(flow, FlowModel):
+        warn_of_slow_draws(flow.transform, type(flow).__name__)
     steps = [torch.zeros(run.samples, 1)] * 100
     engine = torch.optim.Adam(flow.parameters(), lr=run.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine, len(steps) * run.epochs)

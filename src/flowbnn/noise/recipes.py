@@ -3,7 +3,6 @@
 A recipe holds plain values only, so that it prints, compares and saves; :meth:`Recipe.build` makes the module for one layer.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, fields
 from inspect import signature
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
 from flowbnn.distributions.bases import Freedom
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest, shown
+from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.flows import named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
@@ -30,6 +29,7 @@ from flowbnn.transforms import (
     Transform,
 )
 from flowbnn.transforms.affine import Affine
+from flowbnn.transforms.base import warn_of_slow_draws
 
 Size = Annotated[int, Interval(ge=1, le=10_000)]
 Length = Annotated[int, Interval(ge=0, le=10_000)]
@@ -112,9 +112,7 @@ class Recipe:
             raise FlowBNNError(
                 f"{self} is no bijection of real vectors, which noise needs", kind="unsupported"
             )
-        if transform.cheap not in ("both", "forward"):
-            text = "draws cost a pass for every entry of the vector; take a flow with cheap draws, such as IAF in place of MAF"
-            warnings.warn(FlowBNNWarning(f"{self}: {text}", kind="slow draws"), stacklevel=2)
+        warn_of_slow_draws(transform, self)
         base = _of_kind(layout.dim, loc, scale, self.base_df)
         if self.components != 1:
             base = MixtureBase(layout.dim, self.components, loc, scale)

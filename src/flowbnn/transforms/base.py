@@ -50,13 +50,14 @@ expression is a bound from above, which makes a Monte Carlo KL to a prior an upp
 A map that changes the shape of its events defines :meth:`Transform.forward_shape` and :meth:`Transform.inverse_shape`.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
 
 
 class Transform(nn.Module):
@@ -135,3 +136,10 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
         if not short and parameter is not None:
             needs = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
         raise FlowBNNError(f"{type(owner).__name__} {needs}", kind="shape" if short else "dtype")
+
+
+def warn_of_slow_draws(transform: Transform, owner: object) -> None:
+    """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
+    if transform.cheap not in ("both", "forward"):
+        text = "draws cost a pass for every entry of the vector; take a flow with cheap draws, such as IAF in place of MAF"
+        warnings.warn(FlowBNNWarning(f"{owner}: {text}", kind="slow draws"), stacklevel=3)

@@ -26,6 +26,7 @@ from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms import Compose, Transform
+from flowbnn.transforms.base import warn_of_slow_draws
 from flowbnn.vae.decoders import BernoulliDecoder, Decoder, GaussianDecoder, LogisticDecoder
 from flowbnn.vae.nets import decoder_of, encoder_of
 
@@ -215,6 +216,7 @@ class VAE(Autoencoder):
                 f"there is no posterior {posterior!r}{nearest(posterior, ['gaussian', *POSTERIORS])}",
                 argument="posterior",
             )
+        warn_of_slow_draws(self.flow, "the posterior of VAE")
 
     def posterior(self, x: Tensor, context: Tensor | None = None) -> tuple[DiagonalNormal, Tensor]:
         """The Gaussian that the posterior begins with, and the features that its flow is conditioned on."""
