@@ -45,6 +45,8 @@ from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
 
+__all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
+
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 ROWS = 4096  # evaluated at a time
