@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training import EarlyStop, TrainingOptions, load_tensors
-from flowbnn.training.loop import Run
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -112,24 +111,6 @@ def heeded():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def test_of_several_processes_the_first_alone_tells_of_an_interruption(tmp_path, capsys, monkeypatch):
-    made = Run.__init__
-
-    def second(self, *given):
-        made(self, *given)
-        self.main = False
-
-    def interrupted(model, batch, clock):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "__init__", second)
-    network, optimizer, _ = make()
-    with pytest.raises(SystemExit) as ended:
-        train(network, interrupted, optimizer, loader(), options(tmp_path))
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("how", ["raised in the step", "signal in the step", "signal in validation"])

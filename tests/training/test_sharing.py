@@ -21,7 +21,7 @@ from flowbnn.training.distributed import (
     synchronised_statistics,
     take_rows,
 )
-from flowbnn.training.launch import TORCHRUN, device_kind, planned
+from flowbnn.training.launch import TORCHRUN, device_kind, planned, silent_on_interrupt
 
 RECIPES = {
     "affine": fb.noise.NormalAffine(),
@@ -255,6 +255,14 @@ def test_a_module_and_a_script_are_run_again_under_torchrun(monkeypatch):
             connect(TrainingOptions(devices=3, accelerator="cpu"))
         torchrun = f"-c {TORCHRUN} --standalone --nproc-per-node 3"
         assert started.value.code == f"{torchrun} {again} run digits"
+
+
+def test_only_the_first_process_tells_of_an_interruption():
+    told = []
+    hook = silent_on_interrupt(lambda *given: told.append(given[0]))
+    for error in (KeyboardInterrupt(), ValueError()):
+        hook(type(error), error, None)
+    assert told == [ValueError]
 
 
 def test_a_missing_gpu_is_one_line_on_the_command_line(monkeypatch, capsys):

@@ -54,7 +54,19 @@ def connect(options: TrainingOptions) -> int:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
         atexit.register(distributed.destroy_process_group)
+        if not is_main_process():
+            sys.excepthook = silent_on_interrupt(sys.excepthook)
     return devices * num_nodes
+
+
+def silent_on_interrupt(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """An exception hook as this one, but for Ctrl-C, of which the first process tells."""
+
+    def told(kind: type[BaseException], *rest: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            hook(kind, *rest)
+
+    return told
 
 
 def planned(options: TrainingOptions) -> tuple[str, int, int]:

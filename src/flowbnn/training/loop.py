@@ -388,9 +388,7 @@ class Run:
         interrupts.ending = asked or who is not None
         if message:
             raise FlowBNNError(message, kind="worker lost" if who else "batch") from error
-        if isinstance(error, KeyboardInterrupt) and not self.main:
-            raise SystemExit(130) from None  # in silence: the first process tells
-        if isinstance(error, KeyboardInterrupt) and self.path is not None:
+        if isinstance(error, KeyboardInterrupt) and self.path is not None and self.main:
             words = f"flowbnn: interrupted in epoch {position.epoch + 1}; {self.saved_words()}"
             print(words, file=sys.stderr)
 
