@@ -117,6 +117,10 @@ SERVED: dict[str, Callable[[], Any]] = {
     "Compose.*": lambda: [fb.transforms.Affine(3), fb.transforms.Reverse(3)], "MLP.hidden": lambda: (4,),
     "draws.samples": lambda: 3, "world": lambda: 2, "rank": lambda: 1, "compare.methods": lambda: ["mle"],
     "compare.epochs": lambda: 1, "sizes": lambda: [2, 1], "simulation_ranks.posterior": lambda: fitted("node-noise"),
+    "univariate": fb.transforms.AffineMap, "FlowModel.base": lambda: fb.distributions.NormalBase(3),
+    "LipschitzConv.shape": lambda: (4, 4, 3), "net": lambda: nn.Linear(3, 4), "categories": lambda: 3,
+    "before": lambda: [12], "after": lambda: [2, 2, 3],
+    "MultiScale.shape": lambda: [4, 4, 1], "levels": lambda: 1, "step": lambda: lambda channels, number: fb.transforms.Affine(channels),
     "simulation_ranks.fit": lambda: lambda batches: fitted("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
@@ -145,6 +149,7 @@ INTERNAL = """
     from_states kernel plan rules looks settled bounded share distribution problem moments settle start canonical average to_dict
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
+    DiscretizedLogistic OneHotVectors Univariate Amortized flow_matching_loss velocity forward_shape inverse_shape there back ends
     DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
@@ -258,7 +263,7 @@ def doors() -> tuple[Door, ...]:
     found: dict[int, Door] = {}
     modules = [fb, *(one for one in map(vars(fb).get, fb.__all__) if inspect.ismodule(one))]
     for module in modules:
-        for name in module.__all__:
+        for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
             if name not in INTERNAL and (inspect.isclass(thing) or inspect.isfunction(thing)):
                 found.setdefault(id(thing), Door(f"{module.__name__}.{name}", thing))
@@ -274,9 +279,39 @@ def doors() -> tuple[Door, ...]:
     made += [(f"{name}.posterior", fitted(name), _of(fitted(name))) for name in fb.methods.METHODS]
     for door in list(found.values()):
         if inspect.isclass(door.function) and issubclass(door.function, Transform):
-            made.append((door.name.split(".")[-1], door.call(door.arguments()).eval(), {}))
+            name = door.name.split(".")[-1]
+            transform = door.call(door.arguments()).eval()
+            made.append((name, transform, _points(name, transform)))
     methods = [door for name, thing, served in made for door in _methods(name, thing, served)]
     return (*found.values(), *methods)
+
+
+# shapes of what a map of vectors of length 3 does not take
+STARTS = {
+    "Argmax": (5, 9),
+    "Augment": (5, 2),
+    "ChannelsFirst": (4, 4, 4),
+    "Checkerboard": (4, 4, 4),
+    "MaxPool": (5, 12),
+}
+STARTS |= {
+    "MultiScale": (5, 16),
+    "OneHot": (5, 9),
+    "Reshape": (5, 12),
+    "Slice": (5, 4),
+    "Squeeze": (4, 4, 4),
+    "VAELayer": (5, 2),
+}
+STARTS |= {"Dequantization": (5, 3), "Integers": (5, 3)}
+
+
+def _points(name: str, transform: Any) -> dict[str, Callable[[], Any]]:
+    """Where its two directions are defined, if not at vectors of length 3."""
+    if name not in STARTS:
+        return {}
+    start = vectors(*STARTS[name])
+    end = transform(start)[0].detach()
+    return {"z": lambda: start, "x": lambda: end}
 
 
 def _of(posterior: Any) -> dict[str, Callable[[], Any]]:

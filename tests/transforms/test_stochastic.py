@@ -384,7 +384,7 @@ def test_images_are_sliced_by_channels_with_a_context() -> None:
     torch.manual_seed(0)
     noise = ConditionalNormal(GatedConvNet(2 + 3, 4, hidden=4, blocks=1))
     nn.init.normal_(noise.net.last.weight, std=0.1)
-    split = Augment(2, 2, noise)
+    split = Augment(2, 2, noise, context_dim=3)
     z, context = torch.randn(5, 4, 4, 2), torch.randn(5, 3)
     x, log_det = split(z, context)
     again, contribution = split.inverse(x, context)
@@ -409,7 +409,7 @@ def test_bad_input_is_one_line_that_names_the_place() -> None:
         Squeeze()(torch.ones(3, 4, 1))
     with pytest.raises(FlowBNNError, match="channels divisible by 4"):
         Squeeze().inverse(torch.ones(4, 4, 3))
-    with pytest.raises(FlowBNNError, match="give a decoder"):
+    with pytest.raises(FlowBNNError, match="a decoder and an encoder"):
         VAELayer((3, 4), 2)
 
 

@@ -154,9 +154,9 @@ def scales_of(
     )
 
 
-def pixels(values: int | None, noise: nn.Module | None = None) -> list[Transform]:
+def pixels(values: int | None, noise: nn.Module | None = None, context_dim: int = 0) -> list[Transform]:
     """What ends a flow of images: integers, if they are, and channels first."""
-    return [*([] if values is None else [Dequantization(values, noise)]), ChannelsFirst()]
+    return [*([] if values is None else [Dequantization(values, noise, context_dim)]), ChannelsFirst()]
 
 
 class FlowPP(Named):
@@ -206,7 +206,7 @@ class FlowPP(Named):
             return
         scales = scales_of(dim, levels, length, step, hidden, context_dim)
         noise = None if values is None else _PixelNoise(dim[0], hidden, context_dim)
-        super().__init__(scales.dim, context_dim, base, scales, *pixels(values, noise))
+        super().__init__(scales.dim, context_dim, base, scales, *pixels(values, noise, context_dim))
 
 
 def checkered(coupling: Transform) -> Transform:

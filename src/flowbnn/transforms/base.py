@@ -117,14 +117,21 @@ def check_tensor(value: Any, owner: object) -> None:
         )
 
 
-def check_integers(value: Any, owner: object) -> None:
-    """Refuse what is no tensor of integers (or booleans)."""
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+def check_dense(value: Any, owner: object) -> None:
+    """Refuse what is no dense tensor of real numbers or integers."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
         given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise FlowBNNError(
-            f"{type(owner).__name__} takes a tensor of integers, not {given}; floats that hold integers are cast with .long()",
-            kind="dtype",
+            f"{type(owner).__name__} takes a dense tensor of real numbers, not {given}", kind="dtype"
         )
+
+
+def check_integers(value: Any, owner: object) -> None:
+    """Refuse what is no tensor of integers (or booleans)."""
+    check_dense(value, owner)
+    if value.is_floating_point():
+        text = f"takes a tensor of integers, not of {value.dtype}; floats that hold integers are cast with .long()"
+        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
 
 
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Hint, checked
-from flowbnn.transforms.base import Transform, check_tensor
+from flowbnn.transforms.base import Transform, check_dense, check_tensor
 
 
 def run_part(
@@ -17,6 +17,9 @@ def run_part(
 ) -> tuple[Tensor, Tensor]:
     """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
     if context is not None and extra:
+        check_dense(context, part)
+        if not context.ndim:
+            raise FlowBNNError("a context has vectors on its last axis", kind="shape", argument="context")
         context = context.reshape(*context.shape[:-1], *(1,) * extra, context.shape[-1])
     try:
         value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)

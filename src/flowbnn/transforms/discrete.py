@@ -30,7 +30,8 @@ class Argmax(Transform):
         dim, categories: of the vectors :math:`x`, which have integers from 0 to ``categories - 1``.
         noise: gives the distribution of :math:`u`, of length ``dim * categories``, for the one-hot codes of :math:`x`; by default a
             normal whose mean and scale an MLP computes.
-        hidden, context_dim: of that MLP.
+        hidden: of that MLP.
+        context_dim: length of the context that the noise reads.
 
     >>> argmax = Argmax(2, categories=3)
     >>> z, contribution = argmax.inverse(torch.tensor([2, 0]))
@@ -52,7 +53,7 @@ class Argmax(Transform):
         context_dim: Length = 0,
     ) -> None:
         super().__init__()
-        self.dim, self.categories = dim, categories
+        self.dim, self.categories, self.context_dim = dim, categories, context_dim
         size = dim * categories
         self.noise = noise or ConditionalNormal(MLP(size + context_dim, 2 * size, hidden))
         self.register_buffer("_zero", torch.zeros(()), persistent=False)
@@ -90,7 +91,7 @@ class Argmax(Transform):
         return (F.logsigmoid(below) * ~chosen).sum((-2, -1))
 
     def _given(self, codes: Tensor, context: Tensor | None) -> Any:
-        return self.noise(known(codes.flatten(-2), context, 1))
+        return self.noise(known(codes.flatten(-2), context, self.context_dim))
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return torch.Size((*shape[:-1], self.dim))

@@ -16,8 +16,8 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, checked
-from flowbnn.transforms.base import Transform
+from flowbnn.options import Count, checked, made_by
+from flowbnn.transforms.base import Transform, check_dense
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
@@ -37,9 +37,11 @@ class Rearrangement(Transform):
         """What ``inverse`` makes of it."""
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_dense(z, self)
         return self.there(z), _zeros(z, self.event_dim)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_dense(x, self)
         return self.back(x), _zeros(x, self.sample_dim)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
@@ -104,10 +106,15 @@ class ChannelsFirst(Rearrangement):
     """
 
     def there(self, z: Tensor) -> Tensor:
-        return z.movedim(-1, -3)
+        return self._moved(z, -1, -3)
 
     def back(self, x: Tensor) -> Tensor:
-        return x.movedim(-3, -1)
+        return self._moved(x, -3, -1)
+
+    def _moved(self, value: Tensor, axis: int, to: int) -> Tensor:
+        if value.ndim < 3:
+            self._refuse(value, "images of three axes")
+        return value.movedim(axis, to)
 
 
 class Squeeze(Rearrangement):
@@ -215,11 +222,16 @@ class MultiScale(Compose):
         parts: list[Transform] = []  # from the data to the base
         for level in range(levels):
             height, width, channels = height // 2, width // 2, 4 * channels
-            parts += [Inverse(Squeeze()), *(step(channels, number) for number in range(length))]
+            parts += [
+                Inverse(Squeeze()),
+                *(made_by(step, channels, number, name="step", kind=Transform) for number in range(length)),
+            ]
             if level < levels - 1:
                 channels = channels // 2
                 net = GatedConvNet(channels + context_dim, 2 * channels, hidden, blocks)
-                made = noise(channels, channels) if noise else ConditionalNormal(net)
-                parts.append(Augment(channels, channels, made))
+                made = ConditionalNormal(net)
+                if noise is not None:
+                    made = made_by(noise, channels, channels, name="noise", kind=nn.Module)
+                parts.append(Augment(channels, channels, made, context_dim=context_dim))
         self.dim = height * width * channels
         super().__init__(Reshape((self.dim,), (height, width, channels)), *reversed(parts))

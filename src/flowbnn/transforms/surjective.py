@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.conditional import ConditionalNormal
-from flowbnn.nets.mlp import MLP, Length
+from flowbnn.nets.mlp import MLP, Length, with_context
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import Transform, check_integers, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
@@ -25,12 +25,11 @@ from flowbnn.transforms.compose import Inverse
 Several = Annotated[int, Ge(2)]
 
 
-def known(value: Tensor, context: Tensor | None, event_dim: int) -> Tensor:
-    """The value with the context behind it on the last axis, at every position of an event."""
-    if context is None:
-        return value
-    context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), context.shape[-1])
-    return torch.cat([value, context.expand(*value.shape[:-1], context.shape[-1])], dim=-1)
+def known(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:
+    """The value with the context behind it on the last axis, at every position of an event; a length of 0 ignores any context."""
+    if context_dim and context is not None:
+        context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), *context.shape[-1:])
+    return with_context(value, context, context_dim)
 
 
 def summed(log_prob: Tensor, batch: torch.Size) -> Tensor:
@@ -61,7 +60,8 @@ class Augment(Transform):
         kept, added: lengths of :math:`z` and :math:`e`.
         noise: gives the distribution of :math:`e` for :math:`z`; by default a normal whose mean and scale an MLP computes, which
             starts at the standard normal.
-        hidden, context_dim: of that MLP.
+        hidden: of that MLP.
+        context_dim: length of the context that the noise reads; 0 ignores any context.
 
     >>> x, log_det = Augment(2, 3)(torch.ones(5, 2))
     >>> x.shape, log_det.shape
@@ -80,19 +80,22 @@ class Augment(Transform):
         context_dim: Length = 0,
     ) -> None:
         super().__init__()
-        self.kept, self.added = kept, added
+        self.kept, self.added, self.context_dim = kept, added, context_dim
         self.noise = noise or ConditionalNormal(MLP(kept + context_dim, 2 * added, hidden))
         self.event_dim = _event_dim(noise)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.kept, self, next(self.noise.parameters(), None))
-        e, log_prob = drawn(self.noise(known(z, context, self.event_dim)), z.shape[: z.ndim - self.event_dim])
+        e, log_prob = drawn(
+            self.noise(known(z, context, self.context_dim, self.event_dim)),
+            z.shape[: z.ndim - self.event_dim],
+        )
         return torch.cat([z, e], dim=-1), -log_prob
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.kept + self.added, self, next(self.noise.parameters(), None))
         z, e = x[..., : self.kept], x[..., self.kept :]
-        log_prob = self.noise(known(z, context, self.event_dim)).log_prob(e)
+        log_prob = self.noise(known(z, context, self.context_dim, self.event_dim)).log_prob(e)
         return z, summed(log_prob, x.shape[: x.ndim - self.event_dim])
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
@@ -136,6 +139,7 @@ class AbsoluteValue(Transform):
     Args:
         net: log-odds of a positive sign for each entry, from :math:`x` and the context; by default signs are even. No gradient passes a
             drawn sign, so the net learns where signs are observed, that is in ``Inverse(AbsoluteValue(net))``.
+        context_dim: length of the context that the net reads.
 
     >>> AbsoluteValue()(torch.tensor([-2.0, 3.0]))
     (tensor([2., 3.]), tensor([-0.6931, -0.6931]))
@@ -144,13 +148,17 @@ class AbsoluteValue(Transform):
     draws = "inverse"
 
     @checked
-    def __init__(self, net: nn.Module | None = None) -> None:
+    def __init__(self, net: nn.Module | None = None, context_dim: Length = 0) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.context_dim = net, context_dim
         self.event_dim = 0 if net is None else _event_dim(net)
 
     def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
-        return torch.zeros_like(x) if self.net is None else self.net(known(x, context, self.event_dim))
+        return (
+            torch.zeros_like(x)
+            if self.net is None
+            else self.net(known(x, context, self.context_dim, self.event_dim))
+        )
 
     def _batch(self, log_prob: Tensor) -> Tensor:
         return summed(log_prob, log_prob.shape[: log_prob.ndim - self.event_dim])
@@ -235,6 +243,7 @@ class Dequantization(Transform):
             :class:`~flowbnn.transforms.Sigmoid` before; what is outside is clipped. None: all integers, :math:`L = 1`.
         noise: gives a distribution of real numbers for the integers (scaled to :math:`[-1, 1]` if there are levels), which a sigmoid
             carries to :math:`(0, 1)`; by default :math:`u` is uniform.
+        context_dim: length of the context that the noise reads.
 
     >>> dequantization = Dequantization(levels=4)
     >>> z, contribution = dequantization.inverse(torch.tensor([0, 3]))
@@ -247,9 +256,11 @@ class Dequantization(Transform):
     _zero: Tensor
 
     @checked
-    def __init__(self, levels: Several | None = None, noise: nn.Module | None = None) -> None:
+    def __init__(
+        self, levels: Several | None = None, noise: nn.Module | None = None, context_dim: Length = 0
+    ) -> None:
         super().__init__()
-        self.levels, self.noise = levels, noise
+        self.levels, self.noise, self.context_dim = levels, noise, context_dim
         self.event_dim = 0 if noise is None else _event_dim(noise)
         self.register_buffer("_zero", torch.zeros(()), persistent=False)  # it has the dtype of the flow
 
@@ -291,7 +302,7 @@ class Dequantization(Transform):
 
     def _given(self, x: Tensor, context: Tensor | None) -> Any:
         x = (2.0 * x + 1.0) / self.levels - 1.0 if self.levels else x
-        return self.noise(known(x, context, self.event_dim))  # type: ignore[misc]
+        return self.noise(known(x, context, self.context_dim, self.event_dim))  # type: ignore[misc]
 
 
 def _log_sigmoid_slope(value: Tensor) -> Tensor:
@@ -309,7 +320,8 @@ class VAELayer(Transform):
         latent_dim: length of :math:`z`.
         decoder, encoder: give the distributions of :math:`x` for :math:`z` and of :math:`z` for :math:`x`; by default normals whose
             mean and scale MLPs compute. A conditional flow is an encoder as well.
-        hidden, context_dim: of these MLPs.
+        hidden: of these MLPs.
+        context_dim: length of the context that both read; 0 ignores any context.
 
     >>> layer = VAELayer(5, latent_dim=2)
     >>> z, contribution = layer.inverse(torch.ones(7, 5))
@@ -331,10 +343,10 @@ class VAELayer(Transform):
     ) -> None:
         super().__init__()
         self.shape = (dim,) if isinstance(dim, int) else tuple(dim)
-        self.latent_dim = latent_dim
-        if len(self.shape) > 1 and (decoder is None or encoder is None):
+        self.latent_dim, self.context_dim = latent_dim, context_dim
+        if len(self.shape) != 1 and (decoder is None or encoder is None or not self.shape):
             raise FlowBNNError(
-                "give a decoder and an encoder for events of more than one axis", argument="decoder"
+                "give a shape, and a decoder and an encoder for events of more than one axis", argument="dim"
             )
         size = self.shape[0]
         self.decoder = decoder or ConditionalNormal(MLP(latent_dim + context_dim, 2 * size, hidden))
@@ -346,15 +358,19 @@ class VAELayer(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
-        x, log_decoder = drawn(self.decoder(known(z, context, 1)), z.shape[:-1])
-        log_encoder = self.encoder(known(x, context, self.sample_dim)).log_prob(z)
+        x, log_decoder = drawn(self.decoder(known(z, context, self.context_dim)), z.shape[:-1])
+        log_encoder = self.encoder(known(x, context, self.context_dim, self.sample_dim)).log_prob(z)
         return x, summed(log_encoder, z.shape[:-1]) - log_decoder
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(x, self)
-        batch = x.shape[: x.ndim - self.sample_dim]
-        z, log_encoder = drawn(self.encoder(known(x, context, self.sample_dim)), batch)
-        return z, summed(self.decoder(known(z, context, 1)).log_prob(x), batch) - log_encoder
+        check_vectors(x, self.shape[-1], self, next(self.encoder.parameters(), None))
+        cut = x.ndim - self.sample_dim
+        if cut < 0 or x.shape[cut:] != self.shape:
+            text = f"VAELayer takes events of shape {self.shape}, not shape {tuple(x.shape)}"
+            raise FlowBNNError(text, kind="shape")
+        batch = x.shape[:cut]
+        z, log_encoder = drawn(self.encoder(known(x, context, self.context_dim, self.sample_dim)), batch)
+        return z, summed(self.decoder(known(z, context, self.context_dim)).log_prob(x), batch) - log_encoder
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return torch.Size((*shape[:-1], *self.shape))
