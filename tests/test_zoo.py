@@ -1,4 +1,4 @@
-"""One zoo, all uses: every flow by its name is a density and the noise of a network, per layer and joint."""
+"""One zoo, all uses: every flow by its name is a density, the posterior of an autoencoder and the noise of a network."""
 
 from inspect import signature
 
@@ -39,7 +39,7 @@ def test_most_of_the_zoo_draws_cheaply() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flow_is_a_density_and_noise_per_layer_and_joint(name: str) -> None:
+def test_a_flow_is_a_density_a_posterior_and_noise_per_layer_and_joint(name: str) -> None:
     torch.manual_seed(0)
     flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), recipe(name).transforms(2)[0])
     x = torch.randn(32, 2)
@@ -48,6 +48,11 @@ def test_a_flow_is_a_density_and_noise_per_layer_and_joint(name: str) -> None:
     before.backward()
     optimizer.step()
     assert -flow().log_prob(2 * x + 1).mean() <= before
+
+    vae = fb.vae.VAE((1, 2, 2), 2, hidden=(4,), posterior=name, length=1)
+    vae.log_prob(torch.rand(8, 1, 2, 2).round()).mean().backward()
+    assert all(p.grad.isfinite().all() for p in vae.parameters() if p.grad is not None)
+    assert any(p.grad is not None for p in vae.flow.parameters())
 
     batches = [(x, (x[:, 0] > 0).long())]
     for joint in (None, "layers"):

@@ -9,7 +9,6 @@ from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
 from flowbnn.transforms import Amortized, LULinear
-from flowbnn.vae.model import POSTERIORS
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 
@@ -95,7 +94,9 @@ def test_the_kl_in_closed_form_is_what_draws_estimate() -> None:
     assert ((draws.mean(0) - closed).abs() < 4 * error).all()
 
 
-@pytest.mark.parametrize("posterior", ["gaussian", *POSTERIORS])
+@pytest.mark.parametrize(
+    "posterior", ["gaussian", "planar", "radial", "sylvester", "householder", "iaf", "coupling", "nsf"]
+)
 def test_every_posterior_trains_scores_and_samples(posterior: str) -> None:
     model = fb.vae.VAE((1, 4, 4), 3, hidden=(8,), posterior=posterior, length=2)
     trained = fb.vae.fit_autoencoder(model, images(), **FEW)

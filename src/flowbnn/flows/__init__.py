@@ -14,6 +14,8 @@ well as noise of a network or as the posterior of an autoencoder. All start at o
 """
 
 from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 from flowbnn.flows.base import FlowModel
 from flowbnn.flows.discrete import IDF, DiscreteFlow
@@ -31,6 +33,7 @@ from flowbnn.flows.vectors import (
     RealNVP,
     Sylvester,
 )
+from flowbnn.transforms import Transform
 
 __all__ = [
     "FFJORD",
@@ -57,3 +60,10 @@ def named_flows() -> dict[str, Callable[..., FlowModel]]:
     """The flows of real vectors by their names in small letters."""
     discrete = ("DiscreteFlow", "FlowModel", "IDF")
     return {name.lower(): globals()[name] for name in __all__ if name not in discrete}
+
+
+def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
+    """The transform of a flow by its name, with cheap draws where a setting ``cheap`` lets one choose: for noise and posteriors."""
+    kind = named_flows()[name]
+    draws = {"cheap": "forward"} if "cheap" in signature(kind).parameters else {}
+    return kind(dim, context_dim, **{**draws, **settings}).transform

@@ -5,13 +5,12 @@ A recipe holds plain values only, so that it prints, compares and saves; :meth:`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, fields
-from inspect import signature
 from typing import Annotated, Any, Literal
 
 from flowbnn.distributions import Base, MixtureBase, NormalBase, StudentBase
 from flowbnn.distributions.bases import Freedom
 from flowbnn.errors import FlowBNNError, nearest, shown
-from flowbnn.flows import named_flows
+from flowbnn.flows import drawn_flow, named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import join
@@ -247,9 +246,7 @@ class NormalFlow(Recipe):
             )
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        kind = named_flows()[self.flow]
-        draws = {"cheap": "forward"} if "cheap" in signature(kind).parameters else {}
-        return [kind(dim, length=self.length, **{**draws, **self.settings}).transform]
+        return [drawn_flow(self.flow, dim, length=self.length, **self.settings)]
 
     def build(self, layout: Layout) -> Noise:
         affine = Affine(layout.dim)

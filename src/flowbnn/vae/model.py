@@ -15,12 +15,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn import flows
 from flowbnn.batches import device_of, evaluating
 from flowbnn.density import fit_density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.flows import FlowModel
+from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
 from flowbnn.training import Clock, History
@@ -35,15 +34,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "gaussian": GaussianDecoder,
     "logistic": LogisticDecoder,
 }
-POSTERIORS: dict[str, Callable[..., FlowModel]] = {
-    "planar": flows.Planar,
-    "radial": flows.Radial,
-    "sylvester": flows.Sylvester,
-    "householder": flows.Householder,
-    "iaf": flows.IAF,
-    "coupling": flows.RealNVP,
-    "nsf": flows.NSF,
-}
+POSTERIORS = {name: name for name in named_flows()} | {"coupling": "realnvp"}
 
 
 class Autoencoder(nn.Module):
@@ -171,8 +162,8 @@ class VAE(Autoencoder):
 
     Args:
         posterior: ``"gaussian"``, or a flow after that Gaussian, conditioned on the encoder: ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"householder"``, ``"iaf"``, ``"coupling"``, ``"nsf"``; or a function of ``(dim, context_dim)`` that
-            gives a transform.
+            ``"sylvester"``, ``"householder"``, ``"iaf"``, ``"coupling"``, ``"nsf"``, or another of :mod:`flowbnn.flows`, in small
+            letters; or a function of ``(dim, context_dim)`` that gives a transform.
         length: of the flow, in layers.
         prior: a flow of codes, which is trained along; standard normal unless given.
         beta: the weight of the KL; 0 leaves reconstruction alone (Higgins et al. 2017 have it above 1).
@@ -208,7 +199,7 @@ class VAE(Autoencoder):
         if callable(posterior):
             self.flow: Transform = posterior(latent_dim, context)
         elif posterior in POSTERIORS:
-            self.flow = POSTERIORS[posterior](latent_dim, context, length=length).transform
+            self.flow = drawn_flow(POSTERIORS[posterior], latent_dim, context, length=length)
         elif posterior == "gaussian":
             self.flow = Compose()
         else:
