@@ -63,7 +63,13 @@ def named_flows() -> dict[str, Callable[..., FlowModel]]:
 
 
 def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
-    """The transform of a flow by its name, with cheap draws where a setting ``cheap`` lets one choose: for noise and posteriors."""
+    """The transform of a flow by its name for noise and posteriors: draws are cheap where a setting ``cheap`` lets one choose.
+
+    A ``length`` is for flows that have steps, which flows in continuous time have not.
+    """
     kind = named_flows()[name]
-    draws = {"cheap": "forward"} if "cheap" in signature(kind).parameters else {}
-    return kind(dim, context_dim, **{**draws, **settings}).transform
+    takes = signature(kind).parameters
+    settings = {"cheap": "forward", **settings} if "cheap" in takes else settings
+    if "length" not in takes:
+        settings.pop("length", None)
+    return kind(dim, context_dim, **settings).transform

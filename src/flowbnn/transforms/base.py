@@ -148,5 +148,5 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
 def warn_of_slow_draws(transform: Transform, owner: object) -> None:
     """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
     if transform.cheap not in ("both", "forward"):
-        text = "draws cost a pass for every entry of the vector; take a flow with cheap draws, such as IAF in place of MAF"
+        text = "a draw costs many passes; take a flow with cheap draws, such as IAF in place of MAF"
         warnings.warn(FlowBNNWarning(f"{owner}: {text}", kind="slow draws"), stacklevel=3)
