@@ -5,7 +5,8 @@ import torch
 
 import flowbnn as fb
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms import Augment, Compose
+from flowbnn.nets import ConditionalNormal
+from flowbnn.transforms import Augment, ChannelsFirst, Compose
 
 
 def moved(flow: fb.flows.FlowModel, by: float = 0.1) -> fb.flows.FlowModel:
@@ -72,6 +73,34 @@ def test_images_of_integers() -> None:
     assert log_prob.isfinite().all()
     assert flow.transform.lower_bound
     assert flow().log_prob(torch.full((1, 4, 4), 4)) == -torch.inf
+
+
+def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
+    """Of all 16 images of four bits: by weights of the bound, and by counting draws before they are rounded."""
+    torch.manual_seed(0)
+    flow = moved(
+        fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2).double()
+    )
+    with torch.no_grad():
+        for part in flow.modules():  # narrow noise has weights without a variance
+            if isinstance(part, ConditionalNormal):
+                part.net.last.bias[1:] += 1.0
+    images, context, count = (
+        torch.cartesian_prod(*[torch.arange(2)] * 4).view(16, 1, 2, 2),
+        torch.ones(2).double(),
+        4000,
+    )
+    with torch.no_grad():
+        log_prob = flow(context).log_prob(images.expand(count, 16, 1, 2, 2))
+        z = flow(context).base.sample((10 * count,))
+        x = ChannelsFirst()(flow.transform[0](z, context)[0])[0]
+    inside = ((x >= 0) & (x < 1)).flatten(1).all(1)
+    same = ((2 * x).floor().unsqueeze(1) == images).flatten(2).all(-1) & inside.unsqueeze(-1)
+    weights, shares = log_prob.exp(), same.double()
+    error = (weights.var(0) / count + shares.var(0) / (10 * count)).sqrt()
+    assert ((weights.mean(0) - shares.mean(0)).abs() < 5 * error + 1e-9).all()
+    assert shares.sum() > 100
+    assert (log_prob.mean(0) < weights.mean(0).log()).all()
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,8 @@ def pixels(values: int | None, noise: nn.Module | None = None, context_dim: int 
 class FlowPP(Named):
     """Flow++: couplings of mixtures of logistics, with variational dequantization (Ho et al. 2019, https://arxiv.org/abs/1902.00275).
 
-    Of images, ``FlowPP((3, 32, 32))``, couplings keep channels and squares of a checkerboard in turn, and pixels are dequantized by
-    learned noise. Densities cost one pass; a draw also finds a root for each entry.
+    Of images, ``FlowPP((3, 32, 32))``, couplings keep channels and, where the width is even, squares of a checkerboard in turn, and
+    pixels are dequantized by learned noise. Densities cost one pass; a draw also finds a root for each entry.
 
     Args:
         components: of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
@@ -194,7 +194,8 @@ class FlowPP(Named):
             return Compose(ActNorm(size, data_start=data_start), LULinear(size), coupling)
 
         def step(channels: int, number: int) -> Transform:
-            if number % 2:
+            width = 2 * dim[0] * dim[2] // channels  # type: ignore[index]  # channels double when the sides are halved
+            if number % 2 and width % 2 == 0:
                 net = image_net(channels, channels, mixture, hidden, context_dim)
                 return mixed(channels, checkered(Coupling(2 * channels, mixture, net=net)))
             net = image_net(channels // 2, channels - channels // 2, mixture, hidden, context_dim)
