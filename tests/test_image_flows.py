@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flowbnn as fb
+from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import ConditionalNormal
 from flowbnn.transforms import Augment, ChannelsFirst, Compose
@@ -78,9 +79,9 @@ def test_images_of_integers() -> None:
 def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     """Of all 16 images of four bits: by weights of the bound, and by counting draws before they are rounded."""
     torch.manual_seed(0)
-    flow = moved(
-        fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2).double()
-    )
+    base = NormalBase(4, 0.5, 0.4)  # so that most draws are within the range of pixels
+    flow = fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2, base=base)
+    flow = moved(flow.double())
     with torch.no_grad():
         for part in flow.modules():  # narrow noise has weights without a variance
             if isinstance(part, ConditionalNormal):
@@ -99,7 +100,7 @@ def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     weights, shares = log_prob.exp(), same.double()
     error = (weights.var(0) / count + shares.var(0) / (10 * count)).sqrt()
     assert ((weights.mean(0) - shares.mean(0)).abs() < 5 * error + 1e-9).all()
-    assert shares.sum() > 100
+    assert shares.sum(0).min() > 5
     assert (log_prob.mean(0) < weights.mean(0).log()).all()
 
 

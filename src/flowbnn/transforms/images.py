@@ -45,10 +45,10 @@ class Rearrangement(Transform):
         return self.back(x), _zeros(x, self.sample_dim)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.there(torch.empty(*shape, device="meta")).shape
+        return self.there(torch.empty(torch.Size(shape))).shape
 
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.back(torch.empty(*shape, device="meta")).shape
+        return self.back(torch.empty(torch.Size(shape))).shape
 
     def _refuse(self, value: Tensor, wanted: str) -> None:
         raise FlowBNNError(
