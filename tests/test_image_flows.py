@@ -81,14 +81,14 @@ def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     torch.manual_seed(0)
     base = NormalBase(4, 0.5, 0.4)  # so that most draws are within the range of pixels
     flow = fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2, base=base)
-    flow = moved(flow.double())
+    flow = moved(flow)
     with torch.no_grad():
         for part in flow.modules():  # narrow noise has weights without a variance
             if isinstance(part, ConditionalNormal):
                 part.net.last.bias[1:] += 1.0
     images, context, count = (
         torch.cartesian_prod(*[torch.arange(2)] * 4).view(16, 1, 2, 2),
-        torch.ones(2).double(),
+        torch.ones(2),
         4000,
     )
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
         x = ChannelsFirst()(flow.transform[0](z, context)[0])[0]
     inside = ((x >= 0) & (x < 1)).flatten(1).all(1)
     same = ((2 * x).floor().unsqueeze(1) == images).flatten(2).all(-1) & inside.unsqueeze(-1)
-    weights, shares = log_prob.exp(), same.double()
+    weights, shares = log_prob.exp(), same.float()
     error = (weights.var(0) / count + shares.var(0) / (10 * count)).sqrt()
     assert ((weights.mean(0) - shares.mean(0)).abs() < 5 * error + 1e-9).all()
     assert shares.sum(0).min() > 5
