@@ -7,7 +7,6 @@ as plain values, and can be written as ``results.json`` for the report of ``flow
 import platform
 import re
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from torch import nn
 
 from flowbnn.batches import device_of, fingerprint
 from flowbnn.candidates import CANDIDATES, PLAIN, Candidate, find_candidates, measure, warm_up
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods import Method, Temperature
 from flowbnn.methods.fitting import FitOptions, LikelihoodName
 from flowbnn.options import Count, File, Positive, Seed, checked
@@ -182,7 +181,7 @@ def _leave_out(candidate: Candidate, error: FlowBNNError, reasons: dict[str, str
         raise error
     if candidate.key not in reasons:
         text = f"{candidate.label} ('{candidate.key}') is left out of the comparison: {error}"
-        warnings.warn(FlowBNNWarning(text, kind="left out", method=candidate.key), stacklevel=4)
+        warn(text, kind="left out", method=candidate.key)
     reasons[candidate.key] = str(error)
 
 

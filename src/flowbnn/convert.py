@@ -3,7 +3,6 @@
 Layers keep their class, name and weights: noise is a child module of its layer, called by a forward hook.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from flowbnn.batches import device_of
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, nearest
+from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
 from flowbnn.noise.batched import NoiseGroup
@@ -339,14 +338,11 @@ def _warn_of_means(layers: Mapping[str, Noise]) -> None:
     moved = {name: float((noise.mean() - 1).square().mean().sqrt()) for name, noise in fitted.items()}
     if moved and max(moved.values()) > 0.02:
         name = max(moved, key=moved.__getitem__)
-        warnings.warn(
-            FlowBNNWarning(
-                f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
-                "to_deterministic(model, absorb=True) keeps them in the weights",
-                kind="mean",
-                layers=[name],
-            ),
-            stacklevel=3,
+        warn(
+            f"the means of the trained noise are left out, and they are no longer one (layer '{name}': off by {moved[name]:.2f}); "
+            "to_deterministic(model, absorb=True) keeps them in the weights",
+            kind="mean",
+            layers=[name],
         )
 
 

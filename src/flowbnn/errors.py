@@ -1,10 +1,12 @@
 """The one exception users meet, and the helper that names the nearest right word."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "close_words", "nearest", "shown", "some_of"]
+__all__ = ["FlowBNNError", "FlowBNNWarning", "close_words", "nearest", "shown", "some_of", "warn"]
 
 
 class FlowBNNError(ValueError):
@@ -40,6 +42,16 @@ class FlowBNNWarning(UserWarning):
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message)
         self.fields = fields
+
+
+def warn(message: str, **fields: Any) -> None:
+    """Give a :class:`FlowBNNWarning` that points at the caller's own line, outside of this package."""
+    frame, level, outermost = sys._getframe(1), 1, 1
+    while frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "flowbnn":
+            outermost = level
+    warnings.warn(FlowBNNWarning(message, **fields), stacklevel=outermost + 2)
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:

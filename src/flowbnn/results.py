@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import FlowBNNWarning, warn
 from flowbnn.training.storage import replacing
 
 Bins = list[dict[str, float | None]]
@@ -257,7 +257,7 @@ class KeptParts:
             text = (
                 f"'{self.folder}' has rows of other settings ({', '.join(changed)}), which are measured again"
             )
-            warnings.warn(FlowBNNWarning(text, kind="changed settings", changed=changed), stacklevel=4)
+            warn(text, kind="changed settings", changed=changed)
             self.warned = True
         return None if changed else kept["part"]
 

@@ -33,8 +33,9 @@ def test_warnings_name_the_layer():
     model = fb.to_stochastic(network(), {"2": fb.noise.NormalAffine()})
     with torch.no_grad():
         fb.noise.noise_layers(model)["2"].transform[0].raw_log_scale.fill_(-6.0)
-    with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point"):
+    with pytest.warns(FlowBNNWarning, match="layer '2' has collapsed to a point") as caught:
         fb.fit(model, loader(), epochs=1, noise_lr=1e-7, **QUIET)
+    assert {one.filename for one in caught} == {__file__}  # the caller's own line
 
     class Idle(nn.Module):
         def __init__(self):

@@ -17,7 +17,7 @@ from flowbnn.batches import device_of, dtype_of, move, pick
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.fitting import check_loader, prepare
 from flowbnn.methods.mcmc.potential import gather
@@ -180,11 +180,9 @@ def calibrate(
     work = _Work(plain, chosen, inputs, targets, rules, flow, prior_scale, structure, samples, seed, first)
     folds = int(min(folds, len(targets) // 2))
     if len(targets) < FEW:
-        warnings.warn(
-            FlowBNNWarning(
-                f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",
-                kind="examples",
-            )
+        warn(
+            f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",
+            kind="examples",
         )
     kinds: list[Prior] = ["fixed", "fitted"] if prior == "auto" else [prior]
     if folds < 2 and prior == "auto":
@@ -235,15 +233,12 @@ def _warn_of_memory(temperature: float) -> None:
         why = (
             f"ask for a temperature of {temperature:.2f}" if temperature < 0.8 else "are all predicted right"
         )
-        warnings.warn(
-            FlowBNNWarning(
-                f"the held-out data {why}, as data that the weights were trained on do; noise that is fitted "
-                "to such data is over-confident. Give data that the weights have not seen, or train on a part of the "
-                "data and calibrate on the rest",
-                kind="memorised",
-                temperature=temperature,
-            ),
-            stacklevel=3,
+        warn(
+            f"the held-out data {why}, as data that the weights were trained on do; noise that is fitted "
+            "to such data is over-confident. Give data that the weights have not seen, or train on a part of the "
+            "data and calibrate on the rest",
+            kind="memorised",
+            temperature=temperature,
         )
 
 

@@ -5,7 +5,6 @@ Several networks are trained, each from an initialization of its own and in its 
 Each member is a maximum a posteriori fit; the predictive is their mixture, :math:`\frac1M \sum_m p(y \mid x, \hat w_m)`.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import field
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flowbnn.errors import FlowBNNWarning, some_of
+from flowbnn.errors import some_of, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import undisturbed
@@ -62,7 +61,7 @@ class DeepEnsemble(Method):
         points: list[PointPosterior] = []
         for index in range(self.members):
             own = (seed * 1_000_003 + index) % 2**32
-            member = self._started(plain, own, warn=not points)
+            member = self._started(plain, own, tell=not points)
             part = run.part(f"member-{index}", f"member {index + 1} of {self.members}", seed=own)
             with undisturbed(loader):
                 for generator in loader_generators(loader):
@@ -70,7 +69,7 @@ class DeepEnsemble(Method):
                 points.append(self.start(member, loader, part))
         return EnsemblePosterior.from_points(points, _joined([point.history for point in points]))
 
-    def _started(self, plain: nn.Module, seed: int, warn: bool) -> nn.Module:
+    def _started(self, plain: nn.Module, seed: int, tell: bool) -> nn.Module:
         """A copy of the network at a start of its own; torch's generator is left as it was."""
         network = deepcopy(plain)
         with torch.random.fork_rng([]):
@@ -79,15 +78,12 @@ class DeepEnsemble(Method):
                 self.initialize(network)
                 return network
             left = initialize_anew(network)
-        if left and warn:
-            warnings.warn(
-                FlowBNNWarning(
-                    f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; "
-                    "say initialize= to start them yourself",
-                    kind="start",
-                    layers=left,
-                ),
-                stacklevel=4,
+        if left and tell:
+            warn(
+                f"no reset_parameters() gives {some_of(left, 3)} a new start, so all members begin with the given values there; "
+                "say initialize= to start them yourself",
+                kind="start",
+                layers=left,
             )
         return network
 

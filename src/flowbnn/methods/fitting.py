@@ -1,6 +1,5 @@
 """What every method that trains by gradients shares: the options of a fit, the first look at the data, the training itself."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -24,7 +23,7 @@ from flowbnn.batches import (
     move,
     split_batch,
 )
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
 from flowbnn.noise import Recipe, noise_layers, noise_mode
 from flowbnn.options import Count, made_by, options
@@ -276,13 +275,10 @@ def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Te
     elif isinstance(likelihood, Bernoulli) and inside and isinstance(list(model.modules())[-1], nn.Sigmoid):
         evidence = "it ends in a Sigmoid"
     if evidence:
-        warnings.warn(
-            FlowBNNWarning(
-                f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
-                "leave out its last softmax or sigmoid",
-                kind="probabilities",
-            ),
-            stacklevel=3,
+        warn(
+            f"the network gives probabilities ({evidence}), where logits are expected: it will be far less sure than it could be; "
+            "leave out its last softmax or sigmoid",
+            kind="probabilities",
         )
 
 
@@ -296,14 +292,11 @@ def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> 
     far = (error > 5.0 * spread) & (spread > 0)
     if bool(far.any()):
         worst = int((error / spread.clamp_min(1e-300) * far).argmax())
-        warnings.warn(
-            FlowBNNWarning(
-                f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
-                f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
-                kind="units",
-                output=worst,
-            ),
-            stacklevel=3,
+        warn(
+            f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
+            f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
+            kind="units",
+            output=worst,
         )
 
 

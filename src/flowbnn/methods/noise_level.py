@@ -1,13 +1,12 @@
 """The noise level of a regression and the size of its residuals."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flowbnn.batches import split_batch
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.likelihoods import Gaussian, least_variance
 from flowbnn.methods.fitting import learns_noise, undisturbed
 from flowbnn.posterior.base import Posterior
@@ -61,12 +60,10 @@ def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None)
     which = f" of target {worst}" if len(sizes) > 1 else ""
     longer = "fit longer (epochs=...)"
     advice = longer if learns_noise(likelihood) else f"{longer}, or let it be learned (likelihood='gaussian')"
-    warnings.warn(
-        FlowBNNWarning(
-            f"the noise level{which} is {level:.3g}, but the residuals on the training data are {size:.3g}: intervals will be too "
-            f"{'narrow' if size > level else 'wide'}; {advice}",
-            kind="noise_level",
-            level=level,
-            residuals=size,
-        )
+    warn(
+        f"the noise level{which} is {level:.3g}, but the residuals on the training data are {size:.3g}: intervals will be too "
+        f"{'narrow' if size > level else 'wide'}; {advice}",
+        kind="noise_level",
+        level=level,
+        residuals=size,
     )

@@ -6,7 +6,6 @@ The calibration to try first, on top of any method: it changes no weight and, of
 """
 
 import math
-import warnings
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import field, fields, replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
 from flowbnn.batches import call, rows, split_batch, take
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
@@ -191,7 +190,7 @@ def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> 
             )
         else:
             reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
-        warnings.warn(FlowBNNWarning(f"the validation data {reason}", kind="validation"), stacklevel=4)
+        warn(f"the validation data {reason}", kind="validation")
         return end
     left, right, u = grid[best - 1], grid[best + 1], grid[best]
     for _ in range(60):

@@ -1,6 +1,5 @@
 """Handles on the noise of a whole network: find it, hold it, freeze it, give it its own learning rate, find its batch axes."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import apply, call, evaluating, rows, take
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
 from flowbnn.noise.passes import Mode, NoisePass
 from flowbnn.options import Count, NonNegative, checked
@@ -166,13 +165,11 @@ def align_batch_axes(model: nn.Module, inputs: Any) -> list[str]:
         sizes = enumerate(zip(first.shape, second.shape, strict=True))
         axes = [axis for axis, (a, b) in sizes if a != b and a * (count - 1) == b * count]
         if first.shape == second.shape and first.numel() and torch.equal(first, second):
-            warnings.warn(
-                FlowBNNWarning(
-                    f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
-                    "leave it plain with None in the rules if that is not meant",
-                    kind="axis",
-                    layer=name,
-                )
+            warn(
+                f"the input of layer '{name}' does not depend on the examples, so one draw of its noise serves a whole batch; "
+                "leave it plain with None in the rules if that is not meant",
+                kind="axis",
+                layer=name,
             )
             layer.layout = layout._replace(batch_axis=None)
             layer.recipe = replace(layer.recipe, batch_axis="none")

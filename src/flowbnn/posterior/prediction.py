@@ -1,7 +1,6 @@
 """One prediction: its options, and a network run over rows of inputs, in chunks that fit the device's memory."""
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -24,7 +23,7 @@ from flowbnn.batches import (
     take,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.noise import noise_layers
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
@@ -158,7 +157,7 @@ class Prediction:
         """A warning of a kind that a prediction gives once."""
         if kind not in self.drawn:
             self.drawn[kind] = line
-            warnings.warn(FlowBNNWarning(line, kind=kind))
+            warn(line, kind=kind)
 
     def at_once(self, inputs: Any) -> int:
         """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""

@@ -2,7 +2,6 @@ r"""The exact posterior of a network's noise by long chains, which approximation
 
 import math
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.chains import Chains
 from flowbnn.methods.mcmc.hamiltonian import nuts_kernel
 from flowbnn.options import Count, Ge, Probability, Seed, checked
@@ -172,12 +171,10 @@ def _warn(chains: NoiseChains, warmup: int) -> None:
             f"above {RHAT}): do not take them for the exact posterior. Run them longer (samples=, warmup=), look for several modes "
             "with modes(), and trust pareto_k and evidence(method='tempered') meanwhile, which need no chains"
         )
-        warnings.warn(
-            FlowBNNWarning(line, kind="chains", rhat=chains.rhat, layers=[chains.worst]), stacklevel=4
-        )
+        warn(line, kind="chains", rhat=chains.rhat, layers=[chains.worst])
     elif share > 0.01:
         line = (
             f"{share:.1%} of the transitions diverged: narrow parts of the density may be missing; target_accept=0.95 takes smaller "
             "steps"
         )
-        warnings.warn(FlowBNNWarning(line, kind="chains", divergences=chains.divergences), stacklevel=4)
+        warn(line, kind="chains", divergences=chains.divergences)

@@ -4,7 +4,6 @@ r"""How far a posterior is from the exact one, in nats: k-hat, the evidence, and
 """
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from torch import Tensor
 from flowbnn.diagnostics.bridge import bridge_sampling
 from flowbnn.diagnostics.gaussian import correlation_nats
 from flowbnn.diagnostics.pareto import FEWEST, GOOD, USABLE, pareto_smoothed
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.options import Interval, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -162,15 +161,12 @@ def warn_of_disagreement(one: Evidence, other: Evidence | None) -> None:
         return
     away, error = abs(one.value - other.value), math.hypot(one.error, other.error)
     if away > 4.0 * error + 0.01:
-        warnings.warn(
-            FlowBNNWarning(
-                f"the log-evidence is {one.value:.2f} by {one.method} and {other.value:.2f} by {other.method}, {away:.2f} nats apart "
-                f"where chance explains {error:.2f}: there may be modes that one of them does not see; method='tempered' and modes() "
-                "look for them",
-                kind="evidence",
-                difference=away,
-            ),
-            stacklevel=4,
+        warn(
+            f"the log-evidence is {one.value:.2f} by {one.method} and {other.value:.2f} by {other.method}, {away:.2f} nats apart "
+            f"where chance explains {error:.2f}: there may be modes that one of them does not see; method='tempered' and modes() "
+            "look for them",
+            kind="evidence",
+            difference=away,
         )
 
 

@@ -1,6 +1,5 @@
 """Does a stored state fit a network? Names, shapes and kinds of its weights, and the classes of its layers."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowbnn.batches import first_nonfinite_tensor
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 
 
 def name_below(name: str, root: str) -> str:
@@ -91,11 +90,9 @@ def warn_of_other_kinds(model: nn.Module, stored: Mapping[str, str], path: Any) 
     changed = {name: (stored[name], own[name]) for name in own if stored.get(name, own[name]) != own[name]}
     if changed:
         words = _few([f"'{name}' was {before} and is {now}" for name, (before, now) in changed.items()])
-        warnings.warn(
-            FlowBNNWarning(
-                f"'{path}' was made from a network of other layers: {words}; its predictions here are not those of the network that "
-                "was trained",
-                kind="layers",
-                changed=changed,
-            )
+        warn(
+            f"'{path}' was made from a network of other layers: {words}; its predictions here are not those of the network that "
+            "was trained",
+            kind="layers",
+            changed=changed,
         )

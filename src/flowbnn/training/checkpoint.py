@@ -1,6 +1,5 @@
 """The checkpoint of a training run: everything needed to go on as if it had never stopped."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flowbnn.batches import fingerprint
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.architecture import check_weights
 from flowbnn.training.options import EarlyStop, TrainingOptions
 from flowbnn.training.progress import History
@@ -158,14 +157,12 @@ class State:
             self.kept_as, kept = other, f"keeps it as '{other.name}'"
         else:
             kept = f"'{other.name}', which had come further, stays"
-        warnings.warn(
-            FlowBNNWarning(
-                f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
-                f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
-                kind="unfinished checkpoint",
-                path=str(path),
-                step=former.step,
-            )
+        warn(
+            f"'{path}' is of a run that was interrupted after {former.epoch} epochs and {former.batches} batches; this run begins "
+            f"again, replaces it and {kept}: to continue it, stop here and give resume=True",
+            kind="unfinished checkpoint",
+            path=str(path),
+            step=former.step,
         )
 
     def load(self, warn: bool) -> None:
@@ -226,12 +223,10 @@ class State:
             if prints[0] == self.data["first"]:
                 return
         if prints[0] == prints[1]:
-            warnings.warn(
-                FlowBNNWarning(
-                    f"'{self.path}' is resumed with other data: its first batch was another one; resume=False begins again",
-                    kind="changed data",
-                    path=str(self.path),
-                )
+            warn(
+                f"'{self.path}' is resumed with other data: its first batch was another one; resume=False begins again",
+                kind="changed data",
+                path=str(self.path),
             )
 
     def warn_of_changes(self, stored: Mapping[str, Any], path: Path) -> None:
@@ -247,13 +242,11 @@ class State:
         words = [f"{name} was {before} and is now {after}" for name, (before, after) in changed.items()]
         words += [f"{name} stays {before}, not {given}" for name, (before, given) in kept.items()]
         if words:
-            warnings.warn(
-                FlowBNNWarning(
-                    f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
-                    kind="changed settings",
-                    changed=changed,
-                    kept=kept,
-                )
+            warn(
+                f"'{path}' is resumed with other settings: {'; '.join(words)}; resume=False begins again",
+                kind="changed settings",
+                changed=changed,
+                kept=kept,
             )
 
     def keep_weights(self) -> None:

@@ -6,7 +6,6 @@ run that is done. A loss or gradient that is not finite is noticed on the device
 stay those from before the bad step until the host looks, some steps later.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flowbnn.batches import apply, batch_size, named_tensors
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.training.device import kept_modes, quiet_compiler, unlimited_recompiles
 from flowbnn.training.options import Clock, TrainingOptions
 
@@ -204,7 +203,7 @@ class Recorder:
                 raise
             reason = " ".join(str(error).split())[:200]
             message = f"torch.compile fails on the training step ({reason}); it is recorded uncompiled"
-            warnings.warn(FlowBNNWarning(message, kind="acceleration"))
+            warn(message, kind="acceleration")
             self.function = self._function
             return self._function(self.batch, self.shown, clock)
 
@@ -264,7 +263,7 @@ def make_recorder(
         return Recorder(objective, optimizer, options, device)
     if asked != "auto":
         message = f"acceleration={asked!r} is not possible here ({reason}); steps are taken one by one"
-        warnings.warn(FlowBNNWarning(message, kind="acceleration"))
+        warn(message, kind="acceleration")
     return None
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flowbnn.batches import batch_size
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.noise.passes import Share, share_batch
 from flowbnn.training.device import Process
 from flowbnn.training.options import TrainingOptions
@@ -263,12 +263,10 @@ class Worker(Process):
             stack.enter_context(shared_dropout(objective, lambda: self.share))
             whole = stack.enter_context(synchronised_statistics(objective, self.device))
             if not whole and self.rank == 0:
-                warnings.warn(
-                    FlowBNNWarning(
-                        f"on a CPU, BatchNorm in {self.processes} processes takes its statistics from each one's own rows (torch "
-                        "synchronises them on GPUs only), so the result depends on their number",
-                        kind="batch norm",
-                    )
+                warn(
+                    f"on a CPU, BatchNorm in {self.processes} processes takes its statistics from each one's own rows (torch "
+                    "synchronises them on GPUs only), so the result depends on their number",
+                    kind="batch norm",
                 )
             yield
 

@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from flowbnn.batches import batch_size, check_finite_batch, named_tensors
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, kept_modes, move_batch
@@ -310,7 +309,7 @@ class Run:
         if self.recorder.trouble:
             self.settle()
             words = f"{self.recorder.trouble}; steps are taken one by one"
-            warnings.warn(FlowBNNWarning(words, kind="acceleration"))
+            warn(words, kind="acceleration")
             self.recorder = None
         else:  # a step that is taken by itself must not follow a bad one
             self.guard.check_last_step(self.recorder, wait=True)

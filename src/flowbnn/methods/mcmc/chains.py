@@ -9,7 +9,6 @@ where it happened to be would take steps there that never reach the places where
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.hamiltonian import (
     Potential,
     State,
@@ -287,7 +286,7 @@ class Chains:
         if not torch.allclose(here.energy, self.state.energy, rtol=1e-4, atol=1e-3):
             self.state = here
             line = f"'{path}' is resumed with other data: the draws that it holds are not of their posterior; resume=False begins again"
-            warnings.warn(FlowBNNWarning(line, kind="changed data", path=str(path)))
+            warn(line, kind="changed data", path=str(path))
 
     def _shapes(self, number: int) -> dict[str, torch.Size]:
         """Of all that :meth:`save` writes after so many transitions."""

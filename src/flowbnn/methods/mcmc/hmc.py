@@ -5,7 +5,6 @@ Exact as the chains grow: without minibatches and with an accept step, the only 
 Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import take
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import prepare
@@ -173,7 +172,7 @@ class ChainMethod(Method):
                 f"{kind} of {size:,} {self.over} keeps {4e-9 * size * draws:.2g} GB of draws, and needs hours or days; over='noise' "
                 "samples a few thousand variables instead, fb.SGLD takes minibatches"
             )
-            warnings.warn(FlowBNNWarning(line, kind="size", size=size))
+            warn(line, kind="size", size=size)
 
 
 @register_method

@@ -1,6 +1,5 @@
 """Posteriors that are the states of Markov chains, and the diagnostics of these chains."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.diagnostics.chains import FEWEST, effective_sample_size, split_rhat
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
 from flowbnn.noise.layout import layout_of
@@ -133,14 +132,14 @@ class ChainPosterior(MemberPosterior):
                 f"{int(divergent.sum())} of {divergent.numel()} transitions diverged: near them the posterior is narrower than a "
                 "step, so draws there are missing; raise target_accept, or the warm-up"
             )
-            warnings.warn(FlowBNNWarning(line, kind="divergence", divergences=int(divergent.sum())))
+            warn(line, kind="divergence", divergences=int(divergent.sum()))
         outputs = self.record["outputs"].double()
         if outputs.shape[1] >= ENOUGH and (rhat := _worst(outputs)[0]) > RHAT:
             line = (
                 f"the chains do not agree on the function yet (R-hat {rhat:.2f} of outputs at training inputs, above {RHAT}); run "
                 "them longer, or read posterior.diagnostics() before trusting them"
             )
-            warnings.warn(FlowBNNWarning(line, kind="rhat", rhat=rhat))
+            warn(line, kind="rhat", rhat=rhat)
 
     def state(self) -> dict[str, Tensor]:
         members = {f"member.{name}": value for name, value in self.members.items()}

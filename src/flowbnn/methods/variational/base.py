@@ -1,7 +1,6 @@
 """Fitting distributions by the ELBO: of the noise on a network's layers, and of its weights."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import mean, variance
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from flowbnn.batches import repeat, split_batch
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.distributions import Divergence
-from flowbnn.errors import FlowBNNError, FlowBNNWarning, some_of
+from flowbnn.errors import FlowBNNError, some_of, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
@@ -212,25 +211,21 @@ def fit(
     if reason is not None:
         raise FlowBNNError(reason, kind="network", argument="model")
     if run.precision in ("bf16-true", "16-true"):
-        warnings.warn(
-            FlowBNNWarning(
-                f"precision={run.precision!r} keeps the noise itself in half precision, which is too coarse for flows; "
-                "'bf16-mixed' keeps noise and flows in float32",
-                kind="precision",
-            )
+        warn(
+            f"precision={run.precision!r} keeps the noise itself in half precision, which is too coarse for flows; "
+            "'bf16-mixed' keeps noise and flows in float32",
+            kind="precision",
         )
     chosen, inputs, check_batch = prepare(model, loader, run.likelihood, run.seed)
     idle = align_batch_axes(model, inputs)
     if idle:
         subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
-        warnings.warn(
-            FlowBNNWarning(
-                f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} "
-                f"({their} weights are read by another module), so {their} noise has no effect; leave {them} plain with None in "
-                "the rules",
-                kind="idle",
-                layers=idle,
-            )
+        warn(
+            f"{subject} {some_of(idle)} {'carries' if len(idle) == 1 else 'carry'} noise but the network never calls {them} "
+            f"({their} weights are read by another module), so {their} noise has no effect; leave {them} plain with None in "
+            "the rules",
+            kind="idle",
+            layers=idle,
         )
     level: Tensor | None = None
     ceiling = torch.tensor(0.0)
@@ -290,16 +285,14 @@ def fit(
     if is_main_process():
         called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):
-            warnings.warn(ailment)
+            warn(str(ailment), **ailment.fields)
     rise = 0.0 if own_epochs else late_rise(posterior.history["elbo"])
     if rise > 0.01 and is_main_process():
-        warnings.warn(
-            FlowBNNWarning(
-                f"the ELBO has not settled: it rose by {rise:.3f} per example in the last fifth of {posterior.history.epochs} epochs; "
-                f"fit longer (epochs={2 * posterior.history.epochs})",
-                kind="settled",
-                rise=rise,
-            )
+        warn(
+            f"the ELBO has not settled: it rose by {rise:.3f} per example in the last fifth of {posterior.history.epochs} epochs; "
+            f"fit longer (epochs={2 * posterior.history.epochs})",
+            kind="settled",
+            rise=rise,
         )
     lines = []
     if bound is not None:

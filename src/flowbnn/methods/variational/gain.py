@@ -1,6 +1,5 @@
 """Whether a fit gained anything: ELBO and held-out log-likelihoods of the network that was given and of the posterior."""
 
-import warnings
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, evaluating, move, split_batch
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import warn
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.noise import noise_mode
 from flowbnn.objectives import ELBO
@@ -68,15 +67,12 @@ def gain(before: Tensor, posterior: NoisePosterior, held_out: Iterable[Any]) -> 
     """Compare the posterior with the network that was given; a loss of more than two standard errors is warned of."""
     result = Gain.of(before, log_likelihoods(posterior, held_out), "held-out log-likelihood")
     if result.is_loss:
-        warnings.warn(
-            FlowBNNWarning(
-                f"the network with noise predicts worse than the one that was given: {result}; fit longer (epochs=...), give the "
-                "noise a narrower prior (prior_scale=0.2), or fit it on data that the weights have not seen",
-                kind="gain",
-                before=result.before,
-                after=result.after,
-            ),
-            stacklevel=4,
+        warn(
+            f"the network with noise predicts worse than the one that was given: {result}; fit longer (epochs=...), give the "
+            "noise a narrower prior (prior_scale=0.2), or fit it on data that the weights have not seen",
+            kind="gain",
+            before=result.before,
+            after=result.after,
         )
     return result
 
@@ -90,15 +86,12 @@ def warn_of_memory(
     error = float((seen.var() / len(seen) + held_out.var() / len(held_out)).sqrt())
     excess = float(seen.mean() - held_out.mean())
     if excess > max(0.1, 3 * error) and torch.isfinite(seen.mean()):
-        warnings.warn(
-            FlowBNNWarning(
-                f"the weights have memorised this loader: log-likelihood {seen.mean():.3f} per example there, {held_out.mean():.3f} "
-                "on the validation data. Noise fitted on it will be over-confident; fit it on data that the weights have not "
-                'seen, with freeze(model, "weights")',
-                kind="memorised",
-                excess=excess,
-            ),
-            stacklevel=4,
+        warn(
+            f"the weights have memorised this loader: log-likelihood {seen.mean():.3f} per example there, {held_out.mean():.3f} "
+            "on the validation data. Noise fitted on it will be over-confident; fit it on data that the weights have not "
+            'seen, with freeze(model, "weights")',
+            kind="memorised",
+            excess=excess,
         )
 
 
@@ -135,14 +128,11 @@ def bound_gain(given: tuple[list[Any], Tensor], model: nn.Module, objective: ELB
     batches, before = given
     result = Gain.of(before, elbos(model, objective, batches), "ELBO")
     if result.is_loss:
-        warnings.warn(
-            FlowBNNWarning(
-                f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
-                "(weight_lr=..., noise_lr=...), or fit longer (epochs=...)",
-                kind="elbo",
-                before=result.before,
-                after=result.after,
-            ),
-            stacklevel=4,
+        warn(
+            f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
+            "(weight_lr=..., noise_lr=...), or fit longer (epochs=...)",
+            kind="elbo",
+            before=result.before,
+            after=result.after,
         )
     return result

@@ -20,7 +20,6 @@ best ELBO is at least the factorized Gaussian's and at most the evidence.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from functools import partial
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
@@ -145,14 +144,11 @@ class MNF(Variational):
                 reason += f"BayesByBackprop serves it{other}"
             raise FlowBNNError(reason, kind="layer", argument="layers", layer=left[0] if left else None)
         if left:
-            warnings.warn(
-                FlowBNNWarning(
-                    f"MNF leaves layer {title(model, left[0])} with plain weights: it is no linear or convolution layer; "
-                    "BayesByBackprop serves it",
-                    kind="plain",
-                    layers=left,
-                ),
-                stacklevel=3,
+            warn(
+                f"MNF leaves layer {title(model, left[0])} with plain weights: it is no linear or convolution layer; "
+                "BayesByBackprop serves it",
+                kind="plain",
+                layers=left,
             )
         return served
 
