@@ -24,7 +24,7 @@ def blocks(name: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs teach the noise nothing
 def test_the_readmes_ten_lines_run(capsys):
-    code, _ = blocks("README.md")
+    code, *_ = blocks("README.md")
     assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 8
     names: dict = {}
     code = code.replace("fit(bayesian, train, seed=0", "fit(bayesian, train, epochs=5, seed=0")
@@ -36,12 +36,29 @@ def test_the_readmes_ten_lines_run(capsys):
 
 @pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # a network that has learned nothing
 def test_the_readmes_calibration_runs(capsys):
-    _, code = blocks("README.md")
+    _, code, _ = blocks("README.md")
     torch.manual_seed(0)
     held_out = [(torch.randn(40, 4), torch.arange(40) % 3)]
     names = {"fb": fb, "network": torch.nn.Linear(4, 3), "held_out": held_out}
     exec(code, names)
     assert "temperature" in capsys.readouterr().out
+
+
+def test_the_readmes_flows_run():
+    code = blocks("README.md")[-1]
+    few = "epochs=1, progress=False, accelerator='cpu')"
+    lines = []
+    for line in code.strip().splitlines():
+        call = line.split("#")[0].rstrip()
+        lines.append(call if "NodeNoise" in call or "epochs" in call else f"{call.removesuffix(')')}, {few}")
+    torch.manual_seed(0)
+    names = {"fb": fb, "points": torch.randn(40, 2), "images": torch.rand(20, 1, 8, 8).round()}
+    names["log_density"] = lambda x: -0.5 * x.square().sum(-1)
+    exec("\n".join(lines), names)
+    assert names["density"].log_prob(names["points"]).shape == (40,)
+    assert names["target"].evidence(100)["log_evidence"] == pytest.approx(math.log(2 * math.pi), abs=0.1)
+    assert names["vae"].history.epochs == 1
+    assert names["noise"].name == "node-noise"
 
 
 def test_the_own_loop_runs():
