@@ -212,7 +212,8 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
 
     Args:
         flow: a module that, called with a context or None, gives a distribution, such as ``fb.flows.NSF(2)``. It may have a
-            ``training_loss(x, context, clock)`` of its own.
+            ``training_loss(x, context, clock)`` of its own; with an attribute ``capturable`` that is True its steps on a GPU are
+            recorded, as :func:`flowbnn.training.train` says, after ``check(x)``, where it has that, on the batches of the first epoch.
         data: a tensor or an array with the examples on its first axis; or a loader, whose batches are examples, or tuples that begin
             with them and, for a conditional flow, go on with the context.
         given: as in :class:`DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
@@ -259,6 +260,13 @@ class _Objective(nn.Module):
     def __init__(self, density: Density, objective: str) -> None:
         super().__init__()
         self.density, self.objective = density, objective
+        self.capturable = objective == "likelihood" and bool(getattr(density.flow, "capturable", False))
+
+    def check_batch(self, batch: Any) -> None:
+        """Where steps are recorded, the model's own look at the batches of the first epoch."""
+        check = getattr(self.density.flow, "check", None)
+        if check is not None:
+            check(_pair(batch, self.density.flow)[0])
 
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         x, context = _pair(batch, self.density.flow)

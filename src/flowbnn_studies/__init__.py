@@ -6,17 +6,21 @@
 ['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
 >>> [study.name for study in studies()][13:18]
 ['compare', 'mnist-mlp', 'elephant-fashion', 'rotated-mnist', 'cifar-5']
->>> [study.name for study in studies()][18:]
+>>> [study.name for study in studies()][18:20]
+['dlgm-planar', 'autoencoder-vs-vae']
+>>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
 
 from flowbnn.results import Metric, Parts
+from flowbnn_studies.autoencoder_vs_vae import AutoencoderVsVae
 from flowbnn_studies.calibrate import CalibrateStudy
 from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
 from flowbnn_studies.cifar_5 import Cifar5
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
 from flowbnn_studies.digits import DigitsStudy
+from flowbnn_studies.dlgm_planar import DlgmPlanar
 from flowbnn_studies.elephant import Elephant, ElephantFashion
 from flowbnn_studies.flow_length import FlowLength
 from flowbnn_studies.images.rivals import RESNET18
@@ -68,6 +72,8 @@ for _study in (
     ElephantFashion(),
     RotatedMnist(),
     Cifar5(),
+    DlgmPlanar(),
+    AutoencoderVsVae(),
     *IMAGE_STUDIES,
     RESNET18,
 ):

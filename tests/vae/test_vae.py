@@ -188,3 +188,46 @@ def test_bad_input_ends_in_one_line(call, words: str) -> None:
     with pytest.raises(fb.FlowBNNError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_decides_nothing_on_the_host_and_reads_the_clock_as_a_tensor() -> None:
+    from flowbnn.density import Density, _Objective
+    from flowbnn.training import Clock
+
+    x = torch.randint(2, (5, 1, 4, 4), dtype=torch.uint8)
+    model = fb.vae.VAE((1, 4, 4), 2, hidden=(4,), posterior="planar", length=2, warmup=0.5)
+    objective = _Objective(Density(model), "likelihood")
+    assert objective.capturable
+
+    def step(progress, recording=True, epoch=0):
+        return objective((x,), Clock(epoch, 0, 10, 5, progress, recording))
+
+    found = []
+    whole = torch.compile(step, fullgraph=True, backend="eager")
+    for run in (
+        lambda: whole(torch.tensor(0.25)),
+        lambda: step(0.25, False, 1),
+        lambda: step(torch.tensor(9.0)),
+    ):
+        torch.manual_seed(0)
+        found.append(run())
+    torch.testing.assert_close(found[0][0], found[1][0])
+    loss, logs = found[0]
+    torch.testing.assert_close(loss, 0.5 * logs["kl"] - logs["reconstruction"])  # halfway through the warm-up
+    torch.testing.assert_close(found[2][0], -logs["elbo"])
+    assert not fb.vae.VAE((1, 4, 4), 2, hidden=(4,), prior=fb.flows.FFJORD(2)).capturable
+    assert fb.flows.Glow((1, 4, 4), levels=1, hidden=(4,)).capturable
+    assert not fb.flows.ResidualFlow(
+        (1, 4, 4), levels=1, hidden=(4,)
+    ).capturable  # draws how many terms it sums
+    with pytest.raises(fb.FlowBNNError, match="0 to 1"):
+        objective.check_batch((2 * x + 1,))
+
+
+def test_codes_and_their_densities_stay_in_single_precision() -> None:
+    model = fb.vae.VAE((1, 4, 4), 2, hidden=(8,), posterior="iaf", length=1)
+    x = torch.rand(3, 1, 4, 4).round()
+    with torch.autocast("cpu", torch.bfloat16):
+        base, features = model.posterior(x)
+        terms = [model.encode(x), *model.terms(x), model.decode(base.loc)]
+    assert {one.dtype for one in (base.loc, base.scale, features, *terms)} == {torch.float32}

@@ -33,6 +33,11 @@ class FlowModel(nn.Module):
         super().__init__()
         self.base, self.transform, self.context_dim = base, transform, context_dim
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a density decides nothing on the host, so that a training step may be recorded as a CUDA graph."""
+        return self.transform.solver in ("none", "forward") and self.transform.log_det_kind == "exact"
+
     def forward(self, context: Tensor | None = None) -> Flow:
         """The distribution, one for each context vector ``(..., context_dim)``."""
         given = 0 if context is None else context.shape[-1] if context.ndim else -1

@@ -37,6 +37,11 @@ DECODERS: dict[str, type[Decoder]] = {
 POSTERIORS = {name: name for name in named_flows()} | {"coupling": "realnvp"}
 
 
+def exactly(tensor: Tensor) -> torch.autocast:
+    """Under autocast encoder and decoder compute in half precision; codes and their densities do not."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 class Autoencoder(nn.Module):
     r"""An encoder and a decoder with a narrow code between them: :math:`\max \log p(x \mid z),\; z = \mu(x)`.
 
@@ -96,16 +101,27 @@ class Autoencoder(nn.Module):
                 kind="shape",
                 argument="x",
             )
-        features = self.encoder(x.to(self.code.weight.dtype))
+        features = self.encoder(x.to(self.code.weight.dtype)).to(self.code.weight.dtype)
         return features if context is None else torch.cat([features, context], -1)
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The decoder's outputs for codes ``[B, latent_dim]``."""
-        return self.net(z if context is None else torch.cat([z, context], -1))
+        return self.net(z if context is None else torch.cat([z, context], -1)).to(z.dtype)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The code of each example; of a variational autoencoder, where the middle of its posterior's base goes."""
-        return self.code(self.features_of(x, context))
+        features = self.features_of(x, context)
+        with exactly(features):
+            return self.code(features)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a training step decides nothing on the host, so that it may be recorded as a CUDA graph."""
+        return True
+
+    def check(self, x: Tensor) -> None:
+        """Refuse data that the decoder cannot give."""
+        self.decoder.check(x)
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-likelihood of each reconstruction, ``[B]``."""
@@ -115,8 +131,8 @@ class Autoencoder(nn.Module):
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What :func:`fit_autoencoder` minimises, and what is recorded."""
-        if clock.epoch == 0:
-            self.decoder.check(x)
+        if clock.epoch == 0 and not clock.recording:
+            self.check(x)
         value = self.log_prob(x, context).mean()
         return -value, {"reconstruction": value.detach()}
 
@@ -212,12 +228,19 @@ class VAE(Autoencoder):
     def posterior(self, x: Tensor, context: Tensor | None = None) -> tuple[DiagonalNormal, Tensor]:
         """The Gaussian that the posterior begins with, and the features that its flow is conditioned on."""
         features = self.features_of(x, context)
-        loc, raw = self.code(features).chunk(2, -1)
+        with exactly(features):
+            loc, raw = self.code(features).chunk(2, -1)
         return DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), features
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         base, features = self.posterior(x, context)
-        return self.flow(base.loc, features)[0]
+        with exactly(features):
+            return self.flow(base.loc, features)[0]
+
+    @property
+    def capturable(self) -> bool:
+        settled = self.flow.solver in ("none", "inverse") and self.flow.log_det_kind == "exact"
+        return settled and (self.prior is None or self.prior.capturable)
 
     def prior_log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-density of codes."""
@@ -241,8 +264,9 @@ class VAE(Autoencoder):
             square = base.scale.square() + base.loc.square()
             kl = 0.5 * (square - 1.0).sum(-1) - base.scale.log().sum(-1)
             return self.decoder.log_prob(self.decode(start, context), x), kl
-        z, log_det = self.flow(start, features)
-        kl = base.log_prob(start) - log_det - self.prior_log_prob(z, context)
+        with exactly(features):
+            z, log_det = self.flow(start, features)
+            kl = base.log_prob(start) - log_det - self.prior_log_prob(z, context)
         return self.decoder.log_prob(self.decode(z, context), x), kl
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -253,11 +277,13 @@ class VAE(Autoencoder):
     def training_loss(
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if clock.epoch == 0:
-            self.decoder.check(x)
+        if clock.epoch == 0 and not clock.recording:
+            self.check(x)
         likelihood, kl = (term.mean() for term in self.terms(x, context))
-        grown = min(1.0, float(clock.progress) / self.warmup) if self.warmup else 1.0
-        loss = self.beta * grown * kl - self.reconstruction * likelihood
+        weight: float | Tensor = self.beta
+        if self.warmup:  # by a tensor where the step is recorded
+            weight = self.beta * torch.as_tensor(clock.progress / self.warmup).clamp(max=1.0)
+        loss = weight * kl - self.reconstruction * likelihood
         logs = {"elbo": likelihood - kl, "reconstruction": likelihood, "kl": kl}
         return loss, {name: value.detach() for name, value in logs.items()}
 

@@ -1,0 +1,48 @@
+"""The studies of densities and autoencoders of images, at settings of a second, on data that are generated."""
+
+import pytest
+import torch
+
+from flowbnn_studies import get_study
+from flowbnn_studies.report import load_results, write_report
+from flowbnn_studies.runner.run import run_study
+
+FIGURES = {
+    "dlgm-planar": ["curves", "images"],
+    "autoencoder-vs-vae": ["images"] * 4,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of trainings that are far too short
+def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
+    study = get_study(name)
+    settings = study.make_settings(quick=True)
+    results = run_study(
+        study, settings=settings, seeds=1, out=tmp_path, progress=False, accelerator="cpu", trial=True
+    )
+    assert load_results(tmp_path / name) == results
+    assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
+    assert len(results["rows"]) == len(study.variants(settings))
+    assert all(row["values"] for row in results["rows"])
+    page = write_report([results], tmp_path / "page.html").read_text()
+    assert all(row["label"] in page for row in results["rows"])
+
+
+def test_published_numbers_of_autoencoders_stand_beside_ours():
+    from flowbnn.results import Parts
+
+    study = get_study("dlgm-planar")
+    contents = {("planar-80", 0): {"values": {"nll": 85.0}}, ("planar-0", 0): {"values": {"nll": 90.0}}}
+    found = study.findings(study.make_settings(), Parts([0], contents))
+    assert [row["values"]["nll"]["published"] for row in found.rows] == [89.9, 85.1]
+    assert "falls with every step" in found.answer
+
+
+def test_pictures_lie_in_a_grid_row_by_row():
+    from flowbnn_studies.images.density import picture_grid
+
+    images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 2, 1) / 10
+    grid = torch.tensor(picture_grid(images, 3))
+    assert grid.shape == (4, 3, 3)
+    torch.testing.assert_close(grid[..., 0], torch.tensor([[0.0, 0.1, 0.2]] * 2 + [[0.3, 0.4, 0.5]] * 2))
