@@ -6,8 +6,8 @@
 ['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
 >>> [study.name for study in studies()][13:18]
 ['compare', 'mnist-mlp', 'elephant-fashion', 'rotated-mnist', 'cifar-5']
->>> [study.name for study in studies()][18:20]
-['dlgm-planar', 'autoencoder-vs-vae']
+>>> [study.name for study in studies()][18:21]
+['dlgm-planar', 'autoencoder-vs-vae', 'densities-2d']
 >>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
@@ -19,6 +19,7 @@ from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
 from flowbnn_studies.cifar_5 import Cifar5
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
+from flowbnn_studies.densities_2d import Densities2d
 from flowbnn_studies.digits import DigitsStudy
 from flowbnn_studies.dlgm_planar import DlgmPlanar
 from flowbnn_studies.elephant import Elephant, ElephantFashion
@@ -74,6 +75,7 @@ for _study in (
     Cifar5(),
     DlgmPlanar(),
     AutoencoderVsVae(),
+    Densities2d(),
     *IMAGE_STUDIES,
     RESNET18,
 ):

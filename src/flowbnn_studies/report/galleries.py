@@ -77,9 +77,9 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
 
 
 def maps(data: Data, colours: Mapping[str, str]) -> Plot:
-    """How unsure each method is over the plane, on one colour scale for all panels."""
+    """A quantity over the plane, such as how unsure each method is, on one colour scale for all panels, or a panel's own points."""
     panels = data["panels"]
-    greatest = extent(np.zeros(1), *[numbers(panel["values"]) for panel in panels])
+    greatest = extent(np.zeros(1), *[numbers(panel.get("values") or []) for panel in panels])
     top = float(data.get("top") or 0.0)
     top = top if top > 0 else greatest[1] if greatest else 1.0
     x, y = numbers(data.get("x") or []), numbers(data.get("y") or [])
@@ -88,7 +88,7 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     regular = all(axis.size > 1 and bool(np.all(np.diff(axis) > 0)) for axis in (x, y))
 
     def make(panel: Data) -> Panel:
-        values = numbers(panel["values"])
+        values, own = numbers(panel.get("values") or []), numbers(panel.get("points") or []).reshape(-1, 2)
         most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
 
         def draw(sheet: Sheet) -> None:
@@ -106,6 +106,11 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
                 }
                 x_of, y_of = points[labels == label].T
                 axes.scatter(x_of, y_of, s=4, alpha=0.7, **style)
+            if own.size:
+                dots: Any = {"color": light("ink"), "linewidths": 0, "rasterized": True}
+                axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, **dots)
+                if regular:
+                    axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
             if data.get("ring") is not None and regular:
                 angle = np.linspace(0, 2 * np.pi, 181)
                 circle = data["ring"] * np.array([np.cos(angle), np.sin(angle)])
@@ -125,7 +130,8 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     keys = [Key(f"{data.get('label') or 'uncertainty'}, from 0 to {tick(round(top, 3))}", "sky", "ramp")]
     keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
     keys += [Key("ring of far-away inputs", "ink", "line", "4 3")] if data.get("ring") is not None else []
-    return Plot([Group([make(panel) for panel in panels])], keys if panels else [], 3, (300, 275))
+    columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
+    return Plot([Group([make(panel) for panel in panels])], keys if panels else [], columns, size)
 
 
 def draws(data: Data, colours: Mapping[str, str]) -> Plot:

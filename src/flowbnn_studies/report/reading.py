@@ -39,7 +39,7 @@ FIGURES: dict[str, Any] = {
                   "panels": [{"title": str, "groups": [{"label": str, "edges": 1, "fraction": "edges-1"}]}]},
     "images": {"panels": [_IMAGE | {"bars?": [{"label": str, "value?": float}]}]},
     "map": {"label?": str, "top?": float, "x?": 1, "y?": 1, "points?": "pairs", "point_class?": "points", "ring?": float,
-            "panels": [{"title": str, "note?": str, "values": (2,)}]},
+            "columns?": int, "panels": [{"title": str, "note?": str, "values?": (2,), "points?": "pairs"}]},
     "pareto": {"panels": [{"title": str, "x_label?": str, "y_label?": str, "items": [_DOT]}]},
     "reliability": {"models": [{"label": str, "ece?": float, "bins": _BINS}]},
     "shares": {"x_label?": str, "classes?": [str], "images?": [_IMAGE],
@@ -151,7 +151,8 @@ def _checked(results: Any, origin: str) -> dict[str, Any]:
             _refuse(f"{where}.kind", f"'{figure['kind']}' is unknown{nearest(figure['kind'], FIGURES)}")
         _check(data, FIGURES[figure["kind"]], f"{where}.data", {})
         for place, panel in enumerate(data["panels"] if figure["kind"] == "map" else []):
-            if _shape(panel["values"]) != (len(data.get("y") or []), len(data.get("x") or [])):
+            sides = len(data.get("y") or []), len(data.get("x") or [])
+            if panel.get("values") is not None and _shape(panel["values"]) != sides:
                 _refuse(
                     f"{where}.data.panels[{place}].values",
                     "should have a row for each y and a column for each x of the map",

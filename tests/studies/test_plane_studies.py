@@ -1,0 +1,43 @@
+"""The studies of densities, at settings of a second, and the distributions whose density they know."""
+
+import math
+
+import pytest
+import torch
+
+from flowbnn_studies import get_study
+from flowbnn_studies.data.plane import TOYS
+from flowbnn_studies.report import load_results, write_report
+from flowbnn_studies.runner.run import run_study
+
+SETTINGS = {"densities-2d": ({"data": ("rings",)}, ["nsf"], ["map"])}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
+    changes, only, kinds = SETTINGS[name]
+    study = get_study(name)
+    settings = study.make_settings(quick=True, **changes)
+    results = run_study(
+        study, settings=settings, seeds=1, out=tmp_path, progress=False, only=only, trial=True
+    )
+    assert load_results(tmp_path / name) == results
+    assert [figure["kind"] for figure in results["figures"]] == kinds
+    assert all(row["values"] for row in results["rows"])
+    page = write_report([results], tmp_path / "page.html").read_text()
+    assert all(row["label"] in page for row in results["rows"])
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_toy_densities_integrate_to_one_and_are_those_of_their_draws(name):
+    toy = TOYS[name]
+    draws = toy.sample(2000, torch.Generator().manual_seed(0)).double()
+    assert draws.abs().max() < 4
+    cells = 40 if name == "checkerboard" else 80  # midpoints: at most a standard deviation apart, or exact
+    axis = 4 * ((2 * torch.arange(cells, dtype=torch.float64) + 1) / cells - 1)
+    log_prob = toy.log_prob(torch.cartesian_prod(axis, axis))
+    mass = log_prob.exp() * (8 / cells) ** 2
+    assert mass.sum() == pytest.approx(1.0, abs=2e-4)
+    entropy = -float((mass * log_prob.nan_to_num(neginf=0.0)).sum())
+    own = toy.log_prob(draws)
+    assert -float(own.mean()) == pytest.approx(entropy, abs=4 * float(own.std()) / math.sqrt(2000) + 1e-3)
