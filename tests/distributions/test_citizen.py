@@ -288,7 +288,7 @@ def test_scales_broadcast_as_torchs_do():
         DiagonalNormal(0.0, 1.0)
     with pytest.raises(FlowBNNError, match="components, dim\\), not \\(3,\\)"):
         NormalMixture(LOC, SCALE)
-    with pytest.raises(RuntimeError, match="must match"):
+    with pytest.raises(FlowBNNError, match="does not fit its loc"):
         DiagonalNormal(LOC, SCALE[:2])
 
 

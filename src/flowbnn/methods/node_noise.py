@@ -16,7 +16,7 @@ from torch import nn
 from flowbnn.convert import to_stochastic
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import Schedule
-from flowbnn.methods.variational.base import FLOWS, Variational, fit
+from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, options, takes
 from flowbnn.posterior.noise import NoisePosterior
@@ -43,27 +43,7 @@ class NodeNoise(Variational):
         prior_scale: standard deviation of the prior of the noise, which is around one.
     """
 
-    kind: (
-        Literal[
-            "gaussian",
-            "joint",
-            "mixture",
-            "planar",
-            "radial",
-            "sylvester",
-            "coupling",
-            "invconv",
-            "glow",
-            "nice",
-            "realnvp",
-            "iaf",
-            "nsf",
-            "naf",
-            "residualflow",
-        ]
-        | Recipe
-        | Mapping[Any, Recipe | None]
-    ) = "gaussian"
+    kind: FlowName | Literal["joint", "mixture"] | Recipe | Mapping[Any, Recipe | None] = "gaussian"
     components: Count = field(default=16, kw_only=True)
     site: Literal["channel", "position"] = field(default="channel", kw_only=True)
     side: Literal["input", "output"] = field(default="input", kw_only=True)

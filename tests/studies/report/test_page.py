@@ -125,7 +125,7 @@ def test_structure(page: str) -> None:
     assert page.count('<table class="overview">') == 1
     assert len(re.findall(r"<tr><th scope=\"row\"><a href=\"#study-", page)) == 5
     assert "position: sticky" in page
-    assert len(reader.labels) == 43
+    assert len(reader.labels) == 45
     assert all(len(label) > 20 for label in reader.labels)
     assert (
         reader.labels[0] == "Figure 1, Where each network decides. What is decided, and how sure. Plain MLP"

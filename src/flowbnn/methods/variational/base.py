@@ -62,6 +62,21 @@ from flowbnn.training.progress import terminal
 
 VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
+FlowName = Literal[
+    "gaussian",
+    "planar",
+    "radial",
+    "sylvester",
+    "coupling",
+    "invconv",
+    "glow",
+    "nice",
+    "realnvp",
+    "iaf",
+    "nsf",
+    "naf",
+    "residualflow",
+]
 FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has no flow
     "gaussian": NormalAffine,
     "planar": NormalPlanar,

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import prepare
-from flowbnn.methods.variational.base import FLOWS, Variational, fit_elbo
+from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit_elbo
 from flowbnn.methods.variational.layers import (
     DrawnNetwork,
     LayerChoice,
@@ -72,7 +72,8 @@ class MNF(Variational):
 
     Args:
         flow: of ``z`` and of the auxiliary: ``"coupling"`` (the paper's masked RealNVP), ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow); or a recipe such as
+            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"nsf"`` and the other names of :class:`~flowbnn.NodeNoise`, ``"gaussian"`` (no
+            flow); or a recipe such as
             ``fb.noise.NormalPlanar(length=4)`` or ``fb.noise.FlowNoise(lambda dim: ...)``, of which the transforms are taken.
         layers: which layers: a name or glob, a class, or a predicate ``(name, module) -> bool``. A layer that is neither linear
             nor a convolution is then refused. Unless given, all linear and convolution layers; others keep plain weights, with
@@ -86,9 +87,7 @@ class MNF(Variational):
     torch.Size([4, 3, 2])
     """
 
-    flow: Literal["coupling", "planar", "radial", "sylvester", "invconv", "glow", "gaussian"] | Recipe = (
-        "coupling"
-    )
+    flow: FlowName | Recipe = "coupling"
     layers: LayerChoice = field(default=None, kw_only=True)
     z_scale: Positive = field(default=0.01, kw_only=True)
     kl_samples: Count = field(default=4, kw_only=True)
