@@ -6,8 +6,10 @@
 ['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
 >>> [study.name for study in studies()][13:18]
 ['compare', 'mnist-mlp', 'elephant-fashion', 'rotated-mnist', 'cifar-5']
->>> [study.name for study in studies()][18:21]
-['dlgm-planar', 'autoencoder-vs-vae', 'densities-2d']
+>>> [study.name for study in studies()][18:22]
+['dlgm-planar', 'autoencoder-vs-vae', 'novelty-by-density', 'images']
+>>> [study.name for study in studies()][22:-4]
+['densities-2d']
 >>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
@@ -24,11 +26,13 @@ from flowbnn_studies.digits import DigitsStudy
 from flowbnn_studies.dlgm_planar import DlgmPlanar
 from flowbnn_studies.elephant import Elephant, ElephantFashion
 from flowbnn_studies.flow_length import FlowLength
+from flowbnn_studies.image_flows import ImageFlows
 from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
 from flowbnn_studies.linear_regression import LinearRegression
 from flowbnn_studies.mnist_mlp import MnistMlp
 from flowbnn_studies.mode_ensembles import ModeEnsembles
+from flowbnn_studies.novelty_by_density import NoveltyByDensity
 from flowbnn_studies.posterior_quality import PosteriorQuality
 from flowbnn_studies.regression_1d import Regression1d
 from flowbnn_studies.rotated_mnist import RotatedMnist
@@ -75,6 +79,8 @@ for _study in (
     Cifar5(),
     DlgmPlanar(),
     AutoencoderVsVae(),
+    NoveltyByDensity(),
+    ImageFlows(),
     Densities2d(),
     *IMAGE_STUDIES,
     RESNET18,

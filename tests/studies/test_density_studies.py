@@ -4,18 +4,20 @@ import pytest
 import torch
 
 from flowbnn_studies import get_study
-from flowbnn_studies.report import load_results, write_report
+from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
 
 FIGURES = {
     "dlgm-planar": ["curves", "images"],
     "autoencoder-vs-vae": ["images"] * 4,
+    "novelty-by-density": ["histogram"] * 2,
+    "images": ["images"],
 }
 
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of trainings that are far too short
-def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
+def test_a_study_runs_and_its_results_can_be_read(name, tmp_path):
     study = get_study(name)
     settings = study.make_settings(quick=True)
     results = run_study(
@@ -23,10 +25,7 @@ def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
     )
     assert load_results(tmp_path / name) == results
     assert [figure["kind"] for figure in results["figures"]] == FIGURES[name]
-    assert len(results["rows"]) == len(study.variants(settings))
     assert all(row["values"] for row in results["rows"])
-    page = write_report([results], tmp_path / "page.html").read_text()
-    assert all(row["label"] in page for row in results["rows"])
 
 
 def test_published_numbers_of_autoencoders_stand_beside_ours():
