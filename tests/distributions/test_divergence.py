@@ -168,8 +168,9 @@ def test_refusals():
         divergence(Independent(Laplace(P_LOC, P_SCALE), 1), normal(3), generator=torch.Generator())
 
 
-@pytest.mark.parametrize("base", ["normal", "torch", "mixture"])
-@pytest.mark.parametrize("make", [Planar, Affine, LULinear])
+@pytest.mark.parametrize(
+    ("base", "make"), [("normal", Planar), ("normal", LULinear), ("torch", Planar), ("mixture", Affine)]
+)
 def test_it_compiles_in_one_graph(base, make):
     transform, prior = make(3), DiagonalNormal(torch.ones(3), torch.full((3,), 0.5))
     mixture = MixtureBase(3, 2)
@@ -183,7 +184,7 @@ def test_it_compiles_in_one_graph(base, make):
         return sum(divergence(Flow(start, transform), prior))
 
     torch._dynamo.reset()
-    compiled = torch.compile(total, fullgraph=True, backend="aot_eager" if base == "normal" else "eager")
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager" if make is LULinear else "eager")
     torch.manual_seed(0)
     found = compiled()
     torch.manual_seed(0)

@@ -261,7 +261,7 @@ def test_it_compiles():
     foreign = from_torch(nested())
     z = torch.tensor([[0.1, -0.3]])
     torch._dynamo.reset()
-    for function, backend in ((foreign.forward, "aot_eager"), (foreign.inverse, "eager")):
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for function in (foreign.forward, foreign.inverse):
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
         for found, expected in zip(compiled(z), function(z), strict=True):
             torch.testing.assert_close(found, expected)

@@ -1,5 +1,6 @@
 """The Gaussian over weights by itself: its KL, and the ways of drawing it, against closed forms."""
 
+import itertools
 import math
 
 import numpy
@@ -148,8 +149,14 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("estimator", ["reparameterization", "local", "flipout", "auto"])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [
+        *itertools.product(LAYERS, ["reparameterization", "local", "flipout"]),
+        ("linear", "auto"),  # which is one of these
+        ("convolution", "auto"),
+    ],
+)
 def test_outputs_have_the_moments_of_random_weights(kind, estimator):
     torch.manual_seed(0)
     make, shape = LAYERS[kind]

