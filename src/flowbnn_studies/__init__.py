@@ -6,9 +6,9 @@
 ['calibrate', 'calibrate-cifar10', 'posterior-quality', 'when-it-matters', 'mode-ensembles']
 >>> [study.name for study in studies()][13:18]
 ['compare', 'mnist-mlp', 'elephant-fashion', 'rotated-mnist', 'cifar-5']
->>> [study.name for study in studies()][18:22]
-['dlgm-planar', 'autoencoder-vs-vae', 'novelty-by-density', 'images']
->>> [study.name for study in studies()][22:-4]
+>>> [study.name for study in studies()][18:23]
+['dlgm-planar', 'autoencoder-vs-vae', 'novelty-by-density', 'images', 'tabular-densities']
+>>> [study.name for study in studies()][23:-4]
 ['densities-2d']
 >>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
@@ -40,6 +40,7 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, register_study, studies
 from flowbnn_studies.runner.workers import open_workers
+from flowbnn_studies.tabular_densities import TabularDensities
 from flowbnn_studies.two_clusters import TwoClusters
 from flowbnn_studies.uci import Uci
 from flowbnn_studies.when_it_matters import WhenItMatters
@@ -81,6 +82,7 @@ for _study in (
     AutoencoderVsVae(),
     NoveltyByDensity(),
     ImageFlows(),
+    TabularDensities(),
     Densities2d(),
     *IMAGE_STUDIES,
     RESNET18,

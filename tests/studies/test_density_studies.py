@@ -12,6 +12,7 @@ FIGURES = {
     "autoencoder-vs-vae": ["images"] * 4,
     "novelty-by-density": ["histogram"] * 2,
     "images": ["images"],
+    "tabular-densities": [],
 }
 
 

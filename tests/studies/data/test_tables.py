@@ -1,0 +1,46 @@
+"""The tables of Papamakarios et al. 2017, from small files of the published form."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowbnn import FlowBNNError
+from flowbnn_studies.data.tables import load_table
+
+
+def test_power_and_miniboone_are_split_and_standardized(tmp_path):
+    random = np.random.RandomState(0)
+    for name, columns in (("power", 8), ("miniboone", 5)):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "data.npy", 3.0 + random.rand(1000, columns))
+    power, boone = load_table("power", tmp_path), load_table("miniboone", tmp_path)
+    assert [tuple(part.shape) for part in power] == [(810, 6), (90, 6), (100, 6)]
+    assert [tuple(part.shape) for part in boone] == [(810, 5), (90, 5), (100, 5)]
+    for train, aside, test in (power, boone):
+        fitted = torch.cat([train, aside]).double()
+        torch.testing.assert_close(fitted.mean(0), torch.zeros_like(fitted[0]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(fitted.std(0, correction=0), torch.ones_like(fitted[0]), atol=1e-5, rtol=0)
+        assert test.dtype == torch.float32
+    table = np.load(tmp_path / "miniboone" / "data.npy")
+    expected = (table[900:] - table[:900].mean(0)) / table[:900].std(0)
+    np.testing.assert_allclose(boone[2].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path):
+    random = np.random.RandomState(0)
+    (tmp_path / "hepmass").mkdir()
+    for part, rows in (("train", 200), ("test", 60)):
+        table = random.rand(rows, 4)
+        table[:, 0] = np.arange(rows) % 2  # the label
+        table[:, 2] = np.arange(rows) // 2 % 3  # steps
+        file = tmp_path / "hepmass" / f"1000_{part}.csv"
+        np.savetxt(file, table, delimiter=",", header="a,b,c,d", comments="")
+    parts = load_table("hepmass", tmp_path)
+    assert [tuple(part.shape) for part in parts] == [(90, 2), (10, 2), (30, 2)]
+
+
+def test_a_missing_file_or_table_is_named(tmp_path):
+    with pytest.raises(FlowBNNError, match="ethylene_CO.pickle is missing"):
+        load_table("gas", tmp_path)
+    with pytest.raises(FlowBNNError, match="no table 'powr'.*'power'"):
+        load_table("powr", tmp_path)
