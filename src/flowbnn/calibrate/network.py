@@ -34,6 +34,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training.launch import device_kind
 from flowbnn.training.progress import History, terminal, track
+from flowbnn.training.randomness import seeded
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.triangular import BlockTriangular, assign
 
@@ -290,8 +291,7 @@ class _Work:
                 else replace(recipe, **{name: getattr(own, name) for name in shared})
                 for rule, own in self.rules.items()
             }
-            with torch.random.fork_rng([]):
-                torch.default_generator.manual_seed(seed)
+            with seeded(seed):
                 self.with_flow = self._noisy(rules, self.structure)
 
     def _noisy(self, rules: Mapping[Rule, Recipe | None], structure: Structure = "factorized") -> nn.Module:

@@ -21,7 +21,7 @@ from flowbnn.options import Count, options, takes
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import MemberPosterior, state_of
 from flowbnn.training import History
-from flowbnn.training.randomness import loader_generators
+from flowbnn.training.randomness import loader_generators, seeded
 from flowbnn.units import SCALE, set_units
 
 
@@ -57,7 +57,7 @@ class DeepEnsemble(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "EnsemblePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
-        seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
+        seed = run.some_seed
         points: list[PointPosterior] = []
         for index in range(self.members):
             own = (seed * 1_000_003 + index) % 2**32
@@ -72,8 +72,7 @@ class DeepEnsemble(Method):
     def _started(self, plain: nn.Module, seed: int, tell: bool) -> nn.Module:
         """A copy of the network at a start of its own; torch's generator is left as it was."""
         network = deepcopy(plain)
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):
             if self.initialize is not None:
                 self.initialize(network)
                 return network

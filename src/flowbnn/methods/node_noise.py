@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from flowbnn.convert import to_stochastic
@@ -20,6 +19,7 @@ from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, options, takes
 from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.training.randomness import seeded
 
 
 @register_method
@@ -75,9 +75,7 @@ class NodeNoise(Variational):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "NoisePosterior":
         """As :meth:`Method.fit`; weights and noise are trained together."""
         model, run = self.setup(network, loader, given)
-        with torch.random.fork_rng([], enabled=run.seed is not None):
-            if run.seed is not None:
-                torch.default_generator.manual_seed(run.seed)
+        with seeded(run.seed):
             noisy = to_stochastic(model, self.rules(), inplace=True)
         same = ("epochs", "noise_lr", "beta", "gamma", "warmup", "samples", "optimizer", "schedule")
         settings = {name: getattr(self, name) for name in same}

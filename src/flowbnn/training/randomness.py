@@ -87,6 +87,15 @@ class Randomness:
 
 
 @contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Parameters that begin at random begin from this seed; torch's generator is put back afterwards. None leaves it alone."""
+    with torch.random.fork_rng([], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def drawing(device: torch.device, seed: int | None) -> Iterator[None]:
     """Without gradients, from torch's generators at this seed, which are put back afterwards; None leaves them alone."""
     with torch.no_grad():

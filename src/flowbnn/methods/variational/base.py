@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import mean, variance
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -63,20 +63,9 @@ from flowbnn.training.progress import terminal
 VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
 FlowName = Literal[
-    "gaussian",
-    "planar",
-    "radial",
-    "sylvester",
-    "coupling",
-    "invconv",
-    "glow",
-    "nice",
-    "realnvp",
-    "iaf",
-    "nsf",
-    "naf",
-    "residualflow",
-]
+    "gaussian", "planar", "radial", "sylvester", "coupling", "invconv", "glow",
+    "nice", "realnvp", "iaf", "nsf", "naf", "residualflow",
+]  # fmt: skip
 FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has no flow
     "gaussian": NormalAffine,
     "planar": NormalPlanar,
@@ -85,8 +74,8 @@ FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has
     "coupling": NormalCoupling,
     "invconv": NormalInvConv,
     "glow": NormalGlow,
-    **{name: partial(NormalFlow, name) for name in ("nice", "realnvp", "iaf", "nsf", "naf", "residualflow")},
 }
+FLOWS |= {name: partial(NormalFlow, name) for name in get_args(FlowName) if name not in FLOWS}
 
 
 @options(kw_only=True, repr=False)

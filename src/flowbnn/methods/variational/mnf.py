@@ -58,6 +58,7 @@ from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
+from flowbnn.training.randomness import seeded
 from flowbnn.transforms import Transform
 
 
@@ -72,9 +73,9 @@ class MNF(Variational):
 
     Args:
         flow: of ``z`` and of the auxiliary: ``"coupling"`` (the paper's masked RealNVP), ``"planar"``, ``"radial"``,
-            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"nsf"`` and the other names of :class:`~flowbnn.NodeNoise`, ``"gaussian"`` (no
-            flow); or a recipe such as
-            ``fb.noise.NormalPlanar(length=4)`` or ``fb.noise.FlowNoise(lambda dim: ...)``, of which the transforms are taken.
+            ``"sylvester"``, ``"invconv"``, ``"glow"``, ``"gaussian"`` (no flow), or another that :class:`~flowbnn.NodeNoise` takes; or
+            a recipe such as ``fb.noise.NormalPlanar(length=4)`` or ``fb.noise.FlowNoise(lambda dim: ...)``, of which the
+            transforms are taken.
         layers: which layers: a name or glob, a class, or a predicate ``(name, module) -> bool``. A layer that is neither linear
             nor a convolution is then refused. Unless given, all linear and convolution layers; others keep plain weights, with
             a warning that names one, and normalisation layers do without.
@@ -105,9 +106,7 @@ class MNF(Variational):
         scales = base_scales({one.weight: own[one.weight].detach() for one in served}, 1.0, 1.0)
         sizes = [float(scales[one.weight].flatten()[0]) for one in served]
         recipe = FLOWS[self.flow]() if isinstance(self.flow, str) else self.flow
-        with torch.random.fork_rng([], enabled=run.seed is not None):
-            if run.seed is not None:
-                torch.default_generator.manual_seed(run.seed)
+        with seeded(run.seed):
             parts = [
                 _part(model, one, self.base_scale * size, self.z_scale, recipe)
                 for one, size in zip(served, sizes, strict=True)
@@ -253,7 +252,7 @@ class MNFPosterior(WeightPosterior):
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> "MNFPosterior":
         recipe = recipe_from_dict(settings["flow"])
         served = [Served(*map(str, one)) for one in settings["layers"]]
-        with torch.random.fork_rng([]):  # where the parts start is of no account here
+        with seeded(0):  # where the parts start is of no account here
             parts = [_part(point.model, one, 1.0, 1.0, recipe) for one in served]
         weights = MultiplicativeWeights(point.model, served, parts)
         weights.release()
