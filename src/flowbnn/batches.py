@@ -4,13 +4,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
+
+Result = TypeVar("Result")
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -189,6 +191,12 @@ def is_batch(inputs: Any) -> bool:
     return isinstance(inputs, tuple) and bool(inputs) and all(isinstance(part, Tensor) for part in inputs)
 
 
+def as_loader(data: Any) -> Any:
+    """One pair of tensors, inputs and targets, is a loader of one batch."""
+    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    return [data] if pair else data
+
+
 def check_finite(inputs: Any, what: str = "inputs") -> None:
     """Refuse inputs that hold NaN or infinity."""
     for tensor in tensors_of(inputs):
@@ -260,6 +268,17 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+
+
+def in_memory(holder: Any, work: Callable[[], Result]) -> Result:
+    """What ``work`` gives, with half of ``holder.rows`` at once whenever memory runs out."""
+    while True:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or holder.rows < 2:
+                raise
+            holder.rows //= 2
 
 
 # -------------------- batches of a loader, in any nesting

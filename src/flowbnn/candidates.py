@@ -35,6 +35,7 @@ from flowbnn.methods import (
 )
 from flowbnn.methods.fitting import LikelihoodName
 from flowbnn.metrics import novelty_auroc, reliability
+from flowbnn.posterior.evaluate import novelty_scores
 from flowbnn.predictive import CategoricalPredictive
 
 PLAIN = "mle"  # times are ratios to those of the plain network
@@ -218,11 +219,8 @@ def measure(
     peak, predictive = memory.read(), predictive.cpu()
     values: dict[str, float | None] = dict(predictive.evaluate(targets))
     if novel is not None:
-        pair = predictive, posterior.predict(novel, number, seed=0, progress=False).cpu()
-        classes = isinstance(predictive, CategoricalPredictive)
-        values["auroc"] = novelty_auroc(
-            *(one.entropy if classes else one.epistemic.reshape(len(one), -1).sum(-1) for one in pair)
-        )
+        strange = posterior.predict(novel, number, seed=0, progress=False).cpu()
+        values["auroc"] = novelty_auroc(novelty_scores(predictive), novelty_scores(strange))
     values |= {"train_seconds": seconds, "predict_seconds": min(times)}
     values |= {"parameters": float(kept_numbers(posterior)), "memory": peak}
     content: dict[str, Any] = {"values": values, "samples": number}

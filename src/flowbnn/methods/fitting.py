@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import (
     apply,
+    as_loader,
     call,
     check_finite,
     count_data,
@@ -28,6 +29,7 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, ma
 from flowbnn.noise import Recipe, noise_layers, noise_mode
 from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import Randomness, loader_generators
 from flowbnn.units import far_from_units, learn_units
@@ -53,8 +55,12 @@ class FitOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _is_pair(self.validation):  # two tensors are one batch
-            object.__setattr__(self, "validation", [self.validation])
+        object.__setattr__(self, "validation", as_loader(self.validation))
+
+    @property
+    def some_seed(self) -> int:
+        """The seed; where none is given, a number of torch's generator."""
+        return new_seed() if self.seed is None else self.seed
 
     def count(self, loader: Iterable[Any]) -> int:
         """The number of training examples."""
@@ -162,7 +168,7 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
 def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
     """Refuse what is no loader, or an empty one, before anything is read from it; or one without a length for what is ``planned``."""
     reason = None
-    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or _is_pair(loader):
+    if not hasattr(loader, "__iter__") or isinstance(loader, Tensor) or as_loader(loader) is not loader:
         reason = (
             f"{use} takes a loader of batches, such as flowbnn.data.TensorLoader(inputs, targets, batch_size=128, shuffle=True), "
             f"not a {type(loader).__name__}"
@@ -179,10 +185,6 @@ def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
         reason = f"{planned} is planned ahead and needs a loader with a length"
     if reason is not None:
         raise FlowBNNError(reason, kind="loader", argument="loader")
-
-
-def _is_pair(data: Any) -> bool:
-    return isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "training") -> tuple[Any, Any]:

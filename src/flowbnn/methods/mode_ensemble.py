@@ -86,7 +86,7 @@ class ModeEnsemble(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> "ModePosterior":
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
-        seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
+        seed = run.some_seed
         trial, first, check = prepare(plain, loader, run.likelihood, seed)
         if self.width == "laplace":
             check_likelihood(trial, "sampled")

@@ -82,7 +82,7 @@ class SWAG(Method):
         joined = History(
             before.records + history.records, before.steps + history.steps, before.seconds + history.seconds
         )
-        seed = run.seed if run.seed is not None else int(torch.randint(2**31 - 1, ()))
+        seed = run.some_seed
         posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, joined, None, seed)
         with torch.no_grad():
             for name, value in posterior.cut(posterior.mean).items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
-from flowbnn.batches import call, rows, split_batch, take
+from flowbnn.batches import as_loader, call, rows, split_batch, take
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.base import FitOptions, Method, register_method
@@ -164,8 +164,7 @@ def temper(
     """
     if isinstance(posterior, TemperedPosterior):
         posterior = posterior.posterior
-    if isinstance(validation, tuple) and len(validation) == 2 and isinstance(validation[0], Tensor):
-        validation = [validation]
+    validation = as_loader(validation)
     first_batch(validation, use="temperature scaling")
     outputs, _, targets = posterior.collect(validation, PredictOptions(samples, seed=seed, progress=progress))
     assert targets is not None

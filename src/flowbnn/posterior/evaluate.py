@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from flowbnn.batches import as_loader
 from flowbnn.errors import FlowBNNError
 from flowbnn.metrics import novelty_aupr, novelty_auroc
 from flowbnn.options import checked, takes
 from flowbnn.posterior.base import Posterior, PredictOptions
+from flowbnn.predictive import CategoricalPredictive
 
 
 @takes(PredictOptions)
@@ -31,7 +33,7 @@ def evaluate(
         seed, options: of the prediction, as in :class:`PredictOptions`; adaptive sampling adds ``samples_spent``, the mean over the
             inputs of ``loader``.
     """
-    predictive, targets = posterior.predict_with_targets(_as_loader(loader), seed=seed, **options)
+    predictive, targets = posterior.predict_with_targets(as_loader(loader), seed=seed, **options)
     if targets is None:
         raise FlowBNNError(
             "evaluation needs batches of (inputs, targets), but the loader gives inputs alone", kind="loader"
@@ -40,19 +42,14 @@ def evaluate(
     if options.get("adaptive") is not None:
         report["samples_spent"] = float(predictive.samples_spent.double().mean())
     if novel is not None:
-        strange = posterior.predict(_as_loader(novel), seed=seed, **options)
-        known_score, novel_score = (getattr(p, "entropy", None) for p in (predictive, strange))
-        if known_score is None or novel_score is None:
-            known_score, novel_score = (
-                p.epistemic.reshape(len(p), -1).sum(-1) for p in (predictive, strange)
-            )
-        report["novelty_auroc"] = float(novelty_auroc(known_score, novel_score))
-        report["novelty_aupr"] = float(novelty_aupr(known_score, novel_score))
+        strange = posterior.predict(as_loader(novel), seed=seed, **options)
+        scores = novelty_scores(predictive), novelty_scores(strange)
+        report |= {"novelty_auroc": novelty_auroc(*scores), "novelty_aupr": novelty_aupr(*scores)}
     return report
 
 
-def _as_loader(data: Any) -> Any:
-    """One pair of inputs and targets is a loader of one batch."""
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        return [data]
-    return data
+def novelty_scores(predictive: Any) -> Tensor:
+    """What ranks inputs by how novel they seem, ``[B]``: the entropy of classes, the epistemic variance of real values."""
+    if isinstance(predictive, CategoricalPredictive):
+        return predictive.entropy
+    return predictive.epistemic.reshape(len(predictive), -1).sum(-1)

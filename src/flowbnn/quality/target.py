@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, move, out_of_memory, repeat, take
+from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, in_memory, move, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
@@ -122,16 +122,6 @@ class NoiseTarget:
                 noise = vectors[some].to(self.dtype).repeat_interleave(len(targets), 0)
                 work(some, repeat(inputs, blocks), repeat(targets, blocks), noise)
 
-    def _fitting(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run with fewer rows at once where memory runs out."""
-        while True:
-            try:
-                return run()
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) or self.rows < 2:
-                    raise
-                self.rows //= 2
-
     @torch.no_grad()
     def log_likelihood(self, vectors: Tensor) -> Tensor:
         r""":math:`\log p(D \mid z)` of vectors ``[S, D]``, ``[S]`` in float64."""
@@ -146,7 +136,7 @@ class NoiseTarget:
             self._chunks(vectors, add)
             return total
 
-        return self._fitting(run)
+        return in_memory(self, run)
 
     @torch.no_grad()
     def outputs(self, vectors: Tensor, data: tuple[Any, Tensor] | None = None) -> Tensor:
@@ -184,7 +174,7 @@ class NoiseTarget:
             self._chunks(vectors, add)
             return total
 
-        total = temperature * self._fitting(run)
+        total = temperature * in_memory(self, run)
         return prior + total[:, 0], slope + total[:, 1:]
 
     # -------------------- coordinates in which the density is nearly a standard normal

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import nn
 
 from flowbnn.likelihoods import Gaussian, Likelihood
@@ -53,6 +52,7 @@ class Laplace(Method):
             its weights exact, wherever training stopped, if the structure holds the whole curvature ("full" always does); with
             "diag" train first. It stops when there is nothing left to gain.
 
+    >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = Laplace("kron", epochs=0).fit(nn.Linear(2, 3), loader, progress=False)
     >>> posterior.predict(torch.zeros(1, 2), samples=16).probabilities.shape, posterior.functional_variance(torch.zeros(1, 2)).shape
@@ -100,7 +100,7 @@ class Laplace(Method):
             check=check,
             structure=self.structure,
             kind=self.curvature,
-            seed=int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed,
+            seed=run.some_seed,
             total=run.num_data,
         )
         with undisturbed(loader, run.seed):

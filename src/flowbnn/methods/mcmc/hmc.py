@@ -103,7 +103,7 @@ class ChainMethod(Method):
         """
         kind = type(self).__name__
         model, run = self.setup(network, loader, given, f"training the start of {kind}")
-        seed = int(torch.randint(2**31 - 1, ())) if run.seed is None else run.seed
+        seed = run.some_seed
         trial, _, check = prepare(model, loader, run.likelihood)
         data, number = gather(loader, check, seed), run.count(loader)
         self._try_out(self.potential(model, trial, take(data, 0, 256), 256), run)

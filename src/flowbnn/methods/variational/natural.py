@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, out_of_memory, take
+from flowbnn.batches import call, dtype_of, evaluating, in_memory, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.laplace.output_hessian import output_hessian
@@ -35,7 +35,7 @@ START = 0.1  # standard deviation of the noise at the start
 MOST, LEAST = 0.5, 0.01  # sizes of a step
 ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs out
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
-CALM = 8  # passes after the ELBO has settled
+LATE = 8  # passes after the ELBO has settled
 AWAY, FOLD = 6, 6  # passes of a fit that begins near its answer: away from the start, and after that
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
@@ -240,16 +240,9 @@ class _Problem:
 
     def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
         """One pass over the data."""
-        while True:
-            try:
-                estimate = self._estimate(q, labels)
-            except RuntimeError as error:
-                if not out_of_memory(error) or self.rows < 2:
-                    raise
-                self.rows //= 2
-            else:
-                self.passes += 1
-                return estimate
+        estimate = in_memory(self, lambda: self._estimate(q, labels))
+        self.passes += 1
+        return estimate
 
     def _estimate(self, q: BlockGaussian, labels: int) -> Estimate:
         blocks, links = (
@@ -283,11 +276,11 @@ class _Problem:
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
         return Estimate(torch.cat(fitted), q.kl(), gradient, blocks, links, square / len(self.targets))
 
-    def step(self, q: BlockGaussian, seen: Estimate, size: float) -> BlockGaussian:
-        blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, seen.blocks, strict=True)]
-        links = [torch.lerp(old, new, size) for old, new in zip(q.links, seen.links, strict=True)]
+    def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
+        blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
+        links = [torch.lerp(old, new, size) for old, new in zip(q.links, estimate.links, strict=True)]
         moved = _positive(replace(q, blocks=blocks, links=links))
-        slope = seen.gradient - (q.mean - q.loc) / q.variance
+        slope = estimate.gradient - (q.mean - q.loc) / q.variance
         moved.mean = q.mean + size * moved.covariance_times(slope)
         return moved
 
@@ -350,41 +343,42 @@ def fit_gaussian(
         problem = _Problem(network, inputs, targets, structure, seed)
         current = problem.start(loc, scale) if start is None else start
         labels, most = 1, 0.4 if settled else MOST
-        seen = problem.estimate(current, labels)
-        size, trace = most if settled else 0.3, [seen.elbo]
-        calm: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
+        estimate = problem.estimate(current, labels)
+        size, trace = most if settled else 0.3, [estimate.elbo]
+        late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
         for number in range(passes):
-            proposal = problem.step(current, seen, size)
+            proposal = problem.step(current, estimate, size)
             if prior == "fitted" and number > 1:
                 proposal = fit_prior(proposal, network.sizes, loc, scale)
             if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
-                likelihood.log_scale.copy_(0.5 * seen.square.log())
-            estimated = problem.estimate(proposal, labels)
-            gain = estimated.elbo - seen.elbo
+                likelihood.log_scale.copy_(0.5 * estimate.square.log())
+            proposed = problem.estimate(proposal, labels)
+            gain = proposed.elbo - estimate.elbo
             # a proposal with a few hopeless examples has a spread of its own making, so the present one's counts
-            apart, own = (estimated.fitted - seen.fitted).std(correction=0), seen.fitted.std(correction=0)
+            apart = (proposed.fitted - estimate.fitted).std(correction=0)
+            own = estimate.fitted.std(correction=0)
             spread = min(float(apart), 2.0**0.5 * float(own))
             error = spread * len(targets) ** 0.5
             if not gain > -2.0 * error:  # a loss beyond chance, or not a number
                 if size <= LEAST and math.isfinite((again := problem.estimate(current, labels)).elbo):
-                    seen = again  # which was lucky, perhaps
+                    estimate = again  # which was lucky, perhaps
                 size = max(LEAST, 0.5 * size)
                 continue
-            current, seen = proposal, estimated
-            trace.append(seen.elbo)
+            current, estimate = proposal, proposed
+            trace.append(estimate.elbo)
             near = len(trace) > AWAY if settled else number > 8 and settled_by(trace, error)
-            if calm or near:
-                calm.append(current)
+            if late or near:
+                late.append(current)
                 size, labels = max(0.1, 0.8 * size), EXACT
             else:
                 size = min(most, 1.3 * size)
-            if len(calm) == (FOLD if settled else CALM):
+            if len(late) == (FOLD if settled else LATE):
                 break
-        if calm:
-            current = _average(calm)
-    late = trace[-max(2, len(calm)) :]  # of Gaussians that differ by noise alone
-    error = stdev(late) / len(late) ** 0.5 if len(late) > 1 else float("inf")
-    return NaturalFit(current, mean(late), error, tuple(trace), structure)
+        if late:
+            current = _average(late)
+    elbos = trace[-max(2, len(late)) :]  # of Gaussians that differ by noise alone
+    error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
+    return NaturalFit(current, mean(elbos), error, tuple(trace), structure)
 
 
 def without(
