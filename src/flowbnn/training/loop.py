@@ -19,9 +19,8 @@ from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
 from flowbnn.training.device import Process, kept_modes, move_batch
-from flowbnn.training.distributed import Worker
+from flowbnn.training.distributed import Interrupts, Worker
 from flowbnn.training.finite import Guard, dense
-from flowbnn.training.interrupts import Interrupts
 from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
