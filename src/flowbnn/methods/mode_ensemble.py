@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
-from flowbnn.batches import device_of, dtype_of, move, pick, repeat, take
+from flowbnn.batches import device_of, dtype_of, move, pick, take
 from flowbnn.convert import to_stochastic
 from flowbnn.distributions import Base, NormalBase
 from flowbnn.distributions.draws import standard_normal
@@ -141,7 +141,7 @@ class _Climb:
     def __init__(
         self, model: nn.Module, likelihood: Likelihood, inputs: Any, targets: Tensor, number: int, seed: int
     ) -> None:
-        self.network, self.likelihood = NoisyNetwork(model, likelihood), likelihood
+        self.network = NoisyNetwork(model, likelihood)
         self.inputs, self.targets, self.number, self.seed = inputs, targets, number, seed
         self.dim = sum(self.network.sizes)
 
@@ -188,21 +188,11 @@ class _Climb:
 
     def fitted(self, vectors: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Log-likelihoods ``[M]`` of all the data, or as estimated from some, and their gradients in the noise ``[M, D]``."""
-        data = (self.inputs, self.targets) if index is None else pick((self.inputs, self.targets), index)
-        members, count = len(vectors), len(data[1])
-        value = vectors.new_zeros(members, dtype=torch.float64)
-        slope, size = torch.zeros_like(vectors), max(1, ROWS // members)
-        for low in range(0, count, size):
-            some, targets = take(data, low, low + size)
-            with torch.enable_grad():
-                leaf = vectors.detach().requires_grad_()
-                each = leaf.repeat_interleave(len(targets), 0)
-                outputs = self.network.outputs(repeat(some, members), each)
-                log_prob = self.likelihood.log_prob(outputs, repeat(targets, members))
-                (gradient,) = torch.autograd.grad(log_prob.sum(), leaf)
-            value += log_prob.detach().view(members, -1).sum(1, dtype=torch.float64)
-            slope += gradient
-        return value * (self.number / count), slope * (self.number / count)
+        data = self.inputs, self.targets
+        inputs, targets = data if index is None else pick(data, index)
+        value, slope = self.network.gradients(vectors, inputs, targets, ROWS)
+        share = self.number / len(targets)
+        return value * share, slope.to(vectors) * share
 
     def roots(self, modes: Tensor, scale: float, full: bool) -> Tensor:
         """Lower triangular roots ``[M, D, D]`` of the covariances, or deviations ``[M, D]``."""

@@ -204,9 +204,7 @@ def governing(noise: Any) -> NoisePass | None:
 
 def pass_of(noise: Any) -> NoisePass:
     """The innermost pass of this thread that governs this layer; without one, a layer behaves as it is held itself."""
-    found = _thread.innermost
-    while found is not None and noise.key not in found.settings:
-        found = found.outer
+    found = governing(noise)
     return NoisePass({noise.key: noise.setting}) if found is None else found
 
 

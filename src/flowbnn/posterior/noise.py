@@ -60,9 +60,7 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
-        if "sampler" not in prediction.drawn:
-            prediction.drawn["sampler"] = Sampler(prediction)
-        sampler: Sampler = prediction.drawn["sampler"]
+        sampler: Sampler = prediction.keep("sampler", lambda: Sampler(prediction))
         inputs = prediction.ready(inputs)
         if sampler.generator is not None:  # every batch its own draws
             sampler.generator.manual_seed(prediction.seed + prediction.batch)

@@ -131,7 +131,7 @@ class Prediction:
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)
         self.total = self.batch = self.limit = self.fixed = 0
-        self.drawn: dict[Any, Any] = {}
+        self.drawn = Kept()
         self.stack = ExitStack()
         if self.device.type == "cpu":
             keep_memory()
@@ -149,15 +149,11 @@ class Prediction:
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """What the posterior makes at its first batch and uses for all others of this prediction."""
-        if key not in self.drawn:
-            self.drawn[key] = make()
-        return self.drawn[key]
+        return self.drawn.get(key, make)
 
     def warn_once(self, kind: str, line: str) -> None:
         """A warning of a kind that a prediction gives once."""
-        if kind not in self.drawn:
-            self.drawn[kind] = line
-            warn(line, kind=kind)
+        self.drawn.get(kind, lambda: warn(line, kind=kind))
 
     def at_once(self, inputs: Any) -> int:
         """How many rows like these to take from a loader: those of a full pass, and several where settled inputs leave gaps."""

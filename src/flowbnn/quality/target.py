@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, in_memory, move, repeat, take
+from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, in_memory, move, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
@@ -43,7 +43,7 @@ class NoiseTarget:
         model = deepcopy(posterior.model).requires_grad_(False).eval()
         self.likelihood = deepcopy(posterior.likelihood).requires_grad_(False).eval()
         self.network = NoisyNetwork(model, self.likelihood)
-        self.device, self.dtype = device_of(model), dtype_of(model) or torch.float32
+        self.device, self.dtype = device_of(model), self.network.dtype
         self.names, self.sizes = list(self.network.layers), self.network.sizes
         self.dim = sum(self.sizes)
         self.vectors = independent_vectors(model)
@@ -56,6 +56,10 @@ class NoiseTarget:
             )
         self.likelihood.check(two[:1].expand(self.count, *two.shape[1:]), self.targets)
         self.targets = self.likelihood.canonical(self.targets).to(self.device)
+
+    @property
+    def data(self) -> tuple[Any, Tensor]:
+        return self.inputs, self.targets
 
     # -------------------- vectors and layers
 
@@ -104,36 +108,15 @@ class NoiseTarget:
         ]
         return torch.stack(each).sum(0)
 
-    def _chunks(
-        self,
-        vectors: Tensor,
-        work: Callable[[slice, Any, Tensor, Tensor], None],
-        data: tuple[Any, Tensor] | None = None,
-    ) -> None:
-        """Call ``work(which vectors, inputs, targets, noise of every row)`` for all vectors and all data."""
-        everything = (self.inputs, self.targets) if data is None else data
-        count = len(everything[1])
-        at_once = max(1, self.rows // count)
-        for first in range(0, len(vectors), at_once):
-            some = slice(first, min(first + at_once, len(vectors)))
-            blocks = some.stop - first
-            for low in range(0, count, self.rows):
-                inputs, targets = take(everything, low, low + self.rows)
-                noise = vectors[some].to(self.dtype).repeat_interleave(len(targets), 0)
-                work(some, repeat(inputs, blocks), repeat(targets, blocks), noise)
-
     @torch.no_grad()
     def log_likelihood(self, vectors: Tensor) -> Tensor:
         r""":math:`\log p(D \mid z)` of vectors ``[S, D]``, ``[S]`` in float64."""
 
         def run() -> Tensor:
             total = torch.zeros(len(vectors), dtype=torch.float64, device=self.device)
-
-            def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
+            for some, inputs, targets, noise in self.network.passes(vectors, *self.data, self.rows):
                 fitted = self.likelihood.log_prob(self.network.outputs(inputs, noise), targets)
                 total[some] += fitted.reshape(some.stop - some.start, -1).sum(1, dtype=torch.float64)
-
-            self._chunks(vectors, add)
             return total
 
         return in_memory(self, run)
@@ -142,12 +125,9 @@ class NoiseTarget:
     def outputs(self, vectors: Tensor, data: tuple[Any, Tensor] | None = None) -> Tensor:
         """The network's outputs for all inputs, or those of other data, ``[S, N, ...]``."""
         parts: dict[int, list[Tensor]] = {}
-
-        def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
+        for some, inputs, _, noise in self.network.passes(vectors, *(data or self.data), self.rows):
             outputs = self.network.outputs(inputs, noise)
             parts.setdefault(some.start, []).append(outputs.unflatten(0, (some.stop - some.start, -1)))
-
-        self._chunks(vectors, add, data)
         return torch.cat([torch.cat(row, 1) for row in parts.values()])
 
     def log_joint(self, vectors: Tensor) -> Tensor:
@@ -158,24 +138,8 @@ class NoiseTarget:
     def gradient(self, vectors: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         r""":math:`\log p(z) + \beta \log p(D \mid z)`, ``[S]``, and its gradient, ``[S, D]``; :math:`\beta` is the temperature."""
         prior, slope = with_gradient(self.log_prior)(vectors)
-
-        def run() -> Tensor:
-            total = vectors.new_zeros(len(vectors), 1 + self.dim)
-
-            def add(some: slice, inputs: Any, targets: Tensor, noise: Tensor) -> None:
-                with torch.enable_grad():
-                    noise = noise.detach().requires_grad_()
-                    fitted = self.likelihood.log_prob(self.network.outputs(inputs, noise), targets)
-                    (one,) = torch.autograd.grad(fitted.sum(), noise)
-                shape = (some.stop - some.start, -1)
-                total[some, 0] += fitted.detach().double().reshape(shape).sum(1)
-                total[some, 1:] += one.double().reshape(*shape, self.dim).sum(1)
-
-            self._chunks(vectors, add)
-            return total
-
-        total = temperature * in_memory(self, run)
-        return prior + total[:, 0], slope + total[:, 1:]
+        fitted, own = in_memory(self, lambda: self.network.gradients(vectors, *self.data, self.rows))
+        return prior + temperature * fitted, slope + temperature * own
 
     # -------------------- coordinates in which the density is nearly a standard normal
 
@@ -198,7 +162,7 @@ class NoiseTarget:
         for _ in range(times):
             index = torch.randint(len(vectors), (self.count,), generator=labels).to(self.device)
             for low in range(0, self.count, 256):
-                inputs, targets = take((self.inputs, self.targets), low, low + 256)
+                inputs, targets = take(self.data, low, low + 256)
                 noise = vectors[index[low : low + 256]].to(self.dtype)
                 roots = self.network.derivatives(inputs, targets, noise, labels)[3].double()
                 total += roots.T @ roots / times

@@ -13,7 +13,7 @@ own error is taken back and halved.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean, stdev
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, in_memory, take
+from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.laplace.output_hessian import output_hessian
@@ -135,6 +135,7 @@ class NoisyNetwork:
                 layer=wrong,
             )
         self.sizes = [noise.layout.dim for noise in self.layers.values()]
+        self.dtype = dtype_of(model) or torch.get_default_dtype()
 
     def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
         """The network's outputs where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
@@ -144,6 +145,31 @@ class NoisyNetwork:
         state.prepared = {noise.key: part for noise, part in zip(self.layers.values(), parts, strict=True)}
         with state:
             return call(self.model, inputs)
+
+    def passes(
+        self, vectors: Tensor, inputs: Any, targets: Tensor, rows: int
+    ) -> Iterator[tuple[slice, Any, Tensor, Tensor]]:
+        """All the data with each of the vectors ``[S, D]``: which vectors, and inputs, targets and noise of at most ``rows`` rows."""
+        at_once = max(1, rows // len(targets))
+        for first in range(0, len(vectors), at_once):
+            part = vectors[first : first + at_once].to(self.dtype)
+            for low in range(0, len(targets), rows):
+                few, truth = take((inputs, targets), low, low + rows)
+                noise = part.repeat_interleave(len(truth), 0)
+                yield slice(first, first + len(part)), repeat(few, len(part)), repeat(truth, len(part)), noise
+
+    def gradients(self, vectors: Tensor, inputs: Any, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods ``[S]`` of all the data given vectors ``[S, D]``, and their gradients ``[S, D]``, in float64."""
+        slopes = torch.zeros(vectors.shape, dtype=torch.float64, device=vectors.device)
+        values = slopes.new_zeros(len(vectors))
+        for some, few, truth, noise in self.passes(vectors.detach(), inputs, targets, rows):
+            with torch.enable_grad():
+                fitted = self.likelihood.log_prob(self.outputs(few, noise.requires_grad_()), truth)
+                (slope,) = torch.autograd.grad(fitted.sum(), noise)
+            shape = (some.stop - some.start, -1)
+            values[some] += fitted.detach().reshape(shape).sum(1, dtype=torch.float64)
+            slopes[some] += slope.reshape(*shape, vectors.shape[-1]).sum(1, dtype=torch.float64)
+        return values, slopes
 
     def derivatives(
         self,
@@ -224,7 +250,6 @@ class _Problem:
         self.device, self.seed, self.passes = targets.device, seed, 0
         self.rows = ROWS.get(self.device.type, ROWS["cpu"])
         self.generator = torch.Generator(self.device)
-        self.dtype = dtype_of(network.model) or torch.get_default_dtype()
         self.labels = torch.Generator().manual_seed(seed)
         sizes = network.sizes
         self.sizes = [sum(sizes)] if structure == "full" else sizes
@@ -258,7 +283,7 @@ class _Problem:
             normal = torch.randn(
                 len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
             )
-            vectors = (q.mean + q.deviations(sign * normal)).to(self.dtype)
+            vectors = (q.mean + q.deviations(sign * normal)).to(self.network.dtype)
             outputs, some, slope, roots = self.network.derivatives(
                 inputs, targets, vectors, self.labels, labels=labels
             )
