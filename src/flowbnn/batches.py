@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -258,6 +259,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, training in flags:
             if module.training != training:
                 module.training = training
+
+
+@contextmanager
+def watching(
+    modules: Mapping[str, nn.Module], before: Callable[..., None] | None, after: Callable[..., None] | None
+) -> Iterator[None]:
+    """Meanwhile modules call ``before(name, module, args, kwargs)`` and ``after(name, module, args, kwargs, output)``."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            if before is not None:
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            if after is not None:
+                hooks.enter_context(module.register_forward_hook(partial(after, name), with_kwargs=True))
+        yield
 
 
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")

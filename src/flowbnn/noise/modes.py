@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import apply, call, evaluating, rows, take
+from flowbnn.batches import apply, call, evaluating, rows, take, watching
 from flowbnn.errors import warn
 from flowbnn.noise.base import Noise, layers_with_noise, noise_layers, settings_of
 from flowbnn.noise.passes import Mode, NoisePass
@@ -201,20 +200,17 @@ def _observed(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """What each noisy layer multiplies at its first call; nothing where the network fails on these inputs."""
     seen: dict[str, Tensor] = {}
 
-    def record(name: str, side: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        value = output if side == "output" else next(iter((*args, *kwargs.values())), None)
+    layers = noise_layers(model)
+
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inside = layers[name].layout.side == "input"
+        value = next(iter((*args, *kwargs.values())), None) if inside else output
         seen.setdefault(name, value if isinstance(value, Tensor) else torch.empty(0))
 
-    handles = []
-    for name, layer in noise_layers(model).items():
-        hook = partial(record, name, layer.layout.side)
-        handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+    modules = {name: model.get_submodule(name) for name in layers}
     try:
-        with evaluating(model), noise_mode(model, "off"):
+        with watching(modules, None, record), evaluating(model), noise_mode(model, "off"):
             call(model, inputs)
     except Exception:  # a network made for one size of batch: take its layers at their word
         return {}
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen

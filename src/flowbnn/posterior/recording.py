@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowbnn.batches import call, evaluating, out_of_memory, rows
+from flowbnn.batches import call, evaluating, out_of_memory, rows, watching
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.passes import NoisePass
@@ -163,7 +163,7 @@ def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recordin
     weights = {name: model.get_submodule(name)._parameters.get("weight") for name in watched}
     operations = _Operations(recording, {w.data_ptr(): name for name, w in weights.items() if w is not None})
 
-    def begin(name: str, module: nn.Module, args: Any) -> None:
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         begun.append(operations.total)
         operations.inside.append(name)
 
@@ -182,16 +182,8 @@ def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recordin
     if noise_layers(model):
         noise = NoisePass(settings_of(model, "shared", 1, 0), shares=False)
         noise.given = TrialDraws(1, recording.asked)
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(begin, name)))
-        handles.append(module.register_forward_hook(partial(end, name), with_kwargs=True))
-    try:
-        with evaluating(model), noise, operations:
-            shown = outcome(partial(call, model, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(dict(model.named_modules()), begin, end), evaluating(model), noise, operations:
+        shown = outcome(partial(call, model, inputs))
     if isinstance(shown, Exception):  # the real pass will say what is wrong
         recording.error = shown
     else:

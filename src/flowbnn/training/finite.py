@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors
+from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watching
 from flowbnn.errors import FlowBNNError
 from flowbnn.training.architecture import name_below
 from flowbnn.training.checkpoint import State
@@ -220,26 +220,19 @@ def first_nonfinite_layer(model: nn.Module, call: Callable[[], Any]) -> str | No
 
 def _watch(model: nn.Module, call: Callable[[], Any]) -> tuple[str | None, str | None]:
     """The first module that made a non-finite output of finite inputs, and the first that was given bad inputs."""
-    names = {module: name for name, module in model.named_modules()}
     sources: list[str] = []
     receivers: list[str] = []
     inputs_finite: list[bool] = []
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs_finite.append(first_nonfinite_tensor(named_tensors([args, kwargs])) is None)
         if not inputs_finite[-1]:
-            receivers.append(names[module])
+            receivers.append(name)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if inputs_finite.pop() and not sources and first_nonfinite_tensor(named_tensors(output)):
-            sources.append(names[module])
+            sources.append(name)
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
-    handles += [module.register_forward_hook(after) for module in names]
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(dict(model.named_modules()), before, after), torch.no_grad():
+        call()
     return next(iter(sources), None), next(iter(receivers), None)

@@ -18,14 +18,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.batches import call, device_of, dtype_of, evaluating, move
+from flowbnn.batches import call, device_of, dtype_of, evaluating, move, watching
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
@@ -114,21 +113,14 @@ def base_scales(mean: Mapping[str, Tensor], share: float, fallback: float) -> di
 
 def seen_by(model: nn.Module, inputs: Any) -> dict[str, list[int]]:
     """How often layers that are linear maps are called in a pass, as the number of axes of each call's input."""
-    axes: dict[str, list[int]] = {name: [] for name, part in model.named_modules() if is_linear_map(part)}
+    maps = {name: part for name, part in model.named_modules() if is_linear_map(part)}
+    axes: dict[str, list[int]] = {name: [] for name in maps}
 
-    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         axes[name].append((args[0] if args else kwargs["input"]).ndim)
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name in axes
-    ]
-    try:
-        with evaluating(model):
-            call(model, move(inputs, device_of(model), dtype_of(model)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watching(maps, record, None), evaluating(model):
+        call(model, move(inputs, device_of(model), dtype_of(model)))
     return axes
 
 
