@@ -35,6 +35,7 @@ START = 0.1  # standard deviation of the noise at the start
 MOST, LEAST = 0.5, 0.01  # sizes of a step
 ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs out
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
+PASSES = 60  # over the data at most
 LATE = 8  # passes after the ELBO has settled
 AWAY, FOLD = 6, 6  # passes of a fit that begins near its answer: away from the start, and after that
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
@@ -254,14 +255,14 @@ class _Problem:
         sizes = network.sizes
         self.sizes = [sum(sizes)] if structure == "full" else sizes
 
-    def start(self, loc: float, scale: float) -> BlockGaussian:
+    def start(self, scale: float) -> BlockGaussian:
         dim = sum(self.sizes)
         ones = torch.ones(dim, dtype=torch.float64, device=self.device)
         blocks = [part.diag() for part in (ones / START**2).split(self.sizes)]
         links = []
         if self.structure == "chain":
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
-        return BlockGaussian(loc * ones, blocks, links, loc * ones, scale**2 * ones).factorize()
+        return BlockGaussian(ones, blocks, links, ones, scale**2 * ones).factorize()
 
     def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
         """One pass over the data."""
@@ -320,17 +321,17 @@ def _positive(q: BlockGaussian) -> BlockGaussian:
     return replace(q, links=[]).factorize()
 
 
-def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: float, scale: float) -> BlockGaussian:
-    r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to those given.
+def fit_prior(q: BlockGaussian, sizes: Sequence[int], scale: float) -> BlockGaussian:
+    r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to one and to the width given.
 
-    .. math:: \mu_l = \frac{\sum_i m_i + \mu_0}{d_l + 1}, \qquad
-              \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - \mu_0)^2 + \sigma_0^2}{d_l + 1}
+    .. math:: \mu_l = \frac{\sum_i m_i + 1}{d_l + 1}, \qquad
+              \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - 1)^2 + \sigma_0^2}{d_l + 1}
     """
     locs, variances = [], []
     for own, spread in zip(q.mean.split(list(sizes)), q.variances().split(list(sizes)), strict=True):
         count = len(own) + WEIGHT
-        center = (own.sum() + WEIGHT * loc) / count
-        total = (spread + (own - center).square()).sum() + WEIGHT * ((center - loc) ** 2 + scale**2)
+        center = (own.sum() + WEIGHT) / count
+        total = (spread + (own - center).square()).sum() + WEIGHT * ((center - 1.0) ** 2 + scale**2)
         locs.append(center.expand_as(own))
         variances.append((total / count).expand_as(own))
     return _positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
@@ -344,11 +345,9 @@ def fit_gaussian(
     structure: Structure = "full",
     *,
     prior: Literal["fitted", "fixed"] = "fitted",
-    loc: float = 1.0,
     scale: float = 0.5,
     start: BlockGaussian | None = None,
     settled: bool = False,
-    passes: int = 60,
     seed: int = 0,
 ) -> NaturalFit:
     """Fit a Gaussian over the noise of a stochastic network to data that its weights have not seen.
@@ -359,22 +358,21 @@ def fit_gaussian(
         inputs, targets: all the data, on the network's device.
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
-        loc, scale: of the prior.
+        scale: of the prior, which is around one.
         start: where to begin; ``settled``: it is the answer but for a few examples, and the fit is its last passes.
-        passes: the most over the data.
     """
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
-        current = problem.start(loc, scale) if start is None else start
+        current = problem.start(scale) if start is None else start
         labels, most = 1, 0.4 if settled else MOST
         estimate = problem.estimate(current, labels)
         size, trace = most if settled else 0.3, [estimate.elbo]
         late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
-        for number in range(passes):
+        for number in range(PASSES):
             proposal = problem.step(current, estimate, size)
             if prior == "fitted" and number > 1:
-                proposal = fit_prior(proposal, network.sizes, loc, scale)
+                proposal = fit_prior(proposal, network.sizes, scale)
             if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
                 likelihood.log_scale.copy_(0.5 * estimate.square.log())
             proposed = problem.estimate(proposal, labels)
