@@ -160,3 +160,14 @@ def test_one_word_gives_a_joint_posterior() -> None:
     loader = fb.data.TensorLoader(torch.randn(20, 4), torch.arange(20) % 3, batch_size=10)
     posterior = fb.NodeNoise("joint", epochs=1).fit(network(), loader, progress=False, accelerator="cpu")
     assert [names for _, names in independent_vectors(posterior.model)] == [["fc1", "fc2", "fc3"]]
+
+
+def test_a_covariance_that_is_too_large_is_refused() -> None:
+    with pytest.raises(
+        fb.FlowBNNError, match=r"'full' needs matrices of 8,002 x 8,002 numbers, 1\.4 GiB"
+    ) as caught:
+        fb.to_stochastic(MLP(2, (4000, 4000), 1), {"*": NormalAffine()}, joint="full")
+    assert (caught.value.kind, caught.value.argument) == ("size", "joint")
+    assert "joint='chain'" in str(caught.value)
+    with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 .* take factorized noise"):
+        fb.to_stochastic(MLP(2, (7000,), 1), {"*": NormalAffine()}, joint="chain")

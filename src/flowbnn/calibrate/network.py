@@ -26,7 +26,7 @@ from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian, without
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
-from flowbnn.noise.joint import independent_vectors
+from flowbnn.noise.joint import DENSE, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, NonNegative, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -40,8 +40,6 @@ from flowbnn.transforms.triangular import BlockTriangular, assign
 
 __all__ = ["Calibration", "calibrate"]
 
-FULL = 6_000  # dimensions up to which a full covariance is taken
-BLOCK = 6_000  # and the most of one layer
 FEW = 20  # held-out examples
 Prior = Literal["fitted", "fixed"]
 
@@ -415,22 +413,8 @@ def structure_for(asked: Any, sizes: list[int]) -> Structure:
     >>> structure_for("auto", [500, 400]), structure_for("auto", [5000, 4000]), structure_for("auto", [25_088])
     ('full', 'chain', 'factorized')
     """
-    most = max(sizes)
-    fits: dict[Structure, bool] = {
-        "full": sum(sizes) <= FULL,
-        "chain": most <= BLOCK,
-        "layers": most <= BLOCK,
-        "factorized": True,
-    }
-    other = next(name for name, fit in fits.items() if fit)
-    if asked == "auto":
-        return other
-    if not fits[asked]:
-        dim = sum(sizes) if asked == "full" else most
-        raise FlowBNNError(
-            f"structure={asked!r} needs matrices of {dim:,} x {dim:,} numbers, {6 * 8 * dim**2 / 2**30:.1f} GiB in all; take "
-            f"structure={other!r}, or noise on fewer layers with rules=",
-            kind="size",
-            argument="structure",
-        )
-    return asked
+    if asked != "auto":
+        if asked != "factorized":
+            check_size(asked, sizes, "structure", width=8)
+        return asked
+    return "full" if sum(sizes) <= DENSE else "chain" if max(sizes) <= DENSE else "factorized"

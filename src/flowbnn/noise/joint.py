@@ -16,6 +16,8 @@ from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import Share, Sizes, Source, pass_of
 
+DENSE = 6_000  # dimensions up to which a covariance has a matrix of its own
+
 
 class JointPart(Noise):
     """One layer's part of a vector that layers share.
@@ -70,6 +72,26 @@ class JointPart(Noise):
 
     def extra_repr(self) -> str:
         return f"{self.label}, dim={self.layout.dim} of {self.whole.layout.dim}"
+
+
+def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", width: int = 4) -> None:
+    """Refuse a covariance whose largest matrix is too large; ``width``: bytes of a number, six of which are held for each.
+
+    >>> check_size("chain", [5000, 5000])
+    >>> check_size("full", [5000, 5000])
+    Traceback (most recent call last):
+    flowbnn.errors.FlowBNNError: joint='full' needs matrices of 10,000 x 10,000 numbers, 2.2 GiB in all; take joint='chain', or ...
+    """
+    dim = sum(sizes) if structure == "full" else max(sizes)
+    if dim > DENSE:
+        other = f"take {argument}='chain'" if max(sizes) <= DENSE else "take factorized noise"
+        raise FlowBNNError(
+            f"{argument}={structure!r} needs matrices of {dim:,} x {dim:,} numbers, {6 * width * dim**2 / 2**30:.1f} GiB in all; "
+            f"{other}, or noise on fewer layers by the rules",
+            kind="size",
+            argument=argument,
+            size=dim,
+        )
 
 
 def join(vector: InputNoise, layouts: Sequence[Layout]) -> list[Noise]:

@@ -13,7 +13,7 @@ from flowbnn.errors import FlowBNNError, nearest, shown
 from flowbnn.flows import drawn_flow, named_flows
 from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.joint import join
+from flowbnn.noise.joint import check_size, join
 from flowbnn.noise.layout import Layout
 from flowbnn.options import Count, Interval, Positive, check, descendants, options
 from flowbnn.transforms import (
@@ -93,6 +93,7 @@ class Recipe:
                 argument="joint",
             )
         sizes = tuple(layout.dim for layout in layouts)
+        check_size(self.joint or "layers", sizes)
         dim = sum(sizes)
         blocks, across = (sizes, self.joint or "layers") if self.joint != "full" else ((dim,), "layers")
         covariance = BlockTriangular(

@@ -20,12 +20,11 @@ from flowbnn.methods.mcmc.potential import gather
 from flowbnn.methods.variational.natural import NoisyNetwork
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
-from flowbnn.noise.joint import independent_vectors
+from flowbnn.noise.joint import DENSE, independent_vectors
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 
 ROWS = {"cpu": 4096, "cuda": 8192}  # in one pass
-DENSE = 6_000  # dimensions up to which a matrix over all noise is taken
 
 
 class NoiseTarget:
