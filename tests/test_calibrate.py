@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 import flowbnn as fb
 from flowbnn.calibrate.flow import FlowFit, fit_flow, score
 from flowbnn.calibrate.network import _Work
-from flowbnn.methods.variational.natural import BlockGaussian, NoisyNetwork, fit_gaussian, without
+from flowbnn.methods.variational.natural import BlockGaussian, NoisyNetwork, fit_gaussian
 from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, noise_layers
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.quality.target import NoiseTarget
@@ -335,19 +335,31 @@ def test_a_flow_is_asked_for_by_name(memorised: tuple[nn.Module, Tensor, Tensor]
 # -------------------- folds
 
 
-def test_what_is_left_out_leaves_the_exact_posterior_of_the_rest() -> None:
-    """Of a linear network, to first order is exactly; the precision is that of a random part, so the examples are repeated."""
-    one = Regression()
-    times = 3
-    many = one.inputs.repeat(times, 1), one.targets.repeat(times, 1)
-    whole = fit_gaussian(one.model, one.likelihood, *many, "full", prior="fixed", scale=SCALE)
-    rest = without(one.model, one.likelihood, whole, one.inputs, one.targets, 1 / times)
-    prior = torch.eye(4, dtype=torch.float64) / SCALE**2
-    precision = (times - 1) * (one.precision - prior) + prior
-    torch.testing.assert_close(rest.covariance(), precision.inverse(), rtol=0.03, atol=1e-4)
-    data = one.precision @ one.mean - 1.0 / SCALE**2
-    mean = torch.linalg.solve(precision, (times - 1) * data + 1.0 / SCALE**2)
-    assert ((rest.mean - mean) / precision.inverse().diagonal().sqrt()).abs().max() < 0.3
+def test_what_is_left_out_has_no_part_in_its_own_prediction(
+    memorised: tuple[nn.Module, Tensor, Tensor],
+) -> None:
+    """Two classes: with the labels of a fold exchanged, its examples get what is left of the probabilities, to the last bit."""
+    network, inputs, targets = memorised
+    fold = torch.randperm(60, generator=torch.Generator().manual_seed(0))[::6]
+    likelihoods = []
+    for labels in (targets[:60], targets[:60].index_copy(0, fold, 1 - targets[fold])):
+        work = _Work(
+            network,
+            fb.likelihoods.Categorical(),
+            inputs[:60],
+            labels,
+            None,
+            None,
+            SCALE,
+            "auto",
+            8,
+            0,
+            inputs[:2],
+        )
+        whole = work.fit(torch.arange(60), "fixed")
+        scores = work.cross_validate(["fixed"], whole, 6, False)[1]
+        likelihoods.append(scores["fixed"][: len(fold)].neg().exp())
+    torch.testing.assert_close(likelihoods[0] + likelihoods[1], torch.ones(10, dtype=torch.float64))
 
 
 def test_memory_that_runs_out_makes_the_chunks_smaller(monkeypatch) -> None:

@@ -169,5 +169,5 @@ def test_a_covariance_that_is_too_large_is_refused() -> None:
         fb.to_stochastic(MLP(2, (4000, 4000), 1), {"*": NormalAffine()}, joint="full")
     assert (caught.value.kind, caught.value.argument) == ("size", "joint")
     assert "joint='chain'" in str(caught.value)
-    with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 .* take factorized noise"):
+    with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 .* take noise without joint="):
         fb.to_stochastic(MLP(2, (7000,), 1), {"*": NormalAffine()}, joint="chain")

@@ -23,7 +23,7 @@ from flowbnn.methods.fitting import check_loader, prepare
 from flowbnn.methods.mcmc.potential import gather
 from flowbnn.methods.temperature import temper
 from flowbnn.methods.variational.base import FLOWS
-from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian, without
+from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
 from flowbnn.noise.joint import DENSE, check_size, independent_vectors
@@ -298,9 +298,7 @@ class _Work:
         align_batch_axes(model, self.first)
         return model
 
-    def fit(
-        self, index: Tensor, prior: Prior, start: BlockGaussian | None = None, settled: bool = False
-    ) -> NaturalFit:
+    def fit(self, index: Tensor, prior: Prior, start: BlockGaussian | None = None) -> NaturalFit:
         """The Gaussian for these examples, from where it begins."""
         return fit_gaussian(
             self.model,
@@ -310,7 +308,6 @@ class _Work:
             prior=prior,
             scale=self.scale,
             start=start,
-            settled=settled,
             seed=self.seed,
         )
 
@@ -367,8 +364,8 @@ class _Work:
         """The fit to all examples, and of all that is compared the examples' negative log-likelihoods, each left out once, and
         calibration errors.
 
-        The fit to a part begins where ``whole``, of the first kind of prior, is without the rest. Of several kinds the one that is
-        better on the first fold remains in ``kinds``.
+        The fit to a part begins afresh: one that began at ``whole``, of the first kind of prior, would know of what is left out. Of
+        several kinds the one that is better on the first fold remains in ``kinds``.
         """
         order = torch.randperm(len(self.targets), generator=torch.Generator().manual_seed(self.seed))
         losses: dict[str, list[Tensor]] = {}
@@ -383,9 +380,9 @@ class _Work:
                 "plain": self._point(),
                 "temperature": temper(self._point(), [self._some(kept)], progress=False),
             }
-            start = without(self.model, self.likelihood, whole, inputs, targets, len(out) / len(order))
+            start: BlockGaussian | None = None
             for kind in kinds:  # the first one is that of the whole
-                part = self.fit(kept, kind, start, settled=kind == kinds[0])
+                part = self.fit(kept, kind, start)
                 rivals[kind], start = self.flowed(part, kept)[0], part.gaussian
                 self.likelihood.load_state_dict(level)
             truth.append(targets)

@@ -84,10 +84,11 @@ def check_size(structure: str, sizes: Sequence[int], argument: str = "joint", wi
     """
     dim = sum(sizes) if structure == "full" else max(sizes)
     if dim > DENSE:
-        other = f"take {argument}='chain'" if max(sizes) <= DENSE else "take factorized noise"
+        free = "structure='factorized'" if argument == "structure" else "noise without joint="
+        other = f"{argument}='chain'" if max(sizes) <= DENSE else free
         raise FlowBNNError(
             f"{argument}={structure!r} needs matrices of {dim:,} x {dim:,} numbers, {6 * width * dim**2 / 2**30:.1f} GiB in all; "
-            f"{other}, or noise on fewer layers by the rules",
+            f"take {other}, or noise on fewer layers by the rules",
             kind="size",
             argument=argument,
             size=dim,

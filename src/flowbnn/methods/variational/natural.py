@@ -37,7 +37,6 @@ ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs o
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 PASSES = 60  # over the data at most
 LATE = 8  # passes after the ELBO has settled
-AWAY, FOLD = 6, 6  # passes of a fit that begins near its answer: away from the start, and after that
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
 
@@ -347,7 +346,6 @@ def fit_gaussian(
     prior: Literal["fitted", "fixed"] = "fitted",
     scale: float = 0.5,
     start: BlockGaussian | None = None,
-    settled: bool = False,
     seed: int = 0,
 ) -> NaturalFit:
     """Fit a Gaussian over the noise of a stochastic network to data that its weights have not seen.
@@ -359,15 +357,15 @@ def fit_gaussian(
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
         scale: of the prior, which is around one.
-        start: where to begin; ``settled``: it is the answer but for a few examples, and the fit is its last passes.
+        start: where to begin.
     """
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
         current = problem.start(scale) if start is None else start
-        labels, most = 1, 0.4 if settled else MOST
+        labels = 1
         estimate = problem.estimate(current, labels)
-        size, trace = most if settled else 0.3, [estimate.elbo]
+        size, trace = 0.3, [estimate.elbo]
         late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
         for number in range(PASSES):
             proposal = problem.step(current, estimate, size)
@@ -389,42 +387,18 @@ def fit_gaussian(
                 continue
             current, estimate = proposal, proposed
             trace.append(estimate.elbo)
-            near = len(trace) > AWAY if settled else number > 8 and settled_by(trace, error)
-            if late or near:
+            if late or (number > 8 and settled_by(trace, error)):
                 late.append(current)
                 size, labels = max(0.1, 0.8 * size), EXACT
             else:
-                size = min(most, 1.3 * size)
-            if len(late) == (FOLD if settled else LATE):
+                size = min(MOST, 1.3 * size)
+            if len(late) == LATE:
                 break
         if late:
             current = _average(late)
     elbos = trace[-max(2, len(late)) :]  # of Gaussians that differ by noise alone
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
     return NaturalFit(current, mean(elbos), error, tuple(trace), structure)
-
-
-def without(
-    model: nn.Module, likelihood: Likelihood, fit: NaturalFit, inputs: Any, targets: Tensor, share: float
-) -> BlockGaussian:
-    r"""What a fit would be without some of its examples, to first order: where the fit to the others begins.
-
-    .. math:: \Lambda_- = (1 - s)\, (\Lambda - V^{-1}) + V^{-1}, \qquad m_- = m - \Lambda_-^{-1} E_q[\nabla \log p(D_{out} \mid z)]
-
-    The Gauss-Newton matrix depends on their inputs alone, so that the mean is all that has seen their targets.
-
-    Args:
-        inputs, targets: the examples to leave out.
-        share: that they are of all.
-    """
-    q = fit.gaussian
-    blocks, links = ([(1.0 - share) * part for part in parts] for parts in (q.blocks, q.links))
-    rest = replace(q, blocks=blocks, links=links).factorize()
-    with evaluating(model), torch.no_grad():
-        problem = _Problem(NoisyNetwork(model, likelihood), inputs, targets, fit.structure, seed=0)
-        slopes = [problem.estimate(q, labels=1).gradient for _ in range(2)]  # the second one mirrored
-    rest.mean = q.mean - rest.covariance_times((slopes[0] + slopes[1]) / 2)
-    return rest
 
 
 def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
