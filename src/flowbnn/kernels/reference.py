@@ -159,15 +159,15 @@ def _activations(lines: Tensor, w: Tensor, u_hat: Tensor) -> tuple[Tensor, Tenso
     r""":math:`a_k` and :math:`\tanh(a_k)` of a run, ``[maps, rows]``, from :math:`w_k^\top z + b_k`."""
     if len(lines) == 1:
         return lines, torch.tanh(lines)
-    across = w @ u_hat.mT
-    a, tanh = [lines[0]], [torch.tanh(lines[0])]
-    for k in range(1, len(lines)):
-        if k == 1:
-            a.append(torch.addcmul(lines[1], across[1, 0], tanh[0]))
-        else:
-            a.append(torch.addmv(lines[k], torch.stack(tanh, -1), across[k, :k]))
-        tanh.append(torch.tanh(a[-1]))
-    return torch.stack(a), torch.stack(tanh)
+    # each tanh is added to all lines after it at once: as many operations as maps, forward and back
+    columns = (w @ u_hat.mT).unbind(1)
+    a, tanh = [], []
+    for k in range(len(lines) - 1, -1, -1):
+        first, lines = lines.split([1, k])
+        a.append(first)
+        tanh.append(torch.tanh(first))
+        lines = torch.addcmul(lines, columns[len(a) - 1][len(a) :, None], tanh[-1])
+    return torch.cat(a), torch.cat(tanh)
 
 
 def _log_slope(a: Tensor, tanh: Tensor, squeeze: Tensor) -> Tensor:
