@@ -10,8 +10,10 @@ import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.target import TargetFit
+from flowbnn.transforms import Affine, Compose, Exp
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
+ONE = {**FEW, "epochs": 1}
 
 
 class Gaussian(nn.Module):
@@ -47,6 +49,39 @@ def test_a_density_has_the_units_of_the_data() -> None:
     assert ((drawn.mean(0) - data.mean(0)).abs() < 0.2 * data.std(0)).all()
     assert ((drawn.std(0) / data.std(0) - 1).abs() < 0.2).all()
     torch.testing.assert_close(drawn, density.sample(20_000, seed=0), rtol=0, atol=0)
+
+
+def test_angles_and_positive_numbers_keep_their_units() -> None:
+    angles = torch.remainder(torch.randn(200, 1, generator=torch.Generator().manual_seed(0)), 2 * math.pi)
+    density = fb.fit_density(fb.flows.NSF(1, circular=True), angles - math.pi, **ONE)
+    turn = torch.linspace(-math.pi, math.pi, 1001)
+    mass = torch.trapezoid(density.score(turn.unsqueeze(-1)).exp(), turn)
+    assert abs(float(mass) - 1.0) < 1e-3
+    assert float(density.sample(500, seed=0).abs().max()) <= math.pi
+
+    base = fb.distributions.NormalBase(1, 0.0, 1.0)
+    positive = fb.flows.FlowModel(base, Compose(Affine(1), Exp()))
+    density = fb.fit_density(positive, angles + 0.1, **ONE)
+    assert float(density.sample(500, seed=0).min()) > 0
+
+
+def test_units_of_numbers_far_from_zero_and_of_a_constant() -> None:
+    noise = torch.randn(200, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = torch.cat([1.7e9 + noise, torch.full_like(noise, 1e5 / 3)], 1)
+    flow = fb.flows.RealNVP(2).double()
+    density = fb.fit_density(flow, data, validation=0, batch_size=200, **ONE)
+    truth = torch.cat([data[:, :1].std(0, correction=0), torch.ones(1)])
+    torch.testing.assert_close(density.scale, truth, rtol=1e-4, atol=0.0)
+
+
+def test_validation_data_come_with_their_context() -> None:
+    x, context = torch.randn(60, 2), torch.randn(60, 3)
+    density = fb.fit_density(fb.flows.RealNVP(2, 3), x, context=context, validation=(x, context), **ONE)
+    nll = -float(density.score(x, context).double().mean())
+    assert density.history.records[-1]["validation_nll"] == pytest.approx(nll, abs=1e-6)
+    # labels beside the examples are no examples
+    density = fb.fit_density(fb.flows.RealNVP(2), x, validation=(x, 100.0 + x), **ONE)
+    assert density.history.records[-1]["validation_nll"] < 10
 
 
 def test_maximum_likelihood_is_found() -> None:
@@ -173,6 +208,11 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: fb.fit_density(Gaussian(), 3), "loader"),
         (lambda: fb.fit_density(Gaussian(), [points()], context=points()), "leave out context"),
         (lambda: fb.fit_density("nsf", points()), "flow"),
+        (lambda: fb.fit_density(Gaussian(), points(), context=points()), "no context_dim"),
+        (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "validation data"),
+        (lambda: fb.fit_density(Gaussian(), points(1)), "validation=0"),
+        (lambda: Density(Gaussian()).score(points(), points()), "no context_dim"),
+        (lambda: Density(Gaussian(), torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(5, 1)), "shape"),
         (lambda: fb.fit_target(Gaussian(), lambda x: x, progress=False), "one number for each point"),
         (lambda: Density(Gaussian()).novelty(points(), rate=2), "rate"),
     ],

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
+from flowbnn.distributions.support import is_everywhere
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import (
     Count,
@@ -57,14 +58,16 @@ class DensityOptions(TrainingOptions):
     """What :func:`fit_density` takes besides the flow and the data: the options of the training run, and these.
 
     Args:
-        context: what the density is conditioned on, a row for each example; a loader gives pairs of data and context instead.
-        validation: the share of the data that is held out to stop early, or data of their own; 0 trains for all epochs.
+        context: what the density is conditioned on, a row for each example; a loader gives pairs of data and context instead. A
+            flow of your own says in an attribute ``context_dim`` that it takes one.
+        validation: the share of the data that is held out to stop early, or data of their own, with their context as a pair or a
+            loader of pairs; 0 trains for all epochs. Of a loader no share is held out.
         batch_size: examples in a step, where ``data`` is no loader.
         lr: the rate of Adam, which falls to zero along a cosine.
         weight_decay: of AdamW.
         patience: epochs without a better likelihood of the held-out data before the run stops; the best epoch is kept.
         standardize: fit data of mean 0 and standard deviation 1, and give densities and samples in the data's own units. None: for
-            vectors of real numbers.
+            vectors of real numbers and flows that reach all of them, which those of angles or of positive numbers do not.
         objective: ``"likelihood"``, or for continuous-time flows ``"flow-matching"``, which needs no solver in training
             (Lipman et al. 2023, https://arxiv.org/abs/2210.02747).
     """
@@ -118,7 +121,15 @@ class Density(nn.Module):
 
     def scaled(self, x: Tensor) -> Tensor:
         """Examples in the units of the flow."""
-        return x if self.loc is None or self.scale is None else (x - self.loc) / self.scale
+        if self.loc is None or self.scale is None:
+            return x
+        if x.shape[x.ndim - self.loc.ndim :] != self.loc.shape:  # which would broadcast
+            raise FlowBNNError(
+                f"the density is one of examples of shape {tuple(self.loc.shape)}, not of {tuple(x.shape[1:])}",
+                kind="shape",
+                argument="x",
+            )
+        return (x - self.loc) / self.scale
 
     @checked
     def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
@@ -220,7 +231,7 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     """
     run = DensityOptions(**given)
     flow = deepcopy(flow)
-    loader, held_out = _loaders(data, run)
+    loader, held_out = _loaders(data, run, flow)
     density = Density(flow, *_units(flow, loader, run.standardize))
     validate = None
     if held_out is not None:
@@ -280,16 +291,23 @@ class _Objective(nn.Module):
         return -log_prob, {"log_likelihood": log_prob.detach()}
 
 
-def _is_tensor(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray)
+def _in_memory(data: Any) -> bool:
+    return isinstance(data, Tensor | np.ndarray | tuple)
+
+
+def _loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
+    """Examples, and contexts if there are any, that lie in memory: a tensor or a tuple of them."""
+    if context is not None and not getattr(flow, "context_dim", 0):
+        raise FlowBNNError(
+            f"a context is given, but {type(flow).__name__} has no context_dim", argument="context"
+        )
+    tensors = data if isinstance(data, tuple) else (data,)
+    return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=ROWS)
 
 
 def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Examples and their contexts, from a tensor or a loader."""
-    if _is_tensor(data):
-        tensors = (data,) if context is None else (data, context)
-        data = TensorLoader(*tensors, batch_size=ROWS)
-    for batch in data:
+    for batch in _loaded(data, context, flow) if _in_memory(data) else data:
         yield _pair(batch, flow)
 
 
@@ -301,22 +319,31 @@ def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
     return x, context[0] if context else None
 
 
-def _loaders(data: Any, run: DensityOptions) -> tuple[Any, Any]:
+def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]:
     """What is trained on and what is held out, or None."""
     share = run.validation if isinstance(run.validation, float | int) else None
-    if not _is_tensor(data):
+    if not _in_memory(data):
         if run.context is not None:
             raise FlowBNNError(
                 "a loader gives the context beside the examples; leave out context=", argument="context"
             )
         check("data", data, Annotated[Iterable[Any], Hint("a tensor, an array or a loader")], "fit_density")
         return data, None if share is not None else run.validation
-    tensors = [torch.as_tensor(one) for one in (data, run.context) if one is not None]
+    tensors = list(_loaded(data, run.context, flow).tensors)
     check_finite(tensors[0], "data")
     generator = None if run.seed is None else torch.Generator().manual_seed(run.seed)
     held_out = None if share is not None else run.validation
+    if _in_memory(held_out):
+        held_out = _loaded(held_out, None, flow)
+        check_finite(held_out.tensors[0], "validation data")
     if share:
         check("validation", share, Fraction, "fit_density")
+        if len(tensors[0]) < 2:
+            raise FlowBNNError(
+                f"{len(tensors[0])} examples leave none to hold out; give more, or say validation=0",
+                kind="data",
+                argument="validation",
+            )
         order = torch.randperm(len(tensors[0]), generator=generator).to(tensors[0].device)
         count = max(1, round(share * len(order)))
         held_out = TensorLoader(*(one[order[:count]] for one in tensors), batch_size=ROWS)
@@ -330,17 +357,22 @@ def _units(
     flow: nn.Module, loader: Any, standardize: bool | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
-    first = _pair(next(iter(loader)), flow)[0]
+    first, context = _pair(next(iter(loader)), flow)
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
+        made = flow(context)
+        periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units
+        standardize = standardize and is_everywhere(made) and not periodic
     if not standardize:
         return None, None
-    count, total, square = 0, *torch.zeros(2, *first.shape[1:], dtype=torch.float64)
+    # sums of distances to one example, which leave the variance of numbers far from zero its digits
+    count, origin = 0, first[0].double().cpu()
+    total, square = torch.zeros_like(origin), torch.zeros_like(origin)
     for batch in loader:
-        x = _pair(batch, flow)[0].double().cpu()
+        x = _pair(batch, flow)[0].double().cpu() - origin
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
-    loc = total / count
-    scale = (square / count - loc.square()).clamp_min(0.0).sqrt()
+    loc = origin + total / count
+    scale = (square / count - (total / count).square()).clamp_min(0.0).sqrt()
     scale = torch.where(scale > 1e-12 * (1.0 + loc.abs()), scale, 1.0)
     return loc.to(device_of(flow), dtype_of(flow)), scale.to(device_of(flow), dtype_of(flow))
 

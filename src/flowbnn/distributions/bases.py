@@ -236,6 +236,8 @@ class CircularUniform(Diagonal):
     tensor(-1.8379)
     """
 
+    periodic = True
+
     @property
     def variance(self) -> Tensor:
         return self.scale.square() / 3.0

@@ -73,8 +73,17 @@ def _same(first: Any, second: Any) -> bool:
 def _base_support(base: Any) -> Any:
     try:
         return base.support
-    except NotImplementedError:
+    except (AttributeError, NotImplementedError):
         return _REAL
+
+
+def is_everywhere(distribution: Any) -> bool:
+    """Whether a distribution has a density at all real points, as far as it says where it has one.
+
+    >>> is_everywhere(torch.distributions.Normal(0.0, 1.0)), is_everywhere(torch.distributions.Gamma(1.0, 1.0))
+    (True, False)
+    """
+    return _is_real(_of_numbers(_base_support(distribution)))
 
 
 def inner_point(base: Any, like: Tensor) -> Tensor:
@@ -108,7 +117,7 @@ def image(base: Any, transform: Transform) -> Constraint | None:
 
 def covers_everything(base: Any, transform: Transform) -> bool:
     """Whether every point has a preimage, so that :func:`pull_back` has nothing to notice."""
-    return _is_real(_of_numbers(_base_support(base))) and all(
+    return is_everywhere(base) and all(
         ends is None or _is_real(ends[1]) for ends in map(_ends, _steps(transform))
     )
 
