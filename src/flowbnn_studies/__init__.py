@@ -9,7 +9,7 @@
 >>> [study.name for study in studies()][18:23]
 ['dlgm-planar', 'autoencoder-vs-vae', 'novelty-by-density', 'images', 'tabular-densities']
 >>> [study.name for study in studies()][23:-4]
-['densities-2d']
+['densities-2d', 'change-of-variables']
 >>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
@@ -18,6 +18,7 @@ from flowbnn.results import Metric, Parts
 from flowbnn_studies.autoencoder_vs_vae import AutoencoderVsVae
 from flowbnn_studies.calibrate import CalibrateStudy
 from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
+from flowbnn_studies.change_of_variables import ChangeOfVariables
 from flowbnn_studies.cifar_5 import Cifar5
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
@@ -84,6 +85,7 @@ for _study in (
     ImageFlows(),
     TabularDensities(),
     Densities2d(),
+    ChangeOfVariables(),
     *IMAGE_STUDIES,
     RESNET18,
 ):

@@ -18,7 +18,7 @@ from flowbnn_studies.runner.study import Findings, Study, Variant
 
 # fmt: off
 RECIPES: Mapping[str, tuple[str, dict[str, Any], float]] = {  # label, settings of the flow, cost
-    "nsf": ("NSF", {"bins": 16}, 4.0),
+    "nsf": ("NSF", {"bins": 24, "bound": 3.0}, 4.0),
     "naf": ("NAF", {}, 2.0),
     "ffjord": ("FFJORD, flow matching", {}, 5.0),
     "residualflow": ("Residual Flow", {"data_start": True}, 9.0),
@@ -51,9 +51,9 @@ class Settings:
     data: tuple[str, ...] = tuple(TOYS)
     train: Count = 8000
     test: Count = 10_000
-    epochs: Count = 60
+    epochs: Count = 80
     batch: Count = 512
-    lr: Positive = 5e-3
+    lr: Positive = 1e-2
     patience: Count = 15
     grid: Count = 48
     draws: Count = 500

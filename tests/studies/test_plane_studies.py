@@ -10,7 +10,10 @@ from flowbnn_studies.data.plane import TOYS
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.runner.run import run_study
 
-SETTINGS = {"densities-2d": ({"data": ("rings",)}, ["nsf"], ["map"])}
+SETTINGS = {
+    "densities-2d": ({"data": ("rings",)}, ["nsf"], ["map"]),
+    "change-of-variables": ({}, None, ["curves"]),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
