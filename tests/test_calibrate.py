@@ -198,6 +198,9 @@ def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor])
         fb.calibrate(fb.to_stochastic(network, {"*": NormalAffine()}), [(inputs, targets)])
     with pytest.raises(fb.FlowBNNError, match="empty|no batch|without"):
         fb.calibrate(network, [])
+    for folds in (1, 2.5):
+        with pytest.raises(fb.FlowBNNError, match="folds"):
+            fb.calibrate(network, [(inputs, targets)], folds=folds)
     wide = nn.Sequential(nn.Flatten(), nn.Linear(7000, 2))
     with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 numbers.*structure='factorized'"):
         fb.calibrate(wide, [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))], structure="full")

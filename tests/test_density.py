@@ -208,6 +208,7 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: fb.fit_density(Gaussian(), 3), "loader"),
         (lambda: fb.fit_density(Gaussian(), [points()], context=points()), "leave out context"),
         (lambda: fb.fit_density("nsf", points()), "flow"),
+        (lambda: Density(Gaussian(2, 2)).score([(points(), points())], points()), "leave out context"),
         (lambda: fb.fit_density(Gaussian(), points(), context=points()), "no context_dim"),
         (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "validation data"),
         (lambda: fb.fit_density(Gaussian(), points(1)), "validation=0"),

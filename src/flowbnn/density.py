@@ -51,6 +51,7 @@ __all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 ROWS = 4096  # evaluated at a time
+BESIDE = "a loader gives the context beside the examples; leave out context="
 
 
 @options(kw_only=True, of="fit_density")
@@ -307,6 +308,8 @@ def _loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
 
 def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Examples and their contexts, from a tensor or a loader."""
+    if context is not None and not _in_memory(data):
+        raise FlowBNNError(BESIDE, argument="context")
     for batch in _loaded(data, context, flow) if _in_memory(data) else data:
         yield _pair(batch, flow)
 
@@ -324,9 +327,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
     share = run.validation if isinstance(run.validation, float | int) else None
     if not _in_memory(data):
         if run.context is not None:
-            raise FlowBNNError(
-                "a loader gives the context beside the examples; leave out context=", argument="context"
-            )
+            raise FlowBNNError(BESIDE, argument="context")
         check("data", data, Annotated[Iterable[Any], Hint("a tensor, an array or a loader")], "fit_density")
         return data, None if share is not None else run.validation
     tensors = list(_loaded(data, run.context, flow).tensors)

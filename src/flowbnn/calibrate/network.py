@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
 from flowbnn.noise.joint import DENSE, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
-from flowbnn.options import Count, NonNegative, Positive, Seed, checked
+from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
@@ -117,7 +117,7 @@ def calibrate(
     prior_scale: Positive = 0.5,
     rules: Mapping[Rule, Recipe | None] | None = None,
     flow: Literal["planar", "radial", "sylvester", "coupling", "invconv", "glow"] | Recipe | None = None,
-    folds: NonNegative = 4,
+    folds: Literal[0] | Annotated[int, Ge(2)] = 4,
     samples: Count = 64,
     likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"] | Likelihood = "auto",
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
@@ -177,7 +177,7 @@ def calibrate(
     inputs, targets = move(gather(held_out, check, seed), device_of(plain), dtype_of(plain))
     targets = chosen.canonical(targets).to(device_of(plain))
     work = _Work(plain, chosen, inputs, targets, rules, flow, prior_scale, structure, samples, seed, first)
-    folds = int(min(folds, len(targets) // 2))
+    folds = min(folds, len(targets) // 2)
     if len(targets) < FEW:
         warn(
             f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",

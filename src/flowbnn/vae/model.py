@@ -301,7 +301,7 @@ class VAE(Autoencoder):
         .. math:: \log \frac1S \sum_s \frac{p(x \mid z_s)\, p(z_s)}{q(z_s \mid x)}, \qquad z_s \sim q(z \mid x)
 
         Args:
-            rows: examples times samples that are evaluated at a time.
+            rows: examples times samples that are evaluated at a time; another number draws other samples from the same seed.
         """
         device = device_of(self)
         found = []
