@@ -23,7 +23,7 @@ lint: $(STAMP)  ## linter and type checker
 	$(BIN)/mypy
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do; threads; structure
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)

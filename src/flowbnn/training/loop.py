@@ -179,7 +179,8 @@ class Run:
         if self.process.processes > 1:
             # they have drawn alike, unless a layer or a data set of the user's drew as often as it had rows
             self.randomness.restore(self.process.agree(self.randomness.state()))
-        state.random_start = state.random_start or self.randomness.state()
+        if self.path is not None:
+            state.random_start = state.random_start or self.randomness.state()
         batches = self.batches(position.epoch)
         for done in range(position.batches):
             if next(batches, END) is END:
@@ -328,7 +329,7 @@ class Run:
             raise FlowBNNError(words, kind="loader")
         self.settle()
         self.process.synchronize(self.objective)
-        self.state.random_now = self.randomness.state()
+        self.state.random_now = self.randomness.state() if self.path is not None else None
         if self.validate is not None and self.state.saved_step != position.step:
             with interrupts:  # before validation, which may take long or fail: a resumed run begins with it
                 self.save()

@@ -56,8 +56,8 @@ class Randomness:
         kind, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
         return {
             **self.torch_state(),
-            "python": (version, torch.tensor(words), gauss),
-            "numpy": (kind, torch.tensor(np.asarray(numbers, dtype=np.int64)), *rest),
+            "python": (version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss),
+            "numpy": (kind, torch.from_numpy(np.array(numbers, dtype=np.int64)), *rest),
         }
 
     def torch_state(self) -> dict[str, Any]:
