@@ -48,7 +48,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     },
     "mixture-pi25": {"pi": 0.25},
     "mixture-pi75": {"pi": 0.75},
-    "mixture-kl10": {"beta": 0.1},
+    **{f"mixture-kl{weight:g}": {"beta": weight} for weight in (1.0, 0.1, 0.01)},
     **{f"gaussian-s{scale}": {"prior_scale": math.exp(-scale)} for scale in (0, 1, 2)},
 }
 
@@ -86,7 +86,7 @@ class Settings:
     pi: Probability = 0.5
     sigma1: Positive = math.exp(-2)
     sigma2: Positive = math.exp(-7)
-    beta: NonNegative = 1.0
+    beta: NonNegative = 0.03
     warmup: NonNegative = 0.5
     inputs: Probability = 0.2
     hidden: Probability = 0.5
