@@ -18,10 +18,10 @@ from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
-from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.fitting import check_loader, prepare
+from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.methods.fitting import check_loader, learn_noise, learns_noise, prepare
 from flowbnn.methods.mcmc.potential import gather
-from flowbnn.methods.temperature import temper
+from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
@@ -146,7 +146,9 @@ def calibrate(
         folds: of the cross-validation that compares the result with the plain network and with temperature scaling; 0 leaves it
             out.
         samples: of the predictions in it.
-        likelihood: observation model; found from the targets.
+        likelihood: observation model; found from the targets. Of a regression, give that of the trained network, which has its noise
+            level (``posterior.likelihood``); where it is not known, the comparison takes the size of the plain network's residuals on
+            the examples that are not left out.
         accelerator: where to compute.
         seed: of all draws.
         progress: show what is going on, and the comparison at the end.
@@ -176,7 +178,12 @@ def calibrate(
     chosen, first, check = prepare(plain, held_out, likelihood, seed)
     inputs, targets = move(gather(held_out, check, seed), device_of(plain), dtype_of(plain))
     targets = chosen.canonical(targets).to(device_of(plain))
-    work = _Work(plain, chosen, inputs, targets, rules, flow, prior_scale, structure, samples, seed, first)
+    fresh = learns_noise(chosen) and not (
+        isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
+    )
+    work = _Work(
+        plain, chosen, inputs, targets, rules, flow, prior_scale, structure, samples, seed, first, not fresh
+    )
     folds = min(folds, len(targets) // 2)
     if len(targets) < FEW:
         warn(
@@ -202,7 +209,7 @@ def calibrate(
     posterior, fitted_flow = work.flowed(result, everything, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FlowBNNWarning)  # of data that are all predicted right
-        temperature = work.temperature(everything)
+        temperature = work.tempered(everything).temperature
     posterior.calibration = Calibration(
         **report,
         folds=folds,
@@ -214,7 +221,8 @@ def calibrate(
         **fitted_flow,
     )
     posterior.history = History([{"elbo": value / len(targets)} for value in result.trace])
-    _warn_of_memory(temperature)
+    if not isinstance(chosen, Gaussian):  # whose noise level tells nothing of other data
+        _warn_of_memory(temperature)
     if progress and (console := terminal()) is not None:
         console.print(str(posterior.calibration), highlight=False)
     return posterior
@@ -257,9 +265,10 @@ class _Work:
         samples: int,
         seed: int,
         first: Any,
+        knows_level: bool = True,
     ) -> None:
         self.plain, self.likelihood, self.inputs, self.targets = plain, likelihood, inputs, targets
-        self.scale, self.samples, self.seed = scale, samples, seed
+        self.scale, self.samples, self.seed, self.knows_level = scale, samples, seed, knows_level
         everywhere: dict[Rule, Recipe | None] = {"*": NormalAffine(prior_scale=scale)}
         self.rules = everywhere if rules is None else rules
         self.first = first
@@ -302,7 +311,7 @@ class _Work:
         """The Gaussian for these examples, from where it begins."""
         return fit_gaussian(
             self.model,
-            self.likelihood,
+            self.point(index).likelihood,
             *self._some(index),
             self.structure,
             prior=prior,
@@ -345,14 +354,18 @@ class _Work:
             vector.prior.scale.copy_(q.variance[part].sqrt())
         for layer in noise_layers(model).values():
             layer.fitted = True
-        return NoisePosterior(model, deepcopy(self.likelihood))
+        return NoisePosterior(model, result.likelihood)
 
-    def temperature(self, index: Tensor) -> float:
-        """The temperature for these examples."""
-        return temper(self._point(), [self._some(index)], progress=False).temperature
+    def point(self, index: Tensor) -> PointPosterior:
+        """The plain network, with the noise level that it was given, or with the size of its residuals at these examples."""
+        likelihood = deepcopy(self.likelihood)
+        if not self.knows_level:
+            learn_noise(self.plain, likelihood, [self._some(index)])
+        return PointPosterior(self.plain, likelihood)
 
-    def _point(self) -> PointPosterior:
-        return PointPosterior(self.plain, self.likelihood)
+    def tempered(self, index: Tensor) -> TemperedPosterior:
+        """The plain network with the temperature for these examples."""
+        return temper(self.point(index), [self._some(index)], progress=False)
 
     def _some(self, index: Tensor) -> tuple[Any, Tensor]:
         index = index.to(self.targets.device)
@@ -372,19 +385,14 @@ class _Work:
         probabilities: dict[str, list[Tensor]] = {}
         truth: list[Tensor] = []
         for number in track(range(folds), "cross-validation", show):
-            level = {name: value.clone() for name, value in self.likelihood.state_dict().items()}
             out = order[number::folds]
             kept = torch.cat([order[other::folds] for other in range(folds) if other != number])
             inputs, targets = self._some(out)
-            rivals: dict[str, Posterior] = {
-                "plain": self._point(),
-                "temperature": temper(self._point(), [self._some(kept)], progress=False),
-            }
+            rivals: dict[str, Posterior] = {"plain": self.point(kept), "temperature": self.tempered(kept)}
             start: BlockGaussian | None = None
             for kind in kinds:  # the first one is that of the whole
                 part = self.fit(kept, kind, start)
                 rivals[kind], start = self.flowed(part, kept)[0], part.gaussian
-                self.likelihood.load_state_dict(level)
             truth.append(targets)
             for name, rival in rivals.items():
                 predictive = rival.predict(inputs, self.samples, seed=self.seed, progress=False)

@@ -7,13 +7,14 @@ log-likelihood, a step of size :math:`\rho` is
     \Lambda &\leftarrow (1 - \rho) \Lambda + \rho \left(E_q[G(z)] + V^{-1}\right) \\
     m &\leftarrow m + \rho \Lambda^{-1} \left(E_q[\nabla \log p(D \mid z)] - V^{-1} (m - \mu)\right)
 
-(Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has a draw of its own, so that one pass over the data estimates both
-expectations. Some twenty passes suffice, and no rate is to be chosen: a step that lowers the ELBO by more than its
-own error is taken back and halved.
+(Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has a draw of its own, several where there are few, so that one pass
+over the data estimates both expectations. Some twenty passes suffice, and no rate is to be chosen: a step that lowers the ELBO by more
+than its own error is taken back and halved.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean, stdev
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Likelihood
+from flowbnn.methods.fitting import learns_noise
 from flowbnn.methods.laplace.output_hessian import output_hessian
 from flowbnn.noise.base import Noise, noise_layers, settings_of
 from flowbnn.noise.passes import NoisePass
@@ -33,6 +35,7 @@ Structure = Literal["full", "chain", "layers", "factorized"]
 
 START = 0.1  # standard deviation of the noise at the start
 MOST, LEAST = 0.5, 0.01  # sizes of a step
+DRAWS = 512  # in a pass at least: where there are fewer examples, each has several
 ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs out
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 PASSES = 60  # over the data at most
@@ -46,7 +49,7 @@ class BlockGaussian:
 
     Args:
         mean: ``[D]``.
-        blocks: the diagonal blocks of the precision, without the prior's part.
+        blocks: the diagonal blocks of the precision, without the prior's part: matrices, or one vector where it is diagonal.
         links: the blocks below them.
         loc, variance: of the prior, ``[D]``.
     """
@@ -57,7 +60,9 @@ class BlockGaussian:
     loc: Tensor
     variance: Tensor
     maps: list[Tensor] = field(default_factory=list)  # from the deviation of a block to that of the next
-    roots: list[Tensor] = field(default_factory=list)  # lower triangular, of the conditional covariances
+    roots: list[Tensor] = field(
+        default_factory=list
+    )  # lower triangular or a diagonal, of the conditional covariances
 
     @property
     def sizes(self) -> list[int]:
@@ -69,6 +74,9 @@ class BlockGaussian:
         added = (1.0 / self.variance).split(self.sizes)
         taken: Tensor | float = 0.0
         for number in reversed(range(len(self.blocks))):
+            if self.blocks[number].ndim == 1:
+                self.roots.insert(0, (self.blocks[number] + added[number]).rsqrt())
+                continue
             inner = self.blocks[number] + added[number].diag() - taken
             factor = torch.linalg.cholesky(inner)
             # the root of the inverse that is lower triangular
@@ -83,7 +91,7 @@ class BlockGaussian:
         """What standard normal numbers ``[..., D]`` become, less the mean."""
         parts: list[Tensor] = []
         for number, (root, some) in enumerate(zip(self.roots, normal.split(self.sizes, -1), strict=True)):
-            part = some @ root.mT
+            part = some @ root.mT if root.ndim == 2 else some * root
             parts.append(part + parts[-1] @ self.maps[number - 1].mT if number and self.maps else part)
         return torch.cat(parts, -1)
 
@@ -92,14 +100,16 @@ class BlockGaussian:
         parts, carried = list(vector.split(self.sizes)), None
         for number in reversed(range(len(parts))):
             whole = parts[number] if carried is None else parts[number] + carried
-            parts[number] = self.roots[number].mT @ whole
+            root = self.roots[number]
+            parts[number] = whole @ root if root.ndim == 2 else whole * root
             carried = self.maps[number - 1].mT @ whole if number and self.maps else None
         return self.deviations(torch.cat(parts))
 
     def variances(self) -> Tensor:
         """Of every number, ``[D]``."""
         if not self.maps:
-            return torch.cat([root.square().sum(-1) for root in self.roots])
+            squares = [root.square() for root in self.roots]
+            return torch.cat([square.sum(-1) if square.ndim == 2 else square for square in squares])
         result, before = [], None
         for number, root in enumerate(self.roots):
             covariance = root @ root.mT
@@ -112,7 +122,8 @@ class BlockGaussian:
     def kl(self) -> float:
         """To the prior, in nats."""
         away = self.variances() + (self.mean - self.loc).square()
-        log_det = sum(float(root.diagonal().log().sum()) for root in self.roots)
+        diagonals = [root.diagonal() if root.ndim == 2 else root for root in self.roots]
+        log_det = float(torch.cat(diagonals).log().sum())
         return 0.5 * float((away / self.variance + self.variance.log() - 1.0).sum()) - log_det
 
     def covariance(self) -> Tensor:
@@ -230,14 +241,14 @@ class NaturalFit:
         gaussian: over the noise of all layers, in the network's order.
         elbo, error: in nats, the mean of the last passes, and its standard error.
         trace: the ELBO of every pass.
-        structure: of the covariance.
+        likelihood: with the noise level of a regression, where it is learned.
     """
 
     gaussian: BlockGaussian
     elbo: float
     error: float
     trace: tuple[float, ...]
-    structure: Structure
+    likelihood: Likelihood
 
 
 class _Problem:
@@ -246,18 +257,24 @@ class _Problem:
     def __init__(
         self, network: NoisyNetwork, inputs: Any, targets: Tensor, structure: Structure, seed: int
     ) -> None:
-        self.network, self.inputs, self.targets, self.structure = network, inputs, targets, structure
+        self.network, self.structure = network, structure
+        self.times = max(1, DRAWS // len(targets))
+        if self.times > 1:
+            inputs, targets = repeat((inputs, targets), self.times)
+        self.inputs, self.targets = inputs, targets
         self.device, self.seed, self.passes = targets.device, seed, 0
         self.rows = ROWS.get(self.device.type, ROWS["cpu"])
         self.generator = torch.Generator(self.device)
         self.labels = torch.Generator().manual_seed(seed)
         sizes = network.sizes
-        self.sizes = [sum(sizes)] if structure == "full" else sizes
+        self.sizes = [sum(sizes)] if structure in ("full", "factorized") else sizes
 
     def start(self, scale: float) -> BlockGaussian:
         dim = sum(self.sizes)
         ones = torch.ones(dim, dtype=torch.float64, device=self.device)
-        blocks = [part.diag() for part in (ones / START**2).split(self.sizes)]
+        blocks = list((ones / START**2).split(self.sizes))
+        if self.structure != "factorized":
+            blocks = [part.diag() for part in blocks]
         links = []
         if self.structure == "chain":
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
@@ -292,14 +309,17 @@ class _Problem:
             parts = roots.split(self.sizes, -1)
             for number, part in enumerate(parts):
                 if self.structure == "factorized":
-                    blocks[number] += part.double().square().sum(0).diag()
+                    blocks[number] += part.square().sum(0, dtype=torch.float64)
                 else:
                     blocks[number] += (part.mT @ part).double()
                 if number and links:
                     links[number - 1] += (part.mT @ parts[number - 1]).double()
             if outputs.is_floating_point() and targets.is_floating_point():
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
-        return Estimate(torch.cat(fitted), q.kl(), gradient, blocks, links, square / len(self.targets))
+        for total in (gradient, *blocks, *links):
+            total /= self.times
+        each = torch.cat(fitted).reshape(self.times, -1).mean(0)
+        return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets))
 
     def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
         blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
@@ -352,13 +372,14 @@ def fit_gaussian(
 
     Args:
         model: stochastic; its noise posteriors are not read and not changed.
-        likelihood: a learned noise level of a regression is fitted along.
+        likelihood: of which a copy is taken, whose learned noise level is fitted along.
         inputs, targets: all the data, on the network's device.
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
         scale: of the prior, which is around one.
         start: where to begin.
     """
+    likelihood = deepcopy(likelihood)
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
@@ -371,7 +392,7 @@ def fit_gaussian(
             proposal = problem.step(current, estimate, size)
             if prior == "fitted" and number > 1:
                 proposal = fit_prior(proposal, network.sizes, scale)
-            if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
+            if learns_noise(likelihood):
                 likelihood.log_scale.copy_(0.5 * estimate.square.log())
             proposed = problem.estimate(proposal, labels)
             gain = proposed.elbo - estimate.elbo
@@ -398,7 +419,7 @@ def fit_gaussian(
             current = _average(late)
     elbos = trace[-max(2, len(late)) :]  # of Gaussians that differ by noise alone
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
-    return NaturalFit(current, mean(elbos), error, tuple(trace), structure)
+    return NaturalFit(current, mean(elbos), error, tuple(trace), likelihood)
 
 
 def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
