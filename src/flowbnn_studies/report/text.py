@@ -169,27 +169,33 @@ def console_lines(results: Data, every: bool = False) -> list[str]:
         every: show all metrics; else those of :func:`~flowbnn_studies.report.tables.headline_metrics`.
     """
     metrics = results["metrics"] if every else headline_metrics(results)
-    table, published = [[""]], ""
-    for made in make_tables({**results, "metrics": [{**metric, "group": ""} for metric in metrics]}):
-        table = [["", *(column.label for column in made.columns)]]
-        rows = [row for row in made.rows if any(row.cells)]
-        table += [[row.label, *(_cell(cell, "", "[]") for cell in row.cells)] for row in rows]
-        published = " [published]" if made.published else ""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if len({metric["label"] for metric in metrics}) == len(metrics):  # labels that tell without their groups
+        metrics = [{**metric, "group": ""} for metric in metrics]
+    tables = make_tables({**results, "metrics": metrics})
     count = len(results["seeds"])
     spread = f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+    published = " [published]" if any(table.published for table in tables) else ""
     lines = ["", f"{results['study']}: {results['title']}", f"  {spread}{published}"]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    notes = [
-        (metric["label"], metric["definition"])
-        for metric in metrics
-        if metric.get("definition") and results.get("headline")
-    ]
-    lines += ["", *(line for name, text in notes for line in _note(name, text))]
-    lines += [""] if notes else []
+    for table in tables:
+        cells = [["", *(column.label for column in table.columns)]]
+        cells += [
+            [row.label, *(_cell(cell, "", "[]") for cell in row.cells)]
+            for row in table.rows
+            if any(row.cells)
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", f"  {table.group}"] if table.group else []
+        lines += [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
+    told = (
+        definitions(column for table in tables for column in table.columns) if results.get("headline") else []
+    )
+    lines += [""]
+    for named, text in told:
+        lines += _note("; ".join(column.label for column in named), text)
+    lines += [""] if told else []
     lines += [f"  {line}" for line in results["answer"].splitlines()]
     if remarks := results.get("notes"):
         words = f"{len(remarks)} notes go" if len(remarks) > 1 else "One note goes"

@@ -121,6 +121,18 @@ def test_the_console_shows_the_headline_of_the_study_in_its_order(two_clusters: 
     assert any("Trained numbers in the network." in line for line in lines)
 
 
+def test_the_console_has_a_table_for_each_group_where_labels_repeat(two_clusters: dict[str, Any]) -> None:
+    value = {"mean": 0.25, "std": None, "per_seed": [0.25], "published": None}
+    two_clusters["metrics"] = [
+        {"key": f"nll_{name}", "label": "NLL", "group": name} for name in ("one", "two")
+    ]
+    two_clusters["headline"] = ["nll_one", "nll_two"]
+    two_clusters["rows"] = [{"label": "Plain", "values": {"nll_one": value, "nll_two": value}}]
+    lines = [line.strip() for line in console_lines(two_clusters)]
+    assert lines[lines.index("one") + 1] == lines[lines.index("two") + 1] == "NLL"
+    assert lines[lines.index("one") + 2].split() == ["Plain", "0.250"]
+
+
 def test_the_console_says_how_many_notes_there_are_and_the_last(two_clusters: dict[str, Any]) -> None:
     two_clusters["notes"] = []
     assert "with these numbers" not in "\n".join(console_lines(two_clusters))
