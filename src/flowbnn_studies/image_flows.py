@@ -29,7 +29,8 @@ METRICS = (
     Metric("epochs", "Epochs", "none", ".0f", "Passes over the training images that the budget allowed."),
     Metric("minutes", "Minutes", "none", ".1f", "Of training, by the clock."),
 )  # fmt: skip
-# Kingma and Dhariwal 2018 and Chen et al. 2019, tables of bits per dimension; Hoogeboom et al. 2019
+# Glow on CIFAR-10: Kingma and Dhariwal 2018, on MNIST: Grathwohl et al. 2019; Chen et al. 2019 (all in table 5 of Kobyzev et al. 2020,
+# https://arxiv.org/abs/1908.09257); Hoogeboom et al. 2019
 PUBLISHED = {
     "glow-cifar10": {"bits": 3.35},
     "glow-mnist": {"bits": 1.05},

@@ -5,7 +5,7 @@ from flowbnn_studies.report import console_lines, write_report
 from flowbnn_studies.report.tables import make_tables
 from flowbnn_studies.runner.run import run_study
 
-WORDS = "(generated images, a trial run: the numbers mean nothing)"
+WORDS = "(generated data, a trial run: the numbers mean nothing)"
 
 
 def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path):

@@ -299,12 +299,12 @@ def mark_trial(results: dict[str, Any], generated: bool = False) -> dict[str, An
 
     Args:
         results: of the study.
-        generated: whether the images were generated in place of the data set that the title names.
+        generated: whether the data were generated in place of the set that the title names.
 
     >>> mark_trial({"title": "LeNet on Fashion-MNIST", "rows": [], "figures": [], "notes": []}, generated=True)["title"]
-    'LeNet on Fashion-MNIST (generated images, a trial run: the numbers mean nothing)'
+    'LeNet on Fashion-MNIST (generated data, a trial run: the numbers mean nothing)'
     """
-    small = "generated images" if generated else "tiny settings"
+    small = "generated data" if generated else "tiny settings"
     text = f"This is a trial run with {small}: its numbers mean nothing."
     rows = [
         {**row, "values": {key: {**cell, "published": None} for key, cell in row["values"].items()}}
