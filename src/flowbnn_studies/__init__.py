@@ -9,7 +9,7 @@
 >>> [study.name for study in studies()][18:23]
 ['dlgm-planar', 'autoencoder-vs-vae', 'novelty-by-density', 'images', 'tabular-densities']
 >>> [study.name for study in studies()][23:-4]
-['densities-2d', 'change-of-variables']
+['densities-2d', 'change-of-variables', 'energies', 'why-flows']
 >>> [study.name for study in studies()][-4:]
 ['lenet-fashion', 'lenet-cifar10', 'vgg16-cifar10', 'resnet18-cifar10']
 """
@@ -26,6 +26,7 @@ from flowbnn_studies.densities_2d import Densities2d
 from flowbnn_studies.digits import DigitsStudy
 from flowbnn_studies.dlgm_planar import DlgmPlanar
 from flowbnn_studies.elephant import Elephant, ElephantFashion
+from flowbnn_studies.energies import Energies
 from flowbnn_studies.flow_length import FlowLength
 from flowbnn_studies.image_flows import ImageFlows
 from flowbnn_studies.images.rivals import RESNET18
@@ -45,6 +46,7 @@ from flowbnn_studies.tabular_densities import TabularDensities
 from flowbnn_studies.two_clusters import TwoClusters
 from flowbnn_studies.uci import Uci
 from flowbnn_studies.when_it_matters import WhenItMatters
+from flowbnn_studies.why_flows import WhyFlows
 
 __all__ = [
     "Findings",
@@ -86,6 +88,8 @@ for _study in (
     TabularDensities(),
     Densities2d(),
     ChangeOfVariables(),
+    Energies(),
+    WhyFlows(),
     *IMAGE_STUDIES,
     RESNET18,
 ):

@@ -14,7 +14,7 @@ from flowbnn.flows import NSF
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts, figure
 from flowbnn.transforms import Transform
-from flowbnn_studies.runner.figures import histogram, panel, short
+from flowbnn_studies.runner.figures import histogram, middles, panel, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -121,7 +121,7 @@ class ChangeOfVariables(Study):
                 NSF(1), data, epochs=s.epochs, batch_size=s.batch, lr=s.lr, seed=job.seed, progress=False
             )
             draws = flow.sample(s.draws, seed=job.seed)[:, 0].double()
-            axis = grid_of(-4.0, 4.0, s.grid)
+            axis = middles(-4.0, 4.0, s.grid)
             density = flow.score(axis[:, None].float()).double().exp()
             true = truth.log_prob(axis[:, None]).exp()
             values["gap"] = float((truth.log_prob(test.double()) - flow.score(test).double()).mean())
@@ -131,7 +131,7 @@ class ChangeOfVariables(Study):
             base = Independent(Uniform(0 * unit, two if square else unit), 1)
             known = Flow(base, Square() if square else ExponentialQuantile())
             draws = known.sample((s.draws,))[:, 0]
-            axis = grid_of(0.0, 4.0, s.grid)
+            axis = middles(0.0, 4.0, s.grid)
             density = known.log_prob(axis[:, None]).exp()
             true = 0.25 / axis.sqrt() if square else RATE * (-RATE * axis).exp()
             ordered = draws.sort().values
@@ -176,11 +176,6 @@ def mixture_function(x: Tensor) -> Tensor:
     """The distribution function of the mixture."""
     truth = mixture()
     return torch.special.ndtr((x[:, None] - truth.loc[:, 0]) / truth.scale[:, 0]).mean(-1)
-
-
-def grid_of(low: float, high: float, number: int) -> Tensor:
-    """Middles of equal cells."""
-    return low + (high - low) * (torch.arange(number, dtype=torch.float64) + 0.5) / number
 
 
 def distance(function: Tensor) -> float:

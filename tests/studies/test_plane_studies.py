@@ -13,6 +13,8 @@ from flowbnn_studies.runner.run import run_study
 SETTINGS = {
     "densities-2d": ({"data": ("rings",)}, ["nsf"], ["map"]),
     "change-of-variables": ({}, None, ["curves"]),
+    "energies": ({"energies": (3,)}, ["planar-2"], ["map"]),
+    "why-flows": ({}, None, []),
 }
 
 

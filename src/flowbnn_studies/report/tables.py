@@ -28,6 +28,7 @@ SOURCES = (
            "Normalizing Flows for Implicit Bayesian Neural Networks (project report)"),
     Source("Ahn and Lee's lecture", "Sungsoo Ahn and Kimin Lee",
            "Bayesian Deep Learning (slides of lecture 8 of KAIST's EE807, Recent Advances in Deep Learning)"),
+    Source("Nielsen's lecture", "Didrik Nielsen", "Normalizing Flows (slides)"),
     Source("Ravenda's report", "Federico Ravenda", "Probabilistic Deep Learning (report, Università degli Studi di Milano Bicocca)"),
     Source("Trinh et al. 2020", "Trung Trinh, Samuel Kaski and Markus Heinonen",
            "Scalable Bayesian neural networks by layer-wise input augmentation (2020)", "https://arxiv.org/abs/2010.13498"),

@@ -21,6 +21,15 @@ def short(values: Tensor, digits: int = 4) -> list[Any]:
     return torch.round(values.detach().double().cpu(), decimals=digits).tolist()
 
 
+def middles(low: float, high: float, number: int) -> Tensor:
+    """Middles of equal cells.
+
+    >>> middles(-1.0, 1.0, 4).tolist()
+    [-0.75, -0.25, 0.25, 0.75]
+    """
+    return low + (high - low) * (torch.arange(number, dtype=torch.float64) + 0.5) / number
+
+
 def curve(label: str, histories: Sequence[Sequence[float]], scale: float = 1.0) -> dict[str, Any]:
     """A line over epochs: mean and standard deviation over seeds.
 
