@@ -12,16 +12,18 @@ What a method is held to in linear regression with known noise, as ``represents`
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from problems import NOISE, PRIOR, QUIET, blobs, conjugate, lines, loader, small
 
 import flowbnn as fb
 from flowbnn.methods import METHODS, Method
 from flowbnn.transforms import Planar
 
-PRIOR = 0.8
+PROBLEMS = {"classes": (blobs, 3), "numbers": (lines, 2)}
 WRONG: tuple[dict[str, Any], ...] = (  # for every method
     {"prior_scale": 0.0},
     {"prior_scale": -1.0},
@@ -88,7 +90,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-TRAINED: dict[str, Any] = {"epochs": 12, "lr": 0.03}
+TRAINED: dict[str, Any] = {"epochs": 8, "lr": 0.06}
 SETTLED: dict[str, Any] = {"epochs": 250, "lr": 0.1, "schedule": cosine, "prior_scale": PRIOR}
 
 CASES: dict[str, Case] = {
@@ -132,7 +134,7 @@ CASES: dict[str, Case] = {
     ),
     "deep-ensemble": Case(
         lambda **more: fb.DeepEnsemble(2, **TRAINED | more),
-        lambda: fb.DeepEnsemble(2, **SETTLED | {"epochs": 600}),
+        lambda: fb.DeepEnsemble(2, **SETTLED | {"epochs": 400}),
         "point",
         "where the loss has one minimum, all members end there",
         samples=2,
@@ -264,7 +266,7 @@ CASES: dict[str, Case] = {
         ),
     ),
     "sgld": Case(
-        lambda **more: fb.SGLD(**TRAINED | {"samples": 6, "cycles": 2} | more),
+        lambda **more: fb.SGLD(**{"epochs": 12, "lr": 0.03, "samples": 6, "cycles": 2} | more),
         lambda: fb.SGLD(
             samples=1000, cycles=0, epochs=1250, lr=0.02, burn_in=0.2, preconditioned=False, prior_scale=PRIOR
         ),
@@ -322,6 +324,22 @@ def case_of(name: str) -> Case:
     if name not in CASES:
         pytest.fail(f"the method '{name}' is registered and has no case in tests/methods/method_cases.py")
     return CASES[name]
+
+
+@cache
+def fitted(name: str, kind: str) -> fb.methods.Posterior:
+    """A fit to one of :data:`PROBLEMS` that several tests look at."""
+    make, outputs = PROBLEMS[kind]
+    return case_of(name).make().fit(small(outputs), loader(make()), seed=0, **QUIET)
+
+
+@cache
+def fitted_line(name: str, bias: bool) -> fb.methods.Posterior:
+    """A fit to :func:`problems.conjugate` that several tests look at."""
+    case, (_, network, batches, _) = case_of(name), conjugate(bias)
+    options = {"validation": batches} if case.options.get("validation") else {}
+    known = fb.likelihoods.Gaussian(NOISE)
+    return case.linear().fit(network, batches, likelihood=known, seed=0, **QUIET, **options)
 
 
 NAMES = sorted(METHODS)

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from chain_problems import assert_recovered, regression
+from method_cases import fitted_line
+from problems import conjugate
 from small_problem import QUIET, blobs, loader, network
 from torch import nn
 
@@ -20,22 +22,15 @@ from flowbnn.training import load_tensors, save_tensors
 
 
 def test_a_conjugate_regression_is_recovered():
-    inputs, targets, mean, covariance = regression()
-    posterior = fb.HMC(samples=150, warmup=60, chains=8, steps=5, epochs=0, prior_scale=2.0).fit(
-        nn.Linear(2, 1).double(),
-        [(inputs, targets)],
-        likelihood=fb.likelihoods.Gaussian(noise=0.5),
-        seed=0,
-        **QUIET,
-    )
-    assert_recovered(posterior, mean, covariance)
+    problem, posterior = conjugate(bias=True)[0], fitted_line("hmc", bias=True)
+    assert_recovered(posterior, problem.mean, problem.covariance)
     diagnostics = posterior.diagnostics()
     assert diagnostics.rhat_outputs < 1.05
     assert diagnostics.rhat_weights < 1.05
     assert diagnostics.ess_outputs > 100
     assert diagnostics.divergences == 0
-    assert (diagnostics.chains, diagnostics.draws) == (8, 150)
-    assert "8 chains of 150 draws" in str(diagnostics)
+    assert (diagnostics.chains, diagnostics.draws) == (4, 150)
+    assert "4 chains of 150 draws" in str(diagnostics)
 
 
 def small(**more):

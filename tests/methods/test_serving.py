@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from method_cases import NAMES, case_of
+from method_cases import NAMES, case_of, fitted
 from problems import QUIET, blobs, loader, small
 from torch import nn
 
@@ -21,9 +21,9 @@ def posterior(request):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
         return fb.MCDropout(epochs=2).fit(network, loader(blobs()), seed=0, **QUIET)
-    found = case_of(request.param).make().fit(small(), loader(blobs()), seed=0, **QUIET)
-    # the linearized network is not the one with the drawn weights
-    return found.use("sampled") if isinstance(found, fb.methods.LaplacePosterior) else found
+    if request.param == "laplace":  # the linearized network is not the one with the drawn weights
+        return case_of("laplace").make().fit(small(), loader(blobs()), seed=0, **QUIET).use("sampled")
+    return fitted(request.param, "classes")
 
 
 def in_threads(work) -> None:

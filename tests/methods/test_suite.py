@@ -1,23 +1,11 @@
 """What every method must do, whatever it is: the contract of :mod:`flowbnn.methods.base`."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
-from method_cases import CASES, NAMES, WRONG, case_of
-from problems import (
-    NOISE,
-    QUIET,
-    Tied,
-    blobs,
-    conjugate,
-    lines,
-    loader,
-    normalized,
-    small,
-    weights_from,
-)
+from method_cases import CASES, NAMES, PROBLEMS, WRONG, case_of, fitted, fitted_line
+from problems import QUIET, Tied, blobs, conjugate, lines, loader, normalized, small, weights_from
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,7 +17,6 @@ from flowbnn.noise import noise_layers
 
 # chains that are given a moment for their warm-up say so
 pytestmark = pytest.mark.filterwarnings("ignore:.*transitions diverged:flowbnn.errors.FlowBNNWarning")
-PROBLEMS = {"classes": (blobs, 3), "numbers": (lines, 2)}
 every_method = pytest.mark.parametrize("name", NAMES)
 
 
@@ -48,13 +35,6 @@ def effective(drawn: torch.Tensor, chains: int) -> float:
     return min(effective_sample_size(part, "mean").min().item() for part in (walks, squares))
 
 
-@cache
-def fitted(name: str, kind: str) -> fb.methods.Posterior:
-    """A fit that several tests look at."""
-    make, outputs = PROBLEMS[kind]
-    return case_of(name).make().fit(small(outputs), loader(make()), seed=0, **QUIET)
-
-
 def test_every_method_has_a_case():
     assert set(CASES) == set(METHODS)
 
@@ -65,11 +45,7 @@ def test_a_conjugate_regression_is_recovered(name, bias):
     case = case_of(name)
     if case.slow and not bias:
         pytest.skip("it takes its time; with a bias is enough")
-    problem, network, batches, probes = conjugate(bias)
-    options = {"validation": batches} if case.options.get("validation") else {}
-    posterior = case.linear().fit(
-        network, batches, likelihood=fb.likelihoods.Gaussian(NOISE), seed=0, **QUIET, **options
-    )
+    (problem, _, _, probes), posterior = conjugate(bias), fitted_line(name, bias)
     seed = None if case.chains else 1  # without a seed, the states of chains come in their order
     drawn = weights_from(posterior.predict(probes, samples=case.samples, seed=seed).samples.double(), bias)
     std = problem.covariance.diagonal().sqrt()

@@ -1,6 +1,7 @@
 """Trains in forked children that are killed by SIGKILL, resumes them, and compares with a run left in peace.
 
-Run as a script by test_resume.py: prints one JSON line per case, ``{"case": ..., "kills": ..., "equal": ...}``.
+Run as a script by test_resume.py: prints one JSON line per case, ``{"case": ..., "kills": ..., "equal": ...}``, and at last one
+of a child that is killed inside a write.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent))
 from objectives import train
 
-from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors
+from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors, storage
 
 BATCHES, EPOCHS, EVERY = 5, 6, 3
 
@@ -109,13 +110,13 @@ def run(folder, kind, fresh, kill_at=None, kill_in=None, kill_validating=None):
     )
 
 
-def in_child(*args, **kwargs):
+def in_child(act, *args, **kwargs):
     """Run in a forked process; whether SIGKILL ended it."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            run(*args, **kwargs)
+            act(*args, **kwargs)
             code = 0
         finally:
             os._exit(code)
@@ -133,6 +134,24 @@ def same(folder, other):
     )
     bits = [(left[name].numpy().tobytes(), right[name].numpy().tobytes()) for name in left]
     return left.keys() == right.keys() and all(a == b for a, b in bits) and left_document == right_document
+
+
+def write_killed(path):
+    def killed(tensors, path, metadata):
+        Path(path).with_name(".tmpAbC123").write_bytes(b"half")  # as safetensors does before it renames
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    storage.save_file = killed
+    save_tensors(path, {"x": torch.ones(2)}, {})
+
+
+def kill_inside_a_write(folder):
+    """What is there after the kill, and after the next write."""
+    path = save_tensors(folder / "a.safetensors", {"x": torch.zeros(2)}, {})
+    answer = {"case": "write", "killed": in_child(write_killed, path)}
+    answer |= {"files": len(os.listdir(folder)), "held": load_tensors(path)[0]["x"].tolist()}
+    save_tensors(path, {"x": torch.ones(2)}, {})
+    return answer | {"after": os.listdir(folder)}
 
 
 CASES = [
@@ -157,15 +176,18 @@ def main(folder):
     for number, (kind, kills) in enumerate(CASES):
         if kind not in peaceful:
             peaceful[kind] = folder / f"peaceful-{kind}"
-            assert not in_child(peaceful[kind], kind, fresh=True)
+            assert not in_child(run, peaceful[kind], kind, fresh=True)
         disturbed = folder / f"killed-{number}"
-        killed = [in_child(disturbed, kind, fresh=index == 0, **kill) for index, kill in enumerate(kills)]
-        assert not in_child(disturbed, kind, fresh=False)
+        killed = [
+            in_child(run, disturbed, kind, fresh=index == 0, **kill) for index, kill in enumerate(kills)
+        ]
+        assert not in_child(run, disturbed, kind, fresh=False)
         leftovers = [path.name for path in disturbed.iterdir() if path.suffix == ".part"]
         answer = {"case": kind, "kills": kills, "killed": all(killed), "leftovers": leftovers}
         history = load_tensors(disturbed / "result.safetensors")[1]["history"]
         answer |= {"steps": history["steps"], "stopped_early": history["stopped_early"]}
         print(json.dumps(answer | {"equal": same(peaceful[kind], disturbed)}), flush=True)
+    print(json.dumps(kill_inside_a_write(folder / "write")), flush=True)
 
 
 if __name__ == "__main__":

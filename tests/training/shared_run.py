@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -241,6 +240,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
     if launched():
+        import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
+
         fail(place)  # ahead of all threads, for which a fork is none
     connect(TrainingOptions(accelerator="cpu", devices=2))
     train_all(place)

@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).with_name("killed_run.py")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_after_kill_9_the_weights_are_identical_to_the_bit(tmp_path):
+    """And a kill inside a write leaves nothing that the next write does not clear: one process, whose imports serve both."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path)],
@@ -31,7 +32,14 @@ def test_after_kill_9_the_weights_are_identical_to_the_bit(tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    *answers, written = [json.loads(line) for line in done.stdout.splitlines()]
+    assert written == {
+        "case": "write",
+        "killed": True,
+        "files": 2,
+        "held": [0.0, 0.0],
+        "after": ["a.safetensors"],
+    }
     assert len(answers) == 9
     for answer in answers:
         assert answer["killed"], answer

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pickle
-import signal
 import struct
 import subprocess
 import sys
@@ -217,30 +216,6 @@ def test_only_what_nobody_writes_any_more_is_cleared(tmp_path):
         (tmp_path / name / "file").write_text("half of a checkpoint")
     check_writable(path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
-
-
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-from flowbnn.training import save_tensors, storage
-
-def killed(tensors, path, metadata):
-    Path(path).with_name(".tmpAbC123").write_bytes(b"half")  # as safetensors does before it renames
-    os.kill(os.getpid(), signal.SIGKILL)
-
-storage.save_file = killed
-save_tensors(sys.argv[1], {"x": torch.ones(2)}, {})
-"""
-
-
-def test_a_kill_inside_a_write_leaves_nothing_that_the_next_write_does_not_clear(tmp_path):
-    path = save_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)}, {})
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 2
-    assert load_tensors(path)[0]["x"].tolist() == [0.0, 0.0]
-    save_tensors(path, {"x": torch.ones(2)}, {})
-    assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
 @pytest.mark.parametrize("there", [True, False])
