@@ -249,6 +249,10 @@ def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor])
         fb.calibrate(fb.to_stochastic(network, {"*": NormalAffine()}), [(inputs, targets)])
     with pytest.raises(fb.FlowBNNError, match="empty|no batch|without"):
         fb.calibrate(network, [])
+    augment = lambda x, source: x + torch.randn(x.shape, generator=source)  # noqa: E731
+    changing = fb.data.TensorLoader(inputs, targets, batch_size=8, augment=augment)
+    with pytest.raises(fb.FlowBNNError, match=r"for calibration give different examples.*fixed data"):
+        fb.calibrate(network, changing)
     for folds in (1, 2.5):
         with pytest.raises(fb.FlowBNNError, match="folds"):
             fb.calibrate(network, [(inputs, targets)], folds=folds)

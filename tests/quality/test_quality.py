@@ -200,6 +200,13 @@ def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
             fb.quality.pareto_k(posterior, loader)
         assert told.value.kind == kind
         assert "\n" not in str(told.value)
+    for ask in (fb.diagnose, fb.quality.agreement):  # before chains are run
+        for test, text in (
+            ([], "empty: .* test data"),
+            ([(torch.ones(3, 7), torch.ones(3, 1))], r"\(3, 7\)"),
+        ):
+            with pytest.raises(FlowBNNError, match=text):
+                ask(known.exact, known.loader, test=test)
 
 
 def test_predictions_of_the_exact_posterior_are_within_the_floor(known):

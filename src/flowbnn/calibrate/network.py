@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, move, pick
+from flowbnn.batches import device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
 from flowbnn.likelihoods import Gaussian, Likelihood
-from flowbnn.methods.fitting import check_loader, learn_noise, learns_noise, prepare
-from flowbnn.methods.mcmc.potential import gather
+from flowbnn.methods.fitting import learn_noise, learns_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
@@ -32,6 +31,7 @@ from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.quality.target import fixed_data
 from flowbnn.training.launch import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
@@ -41,6 +41,7 @@ from flowbnn.transforms.triangular import BlockTriangular, assign
 __all__ = ["Calibration", "calibrate"]
 
 FEW = 20  # held-out examples
+ROWS = 256  # that are looked at first
 Prior = Literal["fitted", "fixed"]
 
 
@@ -131,7 +132,8 @@ def calibrate(
 
     Args:
         network: trained; it is copied.
-        held_out: batches of ``(inputs, targets)`` that the weights were not trained on, as for temperature scaling.
+        held_out: batches of ``(inputs, targets)`` that the weights were not trained on, as for temperature scaling; the same ones in
+            every pass, in any order.
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers (each linear in the one before), independent ``"layers"``, or
             ``"factorized"``. ``"auto"``: full up to 6,000 dimensions, else a chain, else factorized.
         prior: of the noise: ``"fixed"``, :math:`\mathcal N(1, \mathrm{scale}^2)`; ``"fitted"``, with a mean and a width for every
@@ -172,11 +174,13 @@ def calibrate(
             kind="network",
             argument="network",
         )
-    check_loader(held_out, "calibration")
+    data = fixed_data(held_out, seed, "calibration")
     plain = deepcopy(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
-    chosen, first, check = prepare(plain, held_out, likelihood, seed)
-    inputs, targets = move(gather(held_out, check, seed), device_of(plain), dtype_of(plain))
+    batches = [take(data, low, low + ROWS) for low in range(0, len(data[1]), ROWS)]
+    chosen, first, check = prepare(plain, batches, likelihood, seed)
+    check(data)
+    inputs, targets = move(data, device_of(plain), dtype_of(plain))
     targets = chosen.canonical(targets).to(device_of(plain))
     fresh = learns_noise(chosen) and not (
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.batches import move
 from flowbnn.diagnostics.gaussian import sliced_wasserstein
 from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Positive, Seed, checked
@@ -18,6 +17,7 @@ from flowbnn.quality.chains import RHAT, NoiseChains, noise_chains
 from flowbnn.quality.target import NoiseTarget, Whitened, fixed_data
 
 GRID = 201  # points of a target's density
+TEST = "the comparison at test data"
 POINTS = 15  # on the way from one maximum to another
 
 
@@ -71,15 +71,14 @@ def agreement(
     """
     distances = math.nan, math.nan
     if isinstance(chains, ChainPosterior):
-        data = fixed_data(loader if test is None else test, seed)
+        data = fixed_data(loader, seed, "diagnostics") if test is None else fixed_data(test, seed, TEST)
         exact = chains.predict([data], min(samples, len(chains)), seed=seed, progress=False)
         certified = chains.diagnostics().rhat_outputs <= RHAT
     else:
         target = NoiseTarget(posterior, loader, seed)
+        data = target.data if test is None else target.read(test, TEST)
         chains = (chains or noise_chains(posterior, loader, seed=seed)).checked_for(target)
-        data, certified = (target.inputs, target.targets), chains.certified
-        if test is not None:
-            data = move(fixed_data(test, seed), target.device, target.dtype)
+        certified = chains.certified
         thin = -(-chains.position[..., 0].numel() // samples)
         position = chains.position[:, ::thin].to(target.device).flatten(0, 1)
         exact = target.likelihood.predictive(target.outputs(chains.space.vectors(position), data))

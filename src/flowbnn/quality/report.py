@@ -8,9 +8,9 @@ from typing import Any
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.quality.chains import NoiseChains, noise_chains, seconds_for
-from flowbnn.quality.compared import Agreement, agreement
+from flowbnn.quality.compared import TEST, Agreement, agreement
 from flowbnn.quality.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
-from flowbnn.quality.target import DENSE, NoiseTarget, fixed_data
+from flowbnn.quality.target import DENSE, NoiseTarget
 
 SMALL = 0.01  # nats for each example: a gap that predictions do not show
 NEAR = 0.03  # total variation that hardly anyone would notice
@@ -143,8 +143,8 @@ def diagnose(
     >>> report.dimensions, report.examples, report.gap
     (3, 30, None)
     """
-    data = [fixed_data(loader, seed)]
-    target = NoiseTarget(posterior, data, seed)
+    target = NoiseTarget(posterior, loader, seed)
+    data, test = [target.data], None if test is None else [target.read(test, TEST)]
     report = Report(pareto_k(posterior, data, samples, seed), target.dim, target.count)
     needed = seconds_for(target, seconds) if target.dim <= DENSE and seconds else math.inf
     if needed <= seconds:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, dtype_of, explaining, fingerprint, in_memory, move, take
+from flowbnn.batches import device_of, dtype_of, explaining, in_memory, move, take, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
@@ -46,15 +47,17 @@ class NoiseTarget:
         self.names, self.sizes = list(self.network.layers), self.network.sizes
         self.dim = sum(self.sizes)
         self.vectors = independent_vectors(model)
-        self.inputs, self.targets = move(fixed_data(loader, seed), self.device, dtype_of(model))
-        self.count = len(self.targets)
         self.rows = ROWS.get(self.device.type, ROWS["cpu"])
-        with explaining(self.inputs), torch.no_grad():
-            two = self.network.outputs(
-                take(self.inputs, 0, 2), self.draw(min(2, self.count))[0].to(self.dtype)
-            )
-        self.likelihood.check(two[:1].expand(self.count, *two.shape[1:]), self.targets)
-        self.targets = self.likelihood.canonical(self.targets).to(self.device)
+        self.inputs, self.targets = self.read(loader, "diagnostics")
+        self.count = len(self.targets)
+
+    def read(self, loader: Iterable[Any], use: str) -> tuple[Any, Tensor]:
+        """All inputs and targets of a loader, on the network's device; what does not fit the network is refused."""
+        inputs, targets = move(fixed_data(loader, self.seed, use), self.device, dtype_of(self.network.model))
+        with explaining(inputs), torch.no_grad():
+            two = self.network.outputs(take(inputs, 0, 2), self.draw(min(2, len(targets)))[0].to(self.dtype))
+        self.likelihood.check(two[:1].expand(len(targets), *two.shape[1:]), targets)
+        return inputs, self.likelihood.canonical(targets).to(self.device)
 
     @property
     def data(self) -> tuple[Any, Tensor]:
@@ -224,30 +227,34 @@ def _check_density(posterior: Any) -> None:
         raise FlowBNNError(trouble, kind="unsupported", argument="posterior")
 
 
-def fixed_data(loader: Iterable[Any], seed: int) -> tuple[Any, Tensor]:
+def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]:
     """All inputs and targets; a loader whose passes differ in more than order is refused."""
-    check_loader(loader, "diagnostics")
+    check_loader(loader, use)
 
     def check(batch: Any) -> None:
-        check_loader([batch], "diagnostics")
+        check_loader([batch], use)
 
     def once(number: int) -> tuple[Any, Tensor]:
         try:
             return gather(loader, check, number)
         except IndexError:
-            raise FlowBNNError("the loader gives no examples", kind="loader", argument="loader") from None
+            raise FlowBNNError(
+                f"the loader gives no examples: there is nothing for {use}", kind="loader", argument="loader"
+            ) from None
 
     data = once(seed)
     if not isinstance(loader, list | tuple) and _rows_of(data) != _rows_of(once(seed + 1)):
         raise FlowBNNError(
-            "two passes over this loader give different examples: the likelihood must be that of fixed data, so leave out random "
-            "augmentation and drop_last (a shuffled order is fine)",
+            f"two passes over the loader for {use} give different examples: the likelihood must be that of fixed data, so leave out "
+            "random augmentation and drop_last (a shuffled order is fine)",
             kind="loader",
             argument="loader",
         )
     return data
 
 
-def _rows_of(data: tuple[Any, Tensor]) -> list[list[int]]:
-    data = move(data, torch.device("cpu"))
-    return sorted(fingerprint(take(data, row, row + 1)) for row in range(len(data[1])))
+def _rows_of(data: tuple[Any, Tensor]) -> list[tuple[int, ...]]:
+    """Checksums of every example, sorted."""
+    dense = [tensor.cpu() for tensor in tensors_of(data) if tensor.layout == torch.strided]
+    raw = [tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy() for tensor in dense]
+    return sorted(zip(*([crc32(row) for row in rows] for rows in raw), strict=True))
