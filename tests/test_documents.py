@@ -73,6 +73,22 @@ def test_the_own_loop_runs():
     assert all(not torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # two epochs, eight examples in a fold
+def test_the_lines_on_cross_fitting_run():
+    code = next(code for code in blocks("docs/fitting.md") if "make_network" in code)
+    assert len(code.strip().splitlines()) <= 10
+    code = code.replace(
+        "MAP().fit(make_network(), train", "MAP(epochs=2).fit(make_network(), train, progress=False"
+    )
+    code = code.replace("likelihood=plain", "folds=0, progress=False, likelihood=plain")
+    torch.manual_seed(0)
+    names = {"fb": fb, "torch": torch, "inputs": torch.randn(40, 4), "targets": torch.arange(40) % 3}
+    names |= {"make_network": lambda: torch.nn.Linear(4, 3), "test_inputs": torch.randn(6, 4)}
+    exec(code, names)
+    assert torch.allclose(names["probabilities"].sum(-1), torch.ones(6))
+    assert [member.calibration.examples for member in names["members"]] == [8] * 5
+
+
 def test_the_lines_of_the_page_on_prediction_run():
     (code,) = blocks("docs/prediction.md")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10

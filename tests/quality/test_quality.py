@@ -109,6 +109,23 @@ def test_a_generalized_pareto_distribution_is_found():
         assert abs(pareto_smoothed((1.0 + excess).log())[1] - k) < 0.15
 
 
+@pytest.mark.parametrize("rate", [1.5, 2.0, 4.0])
+def test_weights_have_the_tail_that_their_densities_give_them(rate):
+    """Exp(1) by draws of Exp(r): the weights exceed t with probability proportional to t^(-r / (r - 1)), so k is 1 - 1 / r."""
+    source, found, evidence = torch.Generator().manual_seed(1), [], []
+    for _ in range(10):
+        uniform = torch.rand(100_000, generator=source, dtype=torch.float64)
+        weights = -(rate - 1.0) / rate * torch.log1p(-uniform) - math.log(rate)
+        smoothed, k = pareto_smoothed(weights)
+        found.append(k)
+        evidence.append(float(smoothed.exp().mean()))
+    true = 1.0 - 1.0 / rate
+    error = (1.0 + true) / math.sqrt(10 * 949)  # of maximum likelihood, in tails of 949 weights
+    assert sum(found) / 10 == pytest.approx(true, abs=3 * error)
+    if true < 0.7:
+        assert sum(evidence) / 10 == pytest.approx(1.0, abs=0.01)
+
+
 def test_the_exact_posterior_has_equal_weights(known):
     found = fb.quality.pareto_k(known.exact, known.loader, samples=200)
     assert found.elbo == pytest.approx(known.evidence, abs=1e-3)

@@ -246,8 +246,8 @@ def _warn_of_memory(temperature: float) -> None:
         )
         warn(
             f"the held-out data {why}, as data that the weights were trained on do; noise that is fitted "
-            "to such data is over-confident. Give data that the weights have not seen, or train on a part of the "
-            "data and calibrate on the rest",
+            "to such data is over-confident. Give data that the weights have not seen; without any, train one network for "
+            "each fold of the data on the other folds, calibrate it on its own fold, and average their predictions",
             kind="memorised",
             temperature=temperature,
         )
