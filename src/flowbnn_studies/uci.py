@@ -13,6 +13,7 @@ from torch import Tensor
 from flowbnn.candidates import CANDIDATES, Candidate
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, nearest
+from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
 from flowbnn.methods.variational.base import cosine
 from flowbnn.models import MLP
@@ -57,6 +58,9 @@ PUBLISHED: dict[str, dict[str, tuple[float, float, float, float]]] = {
         "yacht": (-1.18, 0.21, 1.58, 0.48),
     },
 }
+# The methods that also predict the noise level from the inputs, as the published deep ensembles do
+PREDICTED = ("mc-dropout", "deep-ensemble", "node-noise-gaussian", "node-noise-planar")
+SUFFIX = "-predicted"
 LIKELIHOOD, ERROR, INTERVALS = "Log-likelihood", "RMSE", "Share inside the 90 % interval"
 METRICS = (
     *(
@@ -177,8 +181,19 @@ class Uci(MethodStudy):
         "hidden": 8,
     }
 
+    def candidates(self, settings: Settings) -> list[Candidate]:
+        """The methods of this run, some of them once more with a predicted noise level."""
+        once = super().candidates(settings)
+        more = [
+            replace(one, key=one.key + SUFFIX, label=f"{one.label}, predicted level")
+            for one in once
+            if one.key in PREDICTED
+        ]
+        return [*once, *more]
+
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
+        predicted = candidate.key.endswith(SUFFIX)
         values: dict[str, float] = {}
         for name in s.sets:
             if job.seed >= SPLITS.get(name, 20):
@@ -197,11 +212,13 @@ class Uci(MethodStudy):
                 TensorLoader(inputs[:held_out], targets[:held_out], batch_size=1024) if held_out else None
             )
             torch.manual_seed(job.seed)
-            network = MLP(inputs.shape[1], (s.hidden * (2 if name == "protein" else 1),), 1)
+            width = s.hidden * (2 if name == "protein" else 1)
+            network = MLP(inputs.shape[1], (width,), 2 if predicted else 1)
+            likelihood = Gaussian("predicted") if predicted else "auto"
             own = replace(s, epochs=epochs, lr=s.lr * (batch / s.batch) ** 0.5)
             method, more = self.prepared(replace(job, settings=own), candidate, len(loader))
             more |= {"checkpoint": None, "checkpoint_every": None, "resume": False}  # a set takes seconds
-            posterior = method.fit(network, loader, validation=validation, **more)
+            posterior = method.fit(network, loader, validation=validation, likelihood=likelihood, **more)
             numbers = predict(posterior, test[0], s.samples).evaluate(test[1])
             values[f"log_likelihood_{name}"] = -numbers["nll"]
             values[f"rmse_{name}"] = numbers["rmse"]
@@ -215,7 +232,8 @@ class Uci(MethodStudy):
             f"all: Adam from a rate of {settings.lr:g} to zero along a cosine, {settings.epochs} epochs in batches of "
             f"{settings.batch}; above 5,000 rows {settings.large_epochs} epochs in batches of {settings.large_batch}, with a rate "
             "that grows by the root of the batch. This was chosen on rows of the training splits.",
-            "The published deep ensembles predict the noise level from the inputs; all methods here learn one level for a set.",
+            "The published deep ensembles predict the noise level from the inputs, published dropout has one level for a set; so have "
+            "all methods here but the rows that say otherwise, whose networks have the level's logarithm as a second output.",
         ]
         run = self.candidates(settings)
         if any(one.method in (HMC, NUTS) for one in run):
@@ -223,13 +241,14 @@ class Uci(MethodStudy):
                 f"HMC and NUTS go through all rows in every step, and leave out sets of more than {settings.chain_rows:,}."
             )
         if others := [one.label for one in CANDIDATES if one not in run]:
-            notes.append(f"{len(run)} of {len(CANDIDATES)} methods were run; not run: {'; '.join(others)}.")
+            notes.append(f"Not run: {'; '.join(others)}.")
         notes += self.remarks(settings, parts)
         metrics = tuple(one for one in METRICS if one.label in settings.sets)
         rows = []
         for candidate in self.measured(settings, parts):
             known: dict[str, float] = {}
-            for name, (likelihood, _, error, _) in PUBLISHED.get(candidate.key, {}).items():
+            published = PUBLISHED.get(candidate.key.removesuffix(SUFFIX), {})
+            for name, (likelihood, _, error, _) in published.items():
                 known |= {f"log_likelihood_{name}": likelihood, f"rmse_{name}": error}
             rows.append(parts.row(candidate.key, candidate.label, metrics, known, candidate.method_name))
         return Findings(answer(settings, parts, self.measured(settings, parts)), metrics, rows, [], notes)
