@@ -134,18 +134,24 @@ def test_the_original_is_untouched(case):
     assert not noise_layers(network)
 
 
+COMPILED = [case for case in NETWORKS if case.compiles]
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # dynamo's own look at the hook's product, where the root is noisy
-def test_compiles_without_a_graph_break(case):
-    if not case.compiles:
-        pytest.skip(case.why)
-    network, bayesian = convert(case, NormalAffine(base_scale=1e-4))
+@pytest.mark.parametrize("cases", [COMPILED[i::4] for i in range(4)], ids=lambda cases: cases[0].name)
+def test_compiles_without_a_graph_break(cases):
+    """Several networks in one graph, since a start of the compiler takes as long as a network."""
     torch._dynamo.reset()
-    compiled, inputs = torch.compile(bayesian, fullgraph=True, backend="eager"), case.inputs()
-    expected = case.output(network(*inputs))
-    apart = (case.output(compiled(*inputs)) - expected).abs().max() / expected.abs().max()
-    assert 1e-6 < apart < 2e-3, "noise of 1e-4, on what the network computes"
+    given = [(*convert(case, NormalAffine(base_scale=1e-4)), case.inputs()) for case in cases]
+    outputs = torch.compile(
+        lambda: [bayesian(*inputs) for _, bayesian, inputs in given], fullgraph=True, backend="eager"
+    )()
+    for case, (network, _, inputs), output in zip(cases, given, outputs, strict=True):
+        expected = case.output(network(*inputs))
+        apart = (case.output(output) - expected).abs().max() / expected.abs().max()
+        assert 1e-6 < apart < 2e-3, f"noise of 1e-4, on what the network {case.name} computes"
 
 
 # --- the converted network is still what it was -------------------------------------------------------------------------
