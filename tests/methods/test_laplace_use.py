@@ -7,7 +7,9 @@ from laplace_problems import QUIET, SCALE, STRUCTURES, Branches, classes, regres
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods import LaplacePosterior, load_posterior
+from flowbnn.methods.laplace.output_hessian import output_hessian
 from flowbnn.posterior import PredictOptions
 
 
@@ -269,3 +271,37 @@ def test_a_transformer_with_padding(structure, tmp_path):
     again = load_posterior(tmp_path / "laplace", Padded()).predict(words, 8, seed=0).probabilities
     torch.testing.assert_close(again, found)
     assert network.body.use_nested_tensor, "the user's own network is left alone"
+
+
+def test_the_curvature_of_a_predicted_noise_is_its_fisher_information():
+    """Targets one standard deviation to either side have the mean and the variance that the Hessian's expectation needs."""
+    outputs = torch.tensor([[0.3, -1.0], [2.0, 0.7]], dtype=torch.float64)
+    likelihood, spread = Gaussian("predicted"), (0.5 * outputs[:, 1:]).exp()
+
+    def loss(targets):
+        return lambda flat: -likelihood.log_prob(flat.reshape(2, 2), targets).sum()
+
+    sides = [outputs[:, :1] + side * spread for side in (-1.0, 1.0)]
+    hessians = [torch.autograd.functional.hessian(loss(targets), outputs.flatten()) for targets in sides]
+    exact = output_hessian(likelihood, outputs, sides[0], "ggn", torch.Generator())
+    columns = exact.columns(0, 2)
+    fisher = torch.block_diag(*(columns.mT @ columns))
+    torch.testing.assert_close(fisher, sum(hessians) / 2)
+    gradient = output_hessian(likelihood, outputs, sides[1], "fisher", torch.Generator()).columns(0, 1)[:, 0]
+    (slope,) = torch.autograd.functional.jacobian(loss(sides[1]), (outputs.flatten(),))
+    torch.testing.assert_close(gradient.flatten(), slope)
+
+
+def test_noise_of_a_network_that_predicts_its_own_level_is_calibrated():
+    torch.manual_seed(0)
+    inputs = torch.randn(60, 3)
+    data = [(inputs, inputs[:, :1] + torch.randn(60, 1))]
+    given = {"folds": 2, "progress": False, "accelerator": "cpu"}
+    posterior = fb.calibrate(nn.Linear(3, 2), data, likelihood=Gaussian("predicted"), **given)
+    assert posterior.calibration.nll["calibrated"] < posterior.calibration.nll["plain"]
+
+    class Own(Likelihood):
+        log_prob = predictive = None
+
+    with pytest.raises(fb.FlowBNNError, match="the curvature of Own"):
+        output_hessian(Own(), inputs, inputs, "ggn", torch.Generator())

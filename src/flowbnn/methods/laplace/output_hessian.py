@@ -106,14 +106,23 @@ def output_hessian(
         if kind == "sampled":
             truth = (torch.rand(p.shape, generator=generator).to(p) < p).to(p)
         gradient = p - truth
-    else:
-        assert isinstance(likelihood, Gaussian)
+    elif isinstance(likelihood, Gaussian):
         mean, variance = likelihood.moments(outputs)
+        predicted = likelihood.noise == "predicted"  # whose Fisher information in the log-variance is 1 / 2
         if kind == "ggn":
-            return Exact(1.0 / variance)
+            parts = [1.0 / variance, torch.full_like(variance, 0.5)]
+            return Exact(torch.cat(parts, 1) if predicted else parts[0])
+        away = (mean - targets.to(mean).reshape(mean.shape)) * variance.rsqrt()
         if kind == "sampled":
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
-            gradient = noise * variance.rsqrt()
-        else:
-            gradient = (mean - targets.to(mean).reshape(mean.shape)) / variance
+            away = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
+        gradient = away * variance.rsqrt()
+        if predicted:
+            gradient = torch.cat([gradient, 0.5 * (1.0 - away.square())], 1)
+    else:
+        raise FlowBNNError(
+            f"the curvature of {likelihood!r} in the network's outputs is not known; take a Categorical, a Bernoulli or a Gaussian "
+            "likelihood",
+            kind="likelihood",
+            argument="likelihood",
+        )
     return OuterProducts(gradient)

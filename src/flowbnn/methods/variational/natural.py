@@ -314,7 +314,7 @@ class _Problem:
                     blocks[number] += (part.mT @ part).double()
                 if number and links:
                     links[number - 1] += (part.mT @ parts[number - 1]).double()
-            if outputs.is_floating_point() and targets.is_floating_point():
+            if learns_noise(self.network.likelihood):
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
         for total in (gradient, *blocks, *links):
             total /= self.times
