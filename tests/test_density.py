@@ -29,6 +29,9 @@ class Gaussian(nn.Module):
         return DiagonalNormal(self.loc if context is None else self.loc + context, self.log_scale.exp())
 
 
+POSITIVE = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), Compose(Affine(2), Exp()))
+
+
 def points(count: int = 400) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.tensor([5.0, -300.0]) + torch.tensor([0.01, 70.0]) * torch.randn(
@@ -72,6 +75,21 @@ def test_units_of_numbers_far_from_zero_and_of_a_constant() -> None:
     density = fb.fit_density(flow, data, validation=0, batch_size=200, **ONE)
     truth = torch.cat([data[:, :1].std(0, correction=0), torch.ones(1)])
     torch.testing.assert_close(density.scale, truth, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "rows"])
+def test_data_in_double_precision_are_scaled_before_they_are_rounded(kind: str) -> None:
+    noise = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = 1e9 + 1e-3 * noise  # float32 tells apart numbers of this size that are 64 apart
+    given = {"tensor": data, "array": data.numpy(), "rows": data.tolist()}[kind]
+    density = fb.fit_density(Gaussian(), given, **ONE, validation=0)
+    near = data - 1e9  # exactly
+    loc, scale = near.mean(0), near.std(0, correction=0)
+    torch.testing.assert_close(density.scale, scale, rtol=1e-6, atol=0.0)
+    scaled = ((near - loc) / scale).float()
+    expected = density.flow().log_prob(scaled) - scale.log().sum()
+    torch.testing.assert_close(density.log_prob(data), expected, rtol=0, atol=1e-3, check_dtype=False)
+    assert (density.sample(50, seed=0) - 1e9).abs().max() < 0.02
 
 
 def test_validation_data_come_with_their_context() -> None:
@@ -216,6 +234,9 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: Density(Gaussian(), torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(5, 1)), "shape"),
         (lambda: fb.fit_target(Gaussian(), lambda x: x, progress=False), "one number for each point"),
         (lambda: Density(Gaussian()).novelty(points(), rate=2), "rate"),
+        (lambda: fb.fit_density(fb.flows.RealNVP(2), list(points())), r"no axis of examples .*torch.stack"),
+        (lambda: fb.fit_density(fb.flows.RealNVP(2), [(points()[0], 1)]), "no axis of examples"),
+        (lambda: fb.fit_density(POSITIVE, points(), **FEW), "part 1 of the flow: the inverse of Exp"),
     ],
 )
 def test_bad_input_ends_in_one_line(call, words) -> None:

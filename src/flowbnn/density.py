@@ -15,9 +15,11 @@ of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is 
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,7 +93,8 @@ class Density(nn.Module):
 
     Args:
         flow: a module that, called with a context or None, gives the distribution :math:`p_f`.
-        loc, scale: :math:`\mu` and :math:`\sigma`, one for each number of an example; None where the flow has the data's units.
+        loc, scale: :math:`\mu` and :math:`\sigma`, one for each number of an example, in double precision where the data are, so that
+            numbers far from zero keep their digits; None where the flow has the data's units.
         history: the record of its training.
     """
 
@@ -121,16 +124,16 @@ class Density(nn.Module):
         return log_prob if self.scale is None else log_prob - self.scale.log().sum()
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Examples in the units of the flow."""
+        """Examples in the units and the precision of the flow."""
         if self.loc is None or self.scale is None:
-            return x
+            return move(x, x.device, dtype_of(self.flow))
         if x.shape[x.ndim - self.loc.ndim :] != self.loc.shape:  # which would broadcast
             raise FlowBNNError(
                 f"the density is one of examples of shape {tuple(self.loc.shape)}, not of {tuple(x.shape[1:])}",
                 kind="shape",
                 argument="x",
             )
-        return (x - self.loc) / self.scale
+        return ((x - self.loc) / self.scale).to(dtype_of(self.flow))
 
     @checked
     def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
@@ -226,8 +229,8 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
         flow: a module that, called with a context or None, gives a distribution, such as ``fb.flows.NSF(2)``. It may have a
             ``training_loss(x, context, clock)`` of its own; with an attribute ``capturable`` that is True its steps on a GPU are
             recorded, as :func:`flowbnn.training.train` says, after ``check(x)``, where it has that, on the batches of the first epoch.
-        data: a tensor or an array with the examples on its first axis; or a loader, whose batches are examples, or tuples that begin
-            with them and, for a conditional flow, go on with the context.
+        data: a tensor, an array or a list of rows of numbers, with the examples on its first axis; or a loader, whose batches are
+            examples, or tuples that begin with them and, for a conditional flow, go on with the context.
         given: as in :class:`DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = DensityOptions(**given)
@@ -275,16 +278,19 @@ class _Objective(nn.Module):
         self.capturable = objective == "likelihood" and bool(getattr(density.flow, "capturable", False))
 
     def check_batch(self, batch: Any) -> None:
-        """Where steps are recorded, the model's own look at the batches of the first epoch."""
-        check = getattr(self.density.flow, "check", None)
-        if check is not None:
-            check(_pair(batch, self.density.flow)[0])
+        """Look at the batches of the first epoch: what the model cannot give is refused."""
+        x, context = _pair(batch, self.density.flow)
+        model = self.density.flow if hasattr(self.density.flow, "check") else self.density.flow(context)
+        if hasattr(model, "check"):
+            model.check(self.density.scaled(x))
 
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
+        if clock.epoch == 0 and not clock.recording:
+            self.check_batch(batch)
         x, context = _pair(batch, self.density.flow)
         own = getattr(self.density.flow, "training_loss", None)
         if own is not None:
-            return own(x, context, clock)
+            return own(self.density.scaled(x), context, clock)
         if self.objective == "flow-matching":
             made = self.density.flow(context)
             return flow_matching_loss(made.transform, made.base, self.density.scaled(x), context), {}
@@ -293,7 +299,12 @@ class _Objective(nn.Module):
 
 
 def _in_memory(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray | tuple)
+    """Whether it is no loader: a list of numbers, or of rows of them, is none, a list of batches is one."""
+    first = data[0] if isinstance(data, list) and data else None
+    while isinstance(first, list | tuple) and first and not isinstance(first[0], np.ndarray):
+        first = first[0]
+    rows = isinstance(first, Real) or (isinstance(data, list) and isinstance(first, np.ndarray))
+    return rows or isinstance(data, Tensor | np.ndarray | tuple)
 
 
 def _loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
@@ -302,8 +313,17 @@ def _loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
         raise FlowBNNError(
             f"a context is given, but {type(flow).__name__} has no context_dim", argument="context"
         )
-    tensors = data if isinstance(data, tuple) else (data,)
+    tensors = [_exact(one) for one in (data if isinstance(data, tuple) else (data,))]
     return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=ROWS)
+
+
+def _exact(data: Any) -> Any:
+    """Arrays and lists in double precision, as they are; a loader would round them."""
+    with suppress(TypeError, ValueError):
+        array = None if isinstance(data, Tensor) else np.asarray(data)
+        if array is not None and array.dtype == np.float64:
+            return torch.from_numpy(array)
+    return data
 
 
 def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -318,8 +338,8 @@ def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Examples and context of a batch, as the flow takes them; labels are left out where it takes no context."""
     parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     count = 2 if getattr(flow, "context_dim", 0) else 1
-    x, *context = move(parts[:count], device_of(flow), dtype_of(flow))
-    return x, context[0] if context else None
+    x, *context = move(parts[:count], device_of(flow))
+    return x, move(context[0], x.device, dtype_of(flow)) if context else None
 
 
 def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]:
@@ -359,9 +379,16 @@ def _units(
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
     first, context = _pair(next(iter(loader)), flow)
+    made = flow(context)
+    if first.ndim <= len(getattr(made, "event_shape", ())):
+        raise FlowBNNError(
+            f"a batch of shape {tuple(first.shape)} has no axis of examples before their shape {tuple(made.event_shape)}; "
+            "of a list of rows make one tensor with torch.stack(rows)",
+            kind="shape",
+            argument="data",
+        )
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
-        made = flow(context)
         periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units
         standardize = standardize and is_everywhere(made) and not periodic
     if not standardize:
@@ -374,8 +401,9 @@ def _units(
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
     loc = origin + total / count
     scale = (square / count - (total / count).square()).clamp_min(0.0).sqrt()
-    scale = torch.where(scale > 1e-12 * (1.0 + loc.abs()), scale, 1.0)
-    return loc.to(device_of(flow), dtype_of(flow)), scale.to(device_of(flow), dtype_of(flow))
+    scale = torch.where(scale > 1e-15 * (1.0 + loc.abs()), scale, 1.0)
+    exact = torch.float64 if first.dtype == torch.float64 else dtype_of(flow)
+    return loc.to(device_of(flow), exact), scale.to(device_of(flow), exact)
 
 
 def _validate(density: Density, held_out: Any) -> dict[str, float]:

@@ -15,6 +15,14 @@ def sum_rightmost(value: Tensor, dims: int) -> Tensor:
     return value if dims == 0 else value.flatten(-dims).sum(-1) if dims > 1 else value.sum(-1)
 
 
+def readable(value: Tensor) -> bool:
+    """Whether a decision may depend on the numbers: not in a graph that is compiled or recorded, nor under ``torch.func``."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def soft_clamp(value: Tensor, bound: float) -> Tensor:
     r"""Squash smoothly into :math:`(-b, b)` by :math:`b \tanh(x / b)`: slope one at zero, never past the bound.
 

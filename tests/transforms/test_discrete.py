@@ -9,7 +9,19 @@ from torch import Tensor
 import flowbnn as fb
 from flowbnn.distributions import DiscretizedLogistic
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms import Integers, IntegerShiftMap, LogisticMixtureMap, ModularMap, OneHot
+from flowbnn.transforms import (
+    Affine,
+    Argmax,
+    ChannelsFirst,
+    Compose,
+    Dequantization,
+    Integers,
+    IntegerShiftMap,
+    Inverse,
+    LogisticMixtureMap,
+    ModularMap,
+    OneHot,
+)
 
 COVERED = (Integers, OneHot)
 
@@ -46,6 +58,39 @@ def test_probabilities_of_categories_sum_to_one_and_the_inverse_is_exact(kind: s
     drawn = flow(context).sample((20_000,))
     shares = torch.bincount((drawn * torch.tensor([16, 4, 1])).sum(-1), minlength=64) / 20_000
     assert ((shares - probabilities).abs() < 5 * (probabilities / 20_000).sqrt() + 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Integers().inverse(torch.tensor([2**24 + 1])), "to 16777216, not 16777217; .*double"),
+        (lambda: fb.flows.IDF(2)().log_prob(torch.tensor([[3, -(2**25)]])), "part 4 of the flow: Integers"),
+        (lambda: Dequantization().inverse(torch.tensor([2**18])), "Dequantization .*double"),
+        (lambda: Dequantization(4).inverse(torch.tensor([0, 4])), "numbers from 0 to 3, not 4"),
+        (lambda: OneHot(2, 3).inverse(torch.tensor([0, 3])), "OneHot takes numbers from 0 to 2, not 3"),
+        (lambda: Argmax(2, 3).inverse(torch.tensor([0, -1])), "Argmax takes numbers from 0 to 2, not -1"),
+    ],
+)
+def test_integers_that_no_code_or_no_float_holds_are_refused(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words):
+        call()
+
+
+def test_integers_pass_exactly_as_far_as_the_precision_goes() -> None:
+    for door, far in ((Integers(), 2**24), (Integers().double(), 2**53), (Dequantization(), 2**17)):
+        x = torch.tensor([-far, 1 - far, far - 1, far])
+        assert torch.equal(door(door.inverse(x)[0])[0], x)
+    pixels = torch.tensor([0, 255], dtype=torch.uint8)
+    assert torch.equal(Integers().inverse(pixels)[0], torch.tensor([0.0, 255.0]))
+
+
+def test_which_side_has_integers_is_declared() -> None:
+    turned = Inverse(Integers())
+    assert (turned.discrete, turned.takes_integers) == (False, True)
+    assert Inverse(turned).discrete
+    assert Compose(Integers(), ChannelsFirst()).discrete
+    assert not Compose(Integers(), Inverse(Integers())).discrete
+    assert Compose(Inverse(Dequantization()), Affine(1)).takes_integers
 
 
 def test_a_modular_map_is_its_arithmetic() -> None:

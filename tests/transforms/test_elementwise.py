@@ -5,8 +5,11 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from torch.distributions import Independent, Normal
 
+from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
+from flowbnn.transforms import Affine, Compose
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 
@@ -66,7 +69,7 @@ def test_value_and_log_det_are_right_to_rounding(transform: Transform, truth, dt
 def test_nothing_on_the_border_is_infinite(transform: Transform, dtype: torch.dtype) -> None:
     far = torch.tensor([-1e30, -1000.0, 1000.0, 1e30], dtype=dtype, requires_grad=True)
     value, log_det = transform(far)
-    border = torch.tensor([-1.0, 0.0, 1.0], dtype=dtype)
+    border = torch.tensor([0.0, 1.0], dtype=dtype)
     x = torch.cat([border, value.detach()]).requires_grad_()
     z, log_det_back = transform.inverse(x)
     for result in (value, log_det, z, log_det_back):
@@ -89,6 +92,37 @@ def test_logit_is_finite_on_its_border_and_undoes_sigmoid(dtype: torch.dtype) ->
     again, log_det_back = Sigmoid()(x)
     torch.testing.assert_close(again, z)
     torch.testing.assert_close(log_det_back, -log_det)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Logit()(torch.tensor([0.5, 1.5])), r"^Logit .* takes numbers from 0.* to 1.*, not 1.5"),
+        (lambda: Sigmoid().inverse(torch.tensor([-0.25])), "Logit .* not -0.25"),
+        (lambda: Exp().inverse(torch.tensor([-2.0])), "the inverse of Exp takes numbers of at least 0"),
+        (lambda: Tanh().inverse(torch.tensor([[1.0, -1.01]])), "the inverse of Tanh takes .* not -1.01"),
+        (
+            lambda: Compose(Affine(1), Softplus()).inverse(torch.tensor([-1.0])),
+            "^part 1 of the flow: the inverse",
+        ),
+    ],
+)
+def test_numbers_outside_the_range_are_refused_with_the_place_in_the_chain(call, words: str) -> None:
+    with pytest.raises(FlowBNNError, match=words) as caught:
+        call()
+    assert caught.value.fields["kind"] == "range"
+
+
+def test_a_flow_has_no_density_outside_its_range_and_says_why_it_cannot_be_fitted() -> None:
+    flow = Flow(Independent(Normal(torch.zeros(2), 1.0), 1), Compose(Affine(2), Sigmoid()))
+    x = torch.tensor([[0.5, 0.5], [0.5, 1.5], [-0.1, 0.5]])
+    log_prob = flow.log_prob(x)
+    assert log_prob.isinf().tolist() == [False, True, True]
+    log_prob[0].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in flow.transform.parameters())
+    flow.check(x[:1])
+    with pytest.raises(FlowBNNError, match="part 1 of the flow: Logit .* not 1.5"):
+        flow.check(x)
 
 
 def test_logit_of_a_uniform_base_integrates_to_one() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
-from flowbnn.transforms import Amortized, LULinear
+from flowbnn.transforms import Amortized, LULinear, Residual
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 
@@ -124,10 +124,18 @@ def test_flow_priors_and_contexts() -> None:
     assert trained.sample(4, labels[:4]).shape == (4, 1, 4, 4)
 
 
+def test_an_iteration_of_an_amortized_transform_is_declared() -> None:
+    amortized = Amortized(Residual(2, hidden=(4,)), 3)
+    assert (amortized.solver, amortized.cheap) == ("inverse", "forward")
+
+
 def test_a_plain_autoencoder_reconstructs() -> None:
     torch.manual_seed(0)
     data = torch.randn(64, 2) @ torch.randn(2, 6)  # of rank two: two numbers are enough
     model = fb.vae.Autoencoder((6,), 2, hidden=(16,), decoder="gaussian")
+    assert not model.lower_bound  # of no density
+    assert fb.vae.VAE((6,), 2, hidden=(16,)).lower_bound
+    assert fb.fit_density(model, data, **FEW).loc is None  # its decoder knows the units
     options = FEW | {"epochs": 150, "lr": 0.02, "batch_size": 64, "validation": 0}
     trained = fb.vae.fit_autoencoder(model, data, **options)
     assert (trained.reconstruct(data) - data).square().mean() < 0.1 * data.var()

@@ -183,6 +183,19 @@ class Flow(Distribution):
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
 
+    @torch.no_grad()
+    def check(self, value: Tensor) -> None:
+        """Refuse values where the density is zero, in a line that names the part of the flow that does not reach them."""
+        if not covers_everything(self.base, self.transform) and bool(
+            (outside := self._pull_back(value)[2]).any()
+        ):
+            self.transform.inverse(self._fitted(value), self.context)
+            raise FlowBNNError(
+                f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's base, "
+                f"{type(self.base).__name__}",
+                kind="range",
+            )
+
     def _fitted(self, value: Tensor) -> Tensor:
         """The value with the batch axes that the context needs."""
         if self.context is None:

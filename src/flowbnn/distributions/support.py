@@ -7,23 +7,13 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from flowbnn.distributions.torch_transform import TorchTransform
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse, run_part
-from flowbnn.transforms.discrete import Argmax, OneHot
-from flowbnn.transforms.elementwise import Exp, LeakyReLU, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.permutation import Permutation
-from flowbnn.transforms.surjective import Dequantization
 
 Step = tuple[Transform, bool]  # a transform, and whether it runs backwards
 
 _REAL = constraints.real
-_MAPS: list[tuple[Any, Constraint, Constraint]] = [
-    ((Exp, Softplus), _REAL, constraints.positive),
-    (Sigmoid, _REAL, constraints.unit_interval),
-    (Tanh, _REAL, constraints.interval(-1.0, 1.0)),
-    (LeakyReLU, _REAL, _REAL),
-]
 
 
 def _steps(transform: Transform, backwards: bool = False) -> list[Step]:
@@ -46,15 +36,10 @@ def _of_numbers(constraint: Any) -> Any:
 def _ends(step: Step) -> tuple[Any, Any] | None:
     """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
     part, backwards = step
-    ends: tuple[Any, Any] | None = None
-    if isinstance(part, TorchTransform | Dequantization | Argmax | OneHot):
-        domain, codomain = map(_of_numbers, part.ends() or (None, None))
-        if domain is not None and domain.event_dim == codomain.event_dim == 0:
-            ends = domain, codomain
-    for kinds, domain, codomain in _MAPS:
-        if isinstance(part, kinds):
-            ends = domain, codomain
-    return (ends[1], ends[0]) if ends is not None and backwards else ends
+    domain, codomain = map(_of_numbers, part.ends() or (None, None))
+    if domain is None or domain.event_dim or codomain.event_dim:
+        return None
+    return (codomain, domain) if backwards else (domain, codomain)
 
 
 def _is_real(constraint: Any) -> bool:
@@ -92,16 +77,22 @@ def inner_point(base: Any, like: Tensor) -> Tensor:
     >>> inner_point(torch.distributions.Uniform(2.0, 4.0), torch.zeros(2))
     tensor([3., 3.])
     """
+    return _point_of(_of_numbers(_base_support(base)), like)
+
+
+def _point_of(constraint: Any, like: Tensor) -> Tensor:
+    if not like.is_floating_point():
+        return torch.full_like(like, constraint.lower_bound)
     try:
-        return transform_to(_of_numbers(_base_support(base)))(torch.zeros_like(like))
-    except NotImplementedError:  # a constraint that torch cannot reach: leave it to the base
+        return transform_to(constraint)(torch.zeros_like(like))
+    except NotImplementedError:  # a constraint that torch cannot reach: leave it to the others
         return like
 
 
 def image(base: Any, transform: Transform) -> Constraint | None:
     """What the pushed distribution's numbers satisfy, or None where no simple constraint says it.
 
-    >>> from flowbnn.transforms import Logit
+    >>> from flowbnn.transforms import Exp, Logit, Sigmoid
     >>> image(torch.distributions.Normal(0.0, 1.0), Compose(Sigmoid(), Logit(), Exp()))
     GreaterThan(lower_bound=0.0)
     """
@@ -131,7 +122,7 @@ def pull_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The preimage, the log-det of the inverse, and whether there is no preimage; the latter two without event axes.
 
-    The elementwise inverses move what lies outside their range onto its border, so each range is checked on the way.
+    Each range is checked on the way, and what lies outside goes on from a point inside.
     """
     outside = _any_rightmost(value.isinf(), event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
@@ -140,7 +131,9 @@ def pull_back(
         part, backwards = steps[place]
         ends = _ends(steps[place])
         if ends is not None and not _is_real(ends[1]):
-            outside = outside | _any_rightmost(~ends[1].check(value) & ~value.isnan(), axes)
+            wrong = ~ends[1].check(value) & ~value.isnan()
+            outside = outside | _any_rightmost(wrong, axes)
+            value = torch.where(wrong, _point_of(ends[1], value), value)
         after, before = (part.event_dim, part.sample_dim) if backwards else (part.sample_dim, part.event_dim)
         value, change = run_part(part, value, context, not backwards, axes - after, place)
         log_det, axes = log_det + change, axes - after + before

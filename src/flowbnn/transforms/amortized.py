@@ -36,8 +36,8 @@ class Amortized(Transform):
         super().__init__()
         self.transform = transform
         self.context_dim = context_dim
-        self.event_dim, self.inverse_kind = transform.event_dim, transform.inverse_kind
-        self.linearity, self.cheap = transform.linearity, transform.cheap
+        for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
+            setattr(self, declared, getattr(transform, declared))
         self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         if transform.event_dim != 1 or transform.stochastic or not sum(sizes):

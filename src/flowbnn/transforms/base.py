@@ -29,6 +29,7 @@ What a transform cannot do it declares in class attributes; nothing is caught an
 ``linearity``        ``"diagonal"``, ``"affine"`` or ``"none"``: what a closed-form KL may assume of the map
 ``draws``            ``"none"``, or which direction draws random numbers: ``"forward"``, ``"inverse"`` or ``"both"``
 ``discrete``         whether samples are integers, so that no gradient passes through them and p(x) is a probability
+``takes_integers``   the same of the base's side
 ``sample_dim``       how many trailing axes an event has on the side of the sample, if not ``event_dim``
 ``cheap``            ``"both"``, ``"forward"``, ``"inverse"`` or ``"none"``: the directions that cost one pass; another costs
                      a pass for every entry, or a solver
@@ -47,7 +48,8 @@ Where only ``forward`` draws, :math:`\log p(z) + V` is :math:`\log p(x)` itself.
 of a lower bound on it (Jensen), and the transform says so: :attr:`Transform.lower_bound` is true. At the flow's own draws, the same
 expression is a bound from above, which makes a Monte Carlo KL to a prior an upper bound. Draws come from torch's global generator.
 
-A map that changes the shape of its events defines :meth:`Transform.forward_shape` and :meth:`Transform.inverse_shape`.
+A map between vectors of two lengths says them in :attr:`Transform.lengths`; one that changes the shape of its events otherwise defines
+:meth:`Transform.forward_shape` and :meth:`Transform.inverse_shape`.
 """
 
 import warnings
@@ -58,6 +60,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.numerics import readable
+from flowbnn.options import Interval
 
 
 class Transform(nn.Module):
@@ -71,6 +75,8 @@ class Transform(nn.Module):
     log_det_kind: Literal["exact", "estimate"] = "exact"
     draws: Literal["none", "forward", "inverse", "both"] = "none"
     discrete: bool = False
+    takes_integers: bool = False
+    lengths: tuple[int, int] | None = None
 
     @property
     def sample_dim(self) -> int:
@@ -87,13 +93,17 @@ class Transform(nn.Module):
         """Whether log-densities are one-sample estimates of a lower bound."""
         return self.draws in ("inverse", "both")
 
+    def ends(self) -> tuple[Any, Any] | None:
+        """What each number is before and after, as torch's constraints; None: a real number both times."""
+        return None
+
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         """The shape of ``forward(z)`` for a ``z`` of this shape, whose last ``event_dim`` axes are one event."""
-        return torch.Size(shape)
+        return torch.Size(shape if self.lengths is None else (*shape[:-1], self.lengths[1]))
 
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
         """The shape of ``inverse(x)`` for an ``x`` of this shape."""
-        return torch.Size(shape)
+        return torch.Size(shape if self.lengths is None else (*shape[:-1], self.lengths[0]))
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Sample to base: ``(f^{-1}(x), log|det df^{-1}/dx|)``."""
@@ -132,6 +142,16 @@ def check_integers(value: Any, owner: object) -> None:
     if value.is_floating_point():
         text = f"takes a tensor of integers, not of {value.dtype}; floats that hold integers are cast with .long()"
         raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
+
+
+def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
+    """Refuse numbers outside an interval, where they can be looked at; the ends belong to it."""
+    if readable(value):
+        wrong = (value < low) | (value > high)
+        if bool(wrong.any()):
+            worst = value[wrong][0].item()
+            text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
+            raise FlowBNNError(text, kind="range", value=worst)
 
 
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:

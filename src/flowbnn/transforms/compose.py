@@ -1,7 +1,7 @@
 """Transforms made of transforms."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,12 @@ class Compose(Transform):
         self.linearity = min(kinds, key=("none", "affine", "diagonal").index, default="diagonal")
         inverses = [part.inverse_kind for part in parts]
         self.inverse_kind = min(inverses, key=("none", "numerical", "exact").index, default="exact")
-        drawn = {part.draws for part in parts} - {"none"}
-        self.draws = "both" if len(drawn) > 1 else min(drawn, default="none")
-        self.discrete = any(part.discrete for part in parts)
-        solved = {part.solver for part in parts} - {"none"}
-        self.solver = "both" if len(solved) > 1 else min(solved, default="none")
+        self.draws = _joined({part.draws for part in parts})
+        self.solver = _joined({part.solver for part in parts})
+        for part in parts:  # the last that says so
+            self.discrete = part.discrete or (self.discrete and not part.takes_integers)
+        for part in reversed(parts):
+            self.takes_integers = part.takes_integers or (self.takes_integers and not part.discrete)
         estimates = [part.log_det_kind for part in parts]
         self.log_det_kind = min(estimates, key=("estimate", "exact").index, default="exact")
         slow = {part.cheap for part in parts} - {"both"}
@@ -110,12 +111,18 @@ class Compose(Transform):
         return self.parts[index]  # type: ignore[return-value]
 
 
-_TURNED: dict[str, Literal["none", "forward", "inverse", "both"]] = {
+Directions = Literal["none", "forward", "inverse", "both"]
+_TURNED: dict[str, Directions] = {
     "none": "none",
     "forward": "inverse",
     "inverse": "forward",
     "both": "both",
 }
+
+
+def _joined(kinds: set[Directions]) -> Directions:
+    kinds = kinds - {"none"}
+    return "both" if len(kinds) > 1 else min(kinds, default="none")
 
 
 class Inverse(Transform):
@@ -141,6 +148,11 @@ class Inverse(Transform):
         self.cheap = _TURNED[part.cheap]
         self.solver = _TURNED[part.solver]
         self.log_det_kind = part.log_det_kind
+        self.discrete, self.takes_integers = part.takes_integers, part.discrete
+
+    def ends(self) -> tuple[Any, Any] | None:
+        ends = self.part.ends()
+        return None if ends is None else ends[::-1]
 
     @property
     def sample_dim(self) -> int:

@@ -14,12 +14,34 @@ from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.mlp import MLP, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
-from flowbnn.transforms.base import Transform, check_integers, check_tensor, check_vectors
-from flowbnn.transforms.surjective import Several, drawn, known, summed
+from flowbnn.transforms.base import check_tensor, check_vectors
+from flowbnn.transforms.surjective import Several, ToIntegers, drawn, known, summed
 from flowbnn.transforms.univariate import Univariate
 
 
-class Argmax(Transform):
+class _Categories(ToIntegers):
+    """Vectors of ``dim`` categories from ``categories`` numbers for each, one after the other."""
+
+    def __init__(self, dim: int, categories: int) -> None:
+        super().__init__()
+        self.dim, self.categories, self.lengths = dim, categories, (dim * categories, dim)
+
+    def ends(self) -> tuple[Any, Any]:
+        return constraints.real, constraints.integer_interval(0, self.categories - 1)
+
+    def scores(self, z: Tensor) -> Tensor:
+        """The numbers of each variable on an axis of their own."""
+        check_vectors(z, self.dim * self.categories, self)
+        return z.unflatten(-1, (self.dim, self.categories))
+
+    def chosen(self, x: Tensor) -> Tensor:
+        """Whether each category is the one of ``x``, on a new last axis."""
+        self.check_integers(x, 0, self.categories - 1)
+        check_length(x, self.dim, self)
+        return one_hot(x, self.categories)
+
+
+class Argmax(_Categories):
     r"""Categories from scores, :math:`x_d = \arg\max_k z_{dk}`; backwards, scores with that maximum are drawn (Hoogeboom et al. 2021).
 
     Vectors of ``dim`` categories come from vectors of ``dim * categories`` real numbers, which any continuous flow can model:
@@ -40,8 +62,6 @@ class Argmax(Transform):
     """
 
     draws = "inverse"
-    discrete = True
-    _zero: Tensor
 
     @checked
     def __init__(
@@ -52,19 +72,13 @@ class Argmax(Transform):
         hidden: Sequence[Count] = (64, 64),
         context_dim: Length = 0,
     ) -> None:
-        super().__init__()
-        self.dim, self.categories, self.context_dim = dim, categories, context_dim
+        super().__init__(dim, categories)
+        self.context_dim = context_dim
         size = dim * categories
         self.noise = noise or ConditionalNormal(MLP(size + context_dim, 2 * size, hidden))
-        self.register_buffer("_zero", torch.zeros(()), persistent=False)
-
-    def ends(self) -> tuple[Any, Any]:
-        """Domain and range as torch's constraints."""
-        return constraints.real, constraints.integer_interval(0, self.categories - 1)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim * self.categories, self)
-        scores = z.unflatten(-1, (self.dim, self.categories))
+        scores = self.scores(z)
         x = scores.argmax(-1)
         top = scores.amax(-1, keepdim=True)
         chosen = one_hot(x, self.categories)
@@ -76,9 +90,7 @@ class Argmax(Transform):
         return x, summed(log_prob, z.shape[:-1]) - self._log_det(below, chosen)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_integers(x, self)
-        check_length(x, self.dim, self)
-        chosen = one_hot(x, self.categories)
+        chosen = self.chosen(x)
         u, log_prob = drawn(self._given(chosen.to(self._zero.dtype), context), x.shape[:-1])
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
@@ -92,12 +104,6 @@ class Argmax(Transform):
 
     def _given(self, codes: Tensor, context: Tensor | None) -> Any:
         return self.noise(known(codes.flatten(-2), context, self.context_dim))
-
-    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim))
-
-    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim * self.categories))
 
 
 def one_hot(index: Tensor, categories: int) -> Tensor:
@@ -114,32 +120,29 @@ def check_length(value: Tensor, dim: int, owner: object) -> None:
         )
 
 
-class Integers(Transform):
+class Integers(ToIntegers):
     """The door of a flow of integers: inside they are held in floats, which gradients pass, outside they have an integer type.
+
+    Integers that a float does not hold exactly, above 16777216 in single precision, are refused.
 
     >>> Integers().inverse(torch.tensor([3, 1]))[0], Integers()(torch.tensor([3.0, 1.0]))[0]
     (tensor([3., 1.]), tensor([3, 1]))
     """
 
     event_dim = 0
-    discrete = True
-    _zero: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("_zero", torch.zeros(()), persistent=False)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
         return z.round().long(), torch.zeros_like(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_integers(x, self)
+        far = self.exact(bits=0)
+        self.check_integers(x, -far, far, "; bring the flow to .double()")
         z = x.to(self._zero.dtype)
         return z, torch.zeros_like(z)
 
 
-class OneHot(Transform):
+class OneHot(_Categories):
     """The door of a flow of categories: inside they are one-hot codes of floats, one after the other, outside integers.
 
     Args:
@@ -149,33 +152,15 @@ class OneHot(Transform):
     tensor([0., 0., 1., 1., 0., 0.])
     """
 
-    discrete = True
-    _zero: Tensor
-
     @checked
     def __init__(self, dim: Count, categories: Several) -> None:
-        super().__init__()
-        self.dim, self.categories = dim, categories
-        self.register_buffer("_zero", torch.zeros(()), persistent=False)
-
-    def ends(self) -> tuple[Any, Any]:
-        """Domain and range as torch's constraints."""
-        return constraints.real, constraints.integer_interval(0, self.categories - 1)
+        super().__init__(dim, categories)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim * self.categories, self)
-        return z.unflatten(-1, (self.dim, self.categories)).argmax(-1), z.new_zeros(z.shape[:-1])
+        return self.scores(z).argmax(-1), z.new_zeros(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_integers(x, self)
-        check_length(x, self.dim, self)
-        return one_hot(x, self.categories).to(self._zero.dtype).flatten(-2), self._zero.expand(x.shape[:-1])
-
-    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim))
-
-    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim * self.categories))
+        return self.chosen(x).to(self._zero.dtype).flatten(-2), self._zero.expand(x.shape[:-1])
 
 
 @options

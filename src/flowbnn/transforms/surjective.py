@@ -19,7 +19,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.mlp import MLP, Length, with_context
 from flowbnn.options import Count, Ge, checked
-from flowbnn.transforms.base import Transform, check_integers, check_tensor, check_vectors
+from flowbnn.transforms.base import Transform, check_integers, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
 
 Several = Annotated[int, Ge(2)]
@@ -81,6 +81,7 @@ class Augment(Transform):
     ) -> None:
         super().__init__()
         self.kept, self.added, self.context_dim = kept, added, context_dim
+        self.lengths = kept, kept + added
         self.noise = noise or ConditionalNormal(MLP(kept + context_dim, 2 * added, hidden))
         self.event_dim = _event_dim(noise)
 
@@ -97,12 +98,6 @@ class Augment(Transform):
         z, e = x[..., : self.kept], x[..., self.kept :]
         log_prob = self.noise(known(z, context, self.context_dim, self.event_dim)).log_prob(e)
         return z, summed(log_prob, x.shape[: x.ndim - self.event_dim])
-
-    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.kept + self.added))
-
-    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.kept))
 
 
 class Slice(Inverse):
@@ -199,7 +194,7 @@ class MaxPool(Transform):
     @checked
     def __init__(self, dim: Count, size: Several = 4) -> None:
         super().__init__()
-        self.dim, self.size = dim, size
+        self.dim, self.size, self.lengths = dim, size, (dim * size, dim)
         self.log_rate = nn.Parameter(torch.zeros(dim))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -223,14 +218,28 @@ class MaxPool(Transform):
         each = (self.size - 1) * self.log_rate - self.log_rate.exp() * gaps - math.log(self.size)
         return each.sum(-1)
 
-    def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim))
 
-    def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return torch.Size((*shape[:-1], self.dim * self.size))
+class ToIntegers(Transform):
+    """A map from real numbers to integers, which computes in the precision that the module was brought to."""
+
+    discrete = True
+    _zero: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_zero", torch.zeros(()), persistent=False)
+
+    def check_integers(self, x: Tensor, low: float, high: float, hint: str = "") -> None:
+        """Refuse what is no tensor of integers between these."""
+        check_integers(x, self)
+        check_range(x.long(), low, high, type(self).__name__, hint)
+
+    def exact(self, bits: int) -> int:
+        """The largest integer that leaves so many bits of the precision unused."""
+        return int(2.0 / torch.finfo(self._zero.dtype).eps) >> bits
 
 
-class Dequantization(Transform):
+class Dequantization(ToIntegers):
     r"""Rounding, :math:`x = \lfloor L z \rfloor`; backwards integers are dequantized, :math:`z = (x + u) / L`.
 
     The noise is :math:`u \sim q(u \mid x)`. It ends a continuous flow whose data are integers, and
@@ -252,8 +261,6 @@ class Dequantization(Transform):
     """
 
     draws = "inverse"
-    discrete = True
-    _zero: Tensor
 
     @checked
     def __init__(
@@ -262,10 +269,8 @@ class Dequantization(Transform):
         super().__init__()
         self.levels, self.noise, self.context_dim = levels, noise, context_dim
         self.event_dim = 0 if noise is None else _event_dim(noise)
-        self.register_buffer("_zero", torch.zeros(()), persistent=False)  # it has the dtype of the flow
 
     def ends(self) -> tuple[Any, Any] | None:
-        """Domain and range as torch's constraints."""
         if self.levels is None:
             return None
         return constraints.unit_interval, constraints.integer_interval(0, self.levels - 1)
@@ -284,7 +289,9 @@ class Dequantization(Transform):
         return x.long(), log_density
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_integers(x, self)
+        far = self.exact(bits=7)  # which leaves room for the noise
+        low, high = (-far, far) if self.levels is None else (0, min(self.levels - 1, far))
+        self.check_integers(x, low, high, "" if high < far else "; bring the flow to .double()")
         x = x.to(self._zero.dtype)
         log_density = torch.full_like(x, math.log(self.levels or 1))
         if self.noise is None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from flowbnn.batches import device_of, evaluating
 from flowbnn.density import fit_density
@@ -62,7 +63,7 @@ class Autoencoder(nn.Module):
     (torch.Size([3, 1, 8, 8]), torch.Size([3, 2]))
     """
 
-    lower_bound = True
+    lower_bound = False  # what it gives bounds no density
     heads = 1  # numbers that the encoder gives for each entry of the code
     history: History
 
@@ -131,8 +132,6 @@ class Autoencoder(nn.Module):
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What :func:`fit_autoencoder` minimises, and what is recorded."""
-        if clock.epoch == 0 and not clock.recording:
-            self.check(x)
         value = self.log_prob(x, context).mean()
         return -value, {"reconstruction": value.detach()}
 
@@ -192,6 +191,7 @@ class VAE(Autoencoder):
     torch.Size([3])
     """
 
+    lower_bound = True
     heads = 2
 
     @checked
@@ -277,8 +277,6 @@ class VAE(Autoencoder):
     def training_loss(
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if clock.epoch == 0 and not clock.recording:
-            self.check(x)
         likelihood, kl = (term.mean() for term in self.terms(x, context))
         weight: float | Tensor = self.beta
         if self.warmup:  # by a tensor where the step is recorded
@@ -341,6 +339,7 @@ class VAE(Autoencoder):
 class Generator:
     """An autoencoder with its context, as a distribution of examples."""
 
+    support = constraints.dependent  # as the decoder has it
     model: Autoencoder
     context: Tensor | None = None
 
