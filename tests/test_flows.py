@@ -96,6 +96,10 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
         (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of that length, not of 3"),
         (lambda: fb.flows.NSF(2, bins=1), "at least 2"),
         (lambda: fb.flows.NSF(2)().log_prob(torch.ones(3)), "vectors of length 2"),
+        (
+            lambda: fb.flows.NSF(2, 3)(torch.ones(5, 3)).log_prob(torch.ones(4, 2)),
+            r"\(4,\), .* \(5,\), do not fit",
+        ),
     ],
 )
 def test_bad_input_is_one_line(call, words: str) -> None:

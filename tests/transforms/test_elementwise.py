@@ -9,7 +9,7 @@ from torch.distributions import Independent, Normal
 
 from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms import Affine, Compose
+from flowbnn.transforms import Affine, Compose, Inverse
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
 
@@ -104,6 +104,10 @@ def test_logit_is_finite_on_its_border_and_undoes_sigmoid(dtype: torch.dtype) ->
         (
             lambda: Compose(Affine(1), Softplus()).inverse(torch.tensor([-1.0])),
             "^part 1 of the flow: the inverse",
+        ),
+        (
+            lambda: Compose(Affine(1), Inverse(Compose(Affine(1), Sigmoid())))(torch.tensor([3.0])),
+            "^part 1.1 of the flow: Logit",
         ),
     ],
 )

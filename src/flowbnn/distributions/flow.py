@@ -83,7 +83,7 @@ class Flow(Distribution):
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
-            wide = torch.broadcast_shapes(batch_shape, context.shape[:-1])
+            wide = _together(batch_shape, context.shape[:-1], "the base", "the context")
             if wide != batch_shape:
                 base = base.expand(wide + start[: axes - len(base.event_shape)])
                 batch_shape = wide
@@ -201,7 +201,7 @@ class Flow(Distribution):
         if self.context is None:
             return value
         axes = len(self.event_shape)
-        batch = torch.broadcast_shapes(value.shape[: value.ndim - axes], self.batch_shape)
+        batch = _together(value.shape[: value.ndim - axes], self.batch_shape, "the values", "the context")
         return value.expand(batch + value.shape[value.ndim - axes :])
 
     def _pull_back(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,6 +236,17 @@ def _following(generator: Any) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+def _together(first: torch.Size, second: torch.Size, *names: str) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(first, second)
+    except RuntimeError:
+        raise FlowBNNError(
+            f"the batch shapes of {names[0]}, {tuple(first)}, and of {names[1]}, {tuple(second)}, do not fit each other",
+            kind="shape",
+            argument="context",
+        ) from None
 
 
 class _Image(constraints.Constraint):

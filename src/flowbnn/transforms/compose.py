@@ -24,7 +24,12 @@ def run_part(
     try:
         value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
     except FlowBNNError as error:
-        raise FlowBNNError(f"part {place} of the flow: {error}", **{"place": place, **error.fields}) from None
+        fields = {"reason": str(error), **error.fields}
+        fields["path"] = (place, *fields.get("path", ()))  # 0.2 is the third part of the first
+        where = ".".join(map(str, fields["path"]))
+        raise FlowBNNError(
+            f"part {where} of the flow: {fields['reason']}", **{**fields, "place": place}
+        ) from None
     return value, sum_rightmost(log_det, extra)
 
 
