@@ -263,7 +263,7 @@ def test_a_context_makes_a_batch_of_distributions():
     wide = flow.expand((7, 5))
     torch.testing.assert_close(wide.log_prob(LOC), apart.expand(7, 5), rtol=1e-12, atol=0)
     assert Flow(Normal(LOC, SCALE), coupling, context).rsample((4,)).shape == (4, 5, 3)
-    with pytest.raises(RuntimeError, match="not broadcastable|broadcast"):
+    with pytest.raises(FlowBNNError, match=r"of the base, \(4,\), and of the context, \(5,\), do not fit"):
         Flow(DiagonalNormal(LOC, SCALE).expand((4,)), coupling, context)
 
 

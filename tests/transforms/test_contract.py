@@ -89,7 +89,11 @@ def test_every_public_transform_has_a_case() -> None:
         Transform
     }
     assert classes - {case.covers for case in (*CASES, *STOCHASTIC)} == set(DISCRETE)
-    assert all(isinstance(build(case), case.covers) for case in CASES)
+    built = [build(case) for case in CASES]
+    assert all(isinstance(one, case.covers) for one, case in zip(built, CASES, strict=True))
+    maps = {item for item in public if isinstance(item, type) and issubclass(item, transforms.Univariate)}
+    used = {type(part.univariate) for one in built for part in one.modules() if hasattr(part, "univariate")}
+    assert maps - used == {transforms.Univariate, transforms.IntegerShiftMap, transforms.ModularMap}
 
 
 @EVERY_CASE

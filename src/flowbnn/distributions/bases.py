@@ -7,6 +7,7 @@ that owns those tensors, moves with the model and is saved with it; calling it g
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -67,18 +68,24 @@ class _Vectors(Distribution):
             return self.rsample(sample_shape, generator)  # type: ignore[call-arg]
 
 
-def _log_normal(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    return -0.5 * (((value - loc) / scale).square() + _LOG_2PI).sum(-1) - scale.log().sum(-1)
-
-
 class Diagonal(_Vectors):
-    """Independent numbers on the last axis, each symmetric around its ``loc``."""
+    """Independent numbers on the last axis, each ``loc`` and ``scale`` times a symmetric variable, which a subclass gives."""
 
     axes = 1
     arg_constraints = {  # noqa: RUF012
         "loc": constraints.independent(constraints.real, 1),
         "scale": constraints.independent(constraints.positive, 1),
     }
+    standard_variance: float = 1.0
+    standard_entropy: float
+
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        """Draws of the standard variable."""
+        raise NotImplementedError
+
+    def standard_log_prob(self, value: Tensor) -> Tensor:
+        """Its log-density."""
+        raise NotImplementedError
 
     @property
     def mean(self) -> Tensor:
@@ -87,6 +94,30 @@ class Diagonal(_Vectors):
     @property
     def mode(self) -> Tensor:
         return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        square = self.scale.square()
+        return square if self.standard_variance == 1.0 else square * self.standard_variance
+
+    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
+        noise = self.standard(torch.Size(sample_shape) + self.loc.shape, generator)
+        return torch.addcmul(self.loc, noise, self.scale)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        return self.standard_log_prob((value - self.loc) / self.scale).sum(-1) - self.scale.log().sum(-1)
+
+    def entropy(self) -> Tensor:
+        return self.loc.shape[-1] * self.standard_entropy + self.scale.log().sum(-1)
+
+    def _uniform(self, shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
+        """Uniform numbers inside (0, 1), on neither end."""
+        named: dict[str, Any] = {} if generator is None else {"generator": generator}
+        half = 0.5 * torch.finfo(self.loc.dtype).eps
+        drawn = torch.rand(tuple(shape), dtype=self.loc.dtype, device=self.loc.device, **named)
+        return drawn.clamp(half, 1.0 - half)
 
 
 class DiagonalNormal(Diagonal):
@@ -99,26 +130,17 @@ class DiagonalNormal(Diagonal):
     (torch.Size([2, 3]), 4.2568)
     """
 
+    standard_entropy = 0.5 * (1.0 + _LOG_2PI)
+
     @property
     def stddev(self) -> Tensor:
         return self.scale
 
-    @property
-    def variance(self) -> Tensor:
-        return self.scale.square()
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        return standard_normal(shape, self.loc.dtype, self.loc.device, generator)
 
-    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        shape = torch.Size(sample_shape) + self.loc.shape
-        noise = standard_normal(shape, self.loc.dtype, self.loc.device, generator)
-        return torch.addcmul(self.loc, noise, self.scale)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        return _log_normal(value, self.loc, self.scale)
-
-    def entropy(self) -> Tensor:
-        return 0.5 * self.loc.shape[-1] * (1.0 + _LOG_2PI) + self.scale.log().sum(-1)
+    def standard_log_prob(self, value: Tensor) -> Tensor:
+        return -0.5 * (value.square() + _LOG_2PI)
 
 
 class DiagonalStudent(Diagonal):
@@ -138,43 +160,28 @@ class DiagonalStudent(Diagonal):
     def __init__(
         self, loc: Tensor, scale: Tensor | Positive, df: Positive, validate_args: bool | None = False
     ) -> None:
-        if (
-            not torch.compiler.is_compiling()
-        ):  # in a graph the arguments are a base's own, which it has checked
+        if not torch.compiler.is_compiling():  # in a graph the arguments are a base's own
             check("scale", scale, Tensor | Positive, "DiagonalStudent")
             check("df", df, Positive, "DiagonalStudent")
         self.df = float(df)
+        self.standard_variance = self.df / (self.df - 2.0) if self.df > 2.0 else math.inf
         super().__init__(loc, scale, validate_args)
 
     def like(self, loc: Tensor, scale: Tensor) -> "DiagonalStudent":
         return DiagonalStudent(loc, scale, self.df, self._validate_args)
 
-    @property
-    def variance(self) -> Tensor:
-        return self.scale.square() * (self.df / (self.df - 2.0) if self.df > 2.0 else math.inf)
+    def entropy(self) -> Tensor:
+        raise NotImplementedError
 
-    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        shape = torch.Size(sample_shape) + self.loc.shape
-        named: dict[str, Any] = {} if generator is None else {"generator": generator}
-        u, v = torch.rand((2, *shape), dtype=self.loc.dtype, device=self.loc.device, **named)
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        u, v = self._uniform((2, *shape), generator)
         size = (self.df * torch.expm1(-2.0 / self.df * torch.log1p(-u))).sqrt()
-        return torch.addcmul(self.loc, size * torch.cos(2.0 * math.pi * v), self.scale)
+        return size * torch.cos(2.0 * math.pi * v)
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
+    def standard_log_prob(self, value: Tensor) -> Tensor:
         half = 0.5 * (self.df + 1.0)
         constant = math.lgamma(half) - math.lgamma(0.5 * self.df) - 0.5 * math.log(self.df * math.pi)
-        away = (value - self.loc) / self.scale
-        return (constant - self.scale.log() - half * torch.log1p(away.square() / self.df)).sum(-1)
-
-
-def _uniform(like: Tensor, sample_shape: Any, generator: torch.Generator | None) -> Tensor:
-    """Uniform numbers inside (0, 1), on neither end."""
-    named: dict[str, Any] = {} if generator is None else {"generator": generator}
-    shape = torch.Size(sample_shape) + like.shape
-    half = 0.5 * torch.finfo(like.dtype).eps
-    return torch.rand(shape, dtype=like.dtype, device=like.device, **named).clamp(half, 1.0 - half)
+        return constant - half * torch.log1p(value.square() / self.df)
 
 
 class DiagonalLaplace(Diagonal):
@@ -185,21 +192,14 @@ class DiagonalLaplace(Diagonal):
     (-0.6931, 2.0)
     """
 
-    @property
-    def variance(self) -> Tensor:
-        return 2.0 * self.scale.square()
+    standard_variance, standard_entropy = 2.0, 1.0 + math.log(2.0)
 
-    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        u = _uniform(self.loc, sample_shape, generator) - 0.5
-        return torch.addcmul(self.loc, -u.sign() * torch.log1p(-2.0 * u.abs()), self.scale)
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        u = self._uniform(shape, generator) - 0.5
+        return -u.sign() * torch.log1p(-2.0 * u.abs())
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        return -((value - self.loc).abs() / self.scale + (2.0 * self.scale).log()).sum(-1)
-
-    def entropy(self) -> Tensor:
-        return (1.0 + (2.0 * self.scale).log()).sum(-1)
+    def standard_log_prob(self, value: Tensor) -> Tensor:
+        return -value.abs() - math.log(2.0)
 
 
 class DiagonalLogistic(Diagonal):
@@ -210,21 +210,13 @@ class DiagonalLogistic(Diagonal):
     (0.25, 3.2899)
     """
 
-    @property
-    def variance(self) -> Tensor:
-        return (math.pi**2 / 3.0) * self.scale.square()
+    standard_variance, standard_entropy = math.pi**2 / 3.0, 2.0
 
-    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        return torch.addcmul(self.loc, torch.logit(_uniform(self.loc, sample_shape, generator)), self.scale)
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        return torch.logit(self._uniform(shape, generator))
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        away = (value - self.loc) / self.scale
-        return (F.logsigmoid(away) + F.logsigmoid(-away) - self.scale.log()).sum(-1)
-
-    def entropy(self) -> Tensor:
-        return (2.0 + self.scale.log()).sum(-1)
+    def standard_log_prob(self, value: Tensor) -> Tensor:
+        return F.logsigmoid(value) + F.logsigmoid(-value)
 
 
 class CircularUniform(Diagonal):
@@ -237,21 +229,13 @@ class CircularUniform(Diagonal):
     """
 
     periodic = True
+    standard_variance, standard_entropy = 1.0 / 3.0, math.log(2.0)
 
-    @property
-    def variance(self) -> Tensor:
-        return self.scale.square() / 3.0
+    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+        return 2.0 * self._uniform(shape, generator) - 1.0
 
-    def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
-        return torch.addcmul(self.loc, 2.0 * _uniform(self.loc, sample_shape, generator) - 1.0, self.scale)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        return -((2.0 * self.scale).log() + torch.zeros_like(value)).sum(-1)
-
-    def entropy(self) -> Tensor:
-        return (2.0 * self.scale).log().sum(-1)
+    def standard_log_prob(self, value: Tensor) -> Tensor:
+        return torch.full_like(value, -math.log(2.0))
 
 
 class NormalMixture(_Vectors):
@@ -299,7 +283,7 @@ class NormalMixture(_Vectors):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        each = _log_normal(value.unsqueeze(-2), self.loc, self.scale)
+        each = DiagonalNormal(self.loc, self.scale).log_prob(value.unsqueeze(-2))
         return torch.logsumexp(each, -1) - math.log(self.components)
 
 
@@ -339,6 +323,7 @@ class Base(nn.Module, ABC):
 class _Fixed(Base):
     """Independent numbers of one location and one scale, which are not learned."""
 
+    kind: type[Diagonal]
     loc: Tensor
     scale: Tensor
 
@@ -349,6 +334,9 @@ class _Fixed(Base):
         self.register_buffer("loc", torch.full((dim,), float(loc)))
         self.register_buffer("scale", torch.full((dim,), float(scale)))
 
+    def distribution(self) -> Any:
+        return self.kind(self.loc, self.scale)
+
 
 class NormalBase(_Fixed):
     r"""A fixed diagonal normal; Xiong's report starts its noise, and sets its prior, at :math:`\mathcal N(1, 0.5^2)`.
@@ -357,8 +345,7 @@ class NormalBase(_Fixed):
     tensor([1., 1.])
     """
 
-    def distribution(self) -> DiagonalNormal:
-        return DiagonalNormal(self.loc, self.scale)
+    kind = DiagonalNormal
 
 
 class LaplaceBase(_Fixed):
@@ -368,8 +355,7 @@ class LaplaceBase(_Fixed):
     tensor([2.8284, 2.8284])
     """
 
-    def distribution(self) -> DiagonalLaplace:
-        return DiagonalLaplace(self.loc, self.scale)
+    kind = DiagonalLaplace
 
 
 class LogisticBase(_Fixed):
@@ -379,8 +365,7 @@ class LogisticBase(_Fixed):
     tensor([1.8138, 1.8138])
     """
 
-    def distribution(self) -> DiagonalLogistic:
-        return DiagonalLogistic(self.loc, self.scale)
+    kind = DiagonalLogistic
 
 
 class CircularBase(_Fixed):
@@ -390,12 +375,11 @@ class CircularBase(_Fixed):
     tensor(-3.6758)
     """
 
+    kind = CircularUniform
+
     @checked
     def __init__(self, dim: Count, bound: Positive = math.pi) -> None:
         super().__init__(dim, 0.0, bound)
-
-    def distribution(self) -> CircularUniform:
-        return CircularUniform(self.loc, self.scale)
 
 
 class StudentBase(_Fixed):

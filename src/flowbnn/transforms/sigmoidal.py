@@ -1,5 +1,7 @@
 """The univariate map of neural autoregressive flows."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,25 +44,18 @@ class SigmoidalMap(Univariate):
         return _mixture(value, *self._read(value, parameters))
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        log_a, b, log_w = self._read(value, parameters)
-
-        def newton(z: Tensor) -> tuple[Tensor, Tensor]:
-            x, log_slope = _mixture(z, log_a, b, log_w)
-            return x - value, log_slope.exp()
-
-        with torch.no_grad():
-            ends = (value.unsqueeze(-1) - b) * (-log_a).exp()
-        z = monotone_root(newton, ends.amin(-1), ends.amax(-1))
-        for _ in range(2):
-            error, slope = newton(z)
-            z = z - error / slope
-        return z, -_mixture(z, log_a, b, log_w)[1]
+        return _unmixed(value, *self._read(value, parameters))
 
     def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        raw, b, logits = parameters.unflatten(-1, (value.shape[-1], 3, self.units)).unbind(-2)
-        # units that start apart, or they would stay together
-        b = b + torch.linspace(-1.0, 1.0, self.units, dtype=b.dtype, device=b.device)
-        return soft_clamp(raw, self.bound), b, F.log_softmax(logits, -1)
+        return _units(parameters.unflatten(-1, (value.shape[-1], 3 * self.units)), self.bound)
+
+
+def _units(each: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-slopes, offsets and log-weights of raw numbers ``(..., D, 3 * units)``."""
+    raw, b, logits = each.unflatten(-1, (3, -1)).unbind(-2)
+    # units that start apart, or they would stay together
+    b = b + torch.linspace(-1.0, 1.0, b.shape[-1], dtype=b.dtype, device=b.device)
+    return soft_clamp(raw, bound), b, F.log_softmax(logits, -1)
 
 
 def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +64,22 @@ def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor
     log_cdf, log_rest = torch.logsumexp(log_w + below, -1), torch.logsumexp(log_w + above, -1)
     log_density = torch.logsumexp(log_w + log_a + below + above, -1)
     return log_cdf - log_rest, log_density - log_cdf - log_rest
+
+
+def _unmixed(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`_mixture`, by a bracketed root and two Newton steps."""
+
+    def newton(z: Tensor) -> tuple[Tensor, Tensor]:
+        found, log_slope = _mixture(z, log_a, b, log_w)
+        return found - x, log_slope.exp()
+
+    with torch.no_grad():
+        ends = (x.unsqueeze(-1) - b) * (-log_a).exp()
+    z = monotone_root(newton, ends.amin(-1), ends.amax(-1))
+    for _ in range(2):
+        error, slope = newton(z)
+        z = z - error / slope
+    return z, -_mixture(z, log_a, b, log_w)[1]
 
 
 @options
@@ -97,17 +108,16 @@ class LogisticMixtureMap(Univariate):
     def per_entry(self) -> int:
         return 3 * self.components + 2
 
-    def _parts(self, value: Tensor, parameters: Tensor) -> tuple[SigmoidalMap, Tensor, Tensor, Tensor]:
+    def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Any]:
         each = parameters.unflatten(-1, (value.shape[-1], self.per_entry))
-        log_scale, shift = soft_clamp(each[..., 0], self.bound), each[..., 1]
-        return SigmoidalMap(self.components, self.bound), each[..., 2:].flatten(-2), log_scale, shift
+        return soft_clamp(each[..., 0], self.bound), each[..., 1], _units(each[..., 2:], self.bound)
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        sigmoids, rest, log_scale, shift = self._parts(value, parameters)
-        x, log_slope = sigmoids.inverse((value - shift) * (-log_scale).exp(), rest)
+        log_scale, shift, units = self._read(value, parameters)
+        x, log_slope = _unmixed((value - shift) * (-log_scale).exp(), *units)
         return x, log_slope - log_scale
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        sigmoids, rest, log_scale, shift = self._parts(value, parameters)
-        y, log_slope = sigmoids.forward(value, rest)
+        log_scale, shift, units = self._read(value, parameters)
+        y, log_slope = _mixture(value, *units)
         return y * log_scale.exp() + shift, log_slope + log_scale
