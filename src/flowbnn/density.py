@@ -280,7 +280,7 @@ class _Objective(nn.Module):
     def check_batch(self, batch: Any) -> None:
         """Look at the batches of the first epoch: what the model cannot give is refused."""
         x, context = _pair(batch, self.density.flow)
-        model = self.density.flow if hasattr(self.density.flow, "check") else self.density.flow(context)
+        model: Any = self.density.flow if hasattr(self.density.flow, "check") else self.density.flow(context)
         if hasattr(model, "check"):
             model.check(self.density.scaled(x))
 

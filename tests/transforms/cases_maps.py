@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
-from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
@@ -61,7 +61,6 @@ CASES: list[Case] = [
     ),
     Case("softplus", Softplus, lambda dim: Softplus(), to_range=half_line),
     Case("exp", Exp, lambda dim: Exp(), to_range=half_line),
-    Case("leaky-relu", LeakyReLU, lambda dim: LeakyReLU(0.2)),
     Case("lu-linear", LULinear, LULinear),
     Case("lu-linear-permuted", LULinear, lambda dim: LULinear(dim, bias=True, permute=True), dim=5),
     Case("block-triangular", BlockTriangular, lambda dim: BlockTriangular((dim,))),

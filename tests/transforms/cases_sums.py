@@ -6,7 +6,7 @@ from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
-from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
+from flowbnn.transforms.sylvester import Sylvester
 
 __all__ = ["CASES"]
 
@@ -22,12 +22,8 @@ CASES: list[Case] = [
     Case("planar-lu-linear", PlanarLU, lambda dim: PlanarLU(dim, [("lu", 1)])),
     Case("planar-lu-empty", PlanarLU, lambda dim: PlanarLU(dim, [("planar", 0)])),
     Case("radial", Radial, Radial),
-    Case(
-        "sylvester-orthogonal",
-        OrthogonalSylvester,
-        lambda dim: OrthogonalSylvester(dim, hidden=max(1, dim - 1)),
-    ),
-    Case("sylvester-householder", HouseholderSylvester, lambda dim: HouseholderSylvester(dim, reflections=2)),
-    Case("sylvester-triangular", TriangularSylvester, TriangularSylvester),
-    Case("sylvester-reversed", TriangularSylvester, lambda dim: TriangularSylvester(dim, reverse=True)),
+    Case("sylvester-orthogonal", Sylvester, lambda dim: Sylvester(dim, "orthogonal", max(1, dim - 1))),
+    Case("sylvester-householder", Sylvester, lambda dim: Sylvester(dim, "householder", 2)),
+    Case("sylvester-triangular", Sylvester, lambda dim: Sylvester(dim, "identity")),
+    Case("sylvester-reversed", Sylvester, lambda dim: Sylvester(dim, "reversal")),
 ]

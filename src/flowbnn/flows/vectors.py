@@ -14,7 +14,6 @@ from flowbnn.transforms import (
     Autoregressive,
     CircularSplineMap,
     Coupling,
-    HouseholderSylvester,
     Inverse,
     LULinear,
     NeuralODE,
@@ -27,6 +26,7 @@ from flowbnn.transforms import (
 )
 from flowbnn.transforms import Householder as Reflections
 from flowbnn.transforms import Radial as RadialMap
+from flowbnn.transforms import Sylvester as SylvesterMap
 
 
 def coupled(dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int) -> Transform:
@@ -234,7 +234,7 @@ class Sylvester(Named):
         reflections: Count = 8,
         base: Base | None = None,
     ) -> None:
-        parts = [HouseholderSylvester(dim, min(reflections, dim)) for _ in range(length)]
+        parts = [SylvesterMap(dim, "householder", min(reflections, dim)) for _ in range(length)]
         super().__init__(dim, context_dim, base, *(_conditioned(part, context_dim) for part in parts))
 
 

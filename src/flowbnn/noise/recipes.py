@@ -21,10 +21,10 @@ from flowbnn.transforms import (
     BlockTriangular,
     Compose,
     GlowStep,
-    HouseholderSylvester,
     PlanarLU,
     Radial,
     Reverse,
+    Sylvester,
     Transform,
 )
 from flowbnn.transforms.affine import Affine
@@ -172,7 +172,7 @@ class NormalSylvester(Recipe):
     reflections: Size = 4
 
     def transforms(self, dim: int) -> Sequence[Transform]:
-        return [HouseholderSylvester(dim, min(self.reflections, dim)) for _ in range(self.length)]
+        return [Sylvester(dim, "householder", min(self.reflections, dim)) for _ in range(self.length)]
 
 
 @options

@@ -8,7 +8,7 @@ from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from flowbnn.transforms.discrete import Argmax, Integers, IntegerShiftMap, ModularMap, OneHot
-from flowbnn.transforms.elementwise import Exp, LeakyReLU, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
 from flowbnn.transforms.linear import Householder, LULinear
@@ -27,7 +27,7 @@ from flowbnn.transforms.surjective import (
     Slice,
     VAELayer,
 )
-from flowbnn.transforms.sylvester import HouseholderSylvester, OrthogonalSylvester, TriangularSylvester
+from flowbnn.transforms.sylvester import Sylvester
 from flowbnn.transforms.triangular import BlockTriangular
 from flowbnn.transforms.univariate import AffineMap, ShiftMap, Univariate
 
@@ -53,12 +53,10 @@ __all__ = [
     "Exp",
     "GlowStep",
     "Householder",
-    "HouseholderSylvester",
     "IntegerShiftMap",
     "Integers",
     "Inverse",
     "LULinear",
-    "LeakyReLU",
     "LogisticMixtureMap",
     "Logit",
     "MaxPool",
@@ -66,7 +64,6 @@ __all__ = [
     "MultiScale",
     "NeuralODE",
     "OneHot",
-    "OrthogonalSylvester",
     "Permutation",
     "Planar",
     "PlanarLU",
@@ -82,9 +79,9 @@ __all__ = [
     "Softplus",
     "SplineMap",
     "Squeeze",
+    "Sylvester",
     "Tanh",
     "Transform",
-    "TriangularSylvester",
     "Univariate",
     "VAELayer",
     "flow_matching_loss",

@@ -135,30 +135,15 @@ class AdditiveCoupling(Coupling):
     """
 
     @checked
-    def __init__(
-        self,
-        dim: AtLeastTwo,
-        mask: Mask = "half",
-        flip: bool = False,
-        hidden: Sequence[Count] = (64, 64),
-        activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: Length = 0,
-        net: nn.Module | None = None,
-        compress: bool = True,
-    ) -> None:
-        super().__init__(dim, ShiftMap(), mask, flip, hidden, activation, context_dim, net, compress)
+    def __init__(self, dim: AtLeastTwo, mask: Mask = "half", flip: bool = False, **settings: Any) -> None:
+        super().__init__(dim, ShiftMap(), mask, flip, **settings)
 
 
 class AffineCoupling(Coupling):
     r"""RealNVP: :math:`x_A = z_A,\; x_B = e^{s(z_A)} \odot z_B + t(z_A)` with :math:`\log|\det| = \sum_i s_i(z_A)`.
 
-    Dinh, Sohl-Dickstein & Bengio 2017. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`: an unbounded
-    one multiplies along a stack until it overflows, in float64 as well. Starts at the identity.
-
-    Args:
-        bound: largest size :math:`b` of the log-scale.
-        dim, mask, flip, hidden, activation, context_dim, net, compress: as in :class:`Coupling`; the net gives all
-            log-scales :math:`a`, then all shifts :math:`t`.
+    Dinh, Sohl-Dickstein & Bengio 2017. Starts at the identity. Arguments as in :class:`Coupling`, and the ``bound`` of the log-scale as
+    in :class:`~flowbnn.transforms.AffineMap`; the net gives all log-scales, then all shifts.
 
     >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
     >>> x.shape, log_det.detach()
@@ -171,14 +156,11 @@ class AffineCoupling(Coupling):
         dim: AtLeastTwo,
         mask: Mask = "half",
         flip: bool = False,
-        hidden: Sequence[Count] = (64, 64),
-        activation: Callable[[], nn.Module] = nn.ReLU,
-        context_dim: Length = 0,
-        net: nn.Module | None = None,
-        compress: bool = True,
+        *,
         bound: Positive = 2.0,
+        **settings: Any,
     ) -> None:
-        super().__init__(dim, AffineMap(bound), mask, flip, hidden, activation, context_dim, net, compress)
+        super().__init__(dim, AffineMap(bound), mask, flip, **settings)
 
 
 def _read_mask(mask: Mask, dim: int) -> Tensor:
