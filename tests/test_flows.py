@@ -93,7 +93,7 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
     [
         (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
         (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
-        (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of that length, not of 3"),
+        (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of length 2, not of 3"),
         (lambda: fb.flows.NSF(2, bins=1), "at least 2"),
         (lambda: fb.flows.NSF(2)().log_prob(torch.ones(3)), "vectors of length 2"),
         (

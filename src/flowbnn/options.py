@@ -23,7 +23,7 @@ Inside the library code relies on the types and checks nothing again.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cache, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
@@ -250,7 +250,8 @@ def descendants(kind: type[T]) -> Iterator[type[T]]:
 
 @cache
 def _annotations(owner: Any) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
+    hints = get_type_hints(owner, include_extras=True)
+    return {name: kind.type if isinstance(kind, InitVar) else kind for name, kind in hints.items()}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -265,7 +266,7 @@ def options(cls: type[T] | None = None, /, *, of: str = "", **how: Any) -> Any:
     """
 
     def decorate(cls: Any) -> Any:
-        made: Any = dataclass(frozen=True, **how)(cls)
+        made: Any = dataclass(**{"frozen": True, **how})(cls)
         made.__init__ = _checked(made.__init__, made, of or cls.__name__)
         return made
 

@@ -1,18 +1,20 @@
 """Any flow as a module, and the named ones on a standard normal base."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import InitVar, field
+from typing import Annotated, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
 from flowbnn.distributions import Base, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Ge, checked
-from flowbnn.transforms import Compose, Transform
+from flowbnn.options import Count, Ge, checked, options
+from flowbnn.transforms import Compose, MultiScale, Transform
 
 Widths = Sequence[Count]
 Bins = Annotated[int, Ge(2)]
+Kind = TypeVar("Kind", bound=type)
 
 
 class FlowModel(nn.Module):
@@ -51,14 +53,52 @@ class FlowModel(nn.Module):
         return Flow(self.base.distribution(), self.transform, context)
 
 
-class Named(FlowModel):
-    """A flow on a standard normal base, unless another of the same length is given."""
+@dataclass_transform(field_specifiers=(field,))
+def recipe(kind: Kind) -> Kind:
+    """Make the annotated attributes of a subclass of :class:`Named` its checked arguments, as a dataclass does."""
+    made = options(kind, frozen=False, eq=False, repr=False)
+    if "base" in vars(made):
+        del made.base  # a default that would hide the module
+    return made
 
-    def __init__(self, dim: int, context_dim: int, base: Base | None, *parts: Transform) -> None:
-        if base is not None and base.dim != dim:
+
+@recipe
+class Named(FlowModel):
+    """A flow by name: arguments as attributes, and :meth:`parts`, which makes the transforms of them.
+
+    Args:
+        dim: length of the vectors; of some flows also the shape of images.
+        context_dim: length of the context; 0 for none.
+        base: of the same length; a standard normal one unless :meth:`own_base` says another.
+    """
+
+    dim: Count
+    context_dim: Length = 0
+    base: InitVar[Base | None] = field(default=None, kw_only=True)
+
+    def __post_init__(self, base: Base | None) -> None:
+        parts = self.parts()
+        size = parts[0].dim if isinstance(parts[0], MultiScale) else self.dim
+        if base is not None and base.dim != size:
             raise FlowBNNError(
-                f"{type(self).__name__}({dim}) needs a base of that length, not of {base.dim}",
+                f"{type(self).__name__}({self.dim}) needs a base of length {size}, not of {base.dim}",
                 kind="shape",
                 argument="base",
             )
-        super().__init__(base or NormalBase(dim, 0.0, 1.0), Compose(*parts), context_dim)
+        super().__init__(base or self.own_base(size), Compose(*parts), self.context_dim)
+
+    def parts(self) -> Sequence[Transform]:
+        """The transforms, from the base to the sample."""
+        raise NotImplementedError
+
+    def own_base(self, size: int) -> Base:
+        """The base where none is given."""
+        return NormalBase(size, 0.0, 1.0)
+
+
+@recipe
+class Steps(Named):
+    """A named flow of so many steps, whose networks have layers of these widths."""
+
+    length: Count = 4
+    hidden: Widths = (64, 64)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Base, CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase
 from flowbnn.distributions.discrete import discretized_logistic
-from flowbnn.errors import FlowBNNError
-from flowbnn.flows.base import Bins, FlowModel, Widths
-from flowbnn.flows.images import image_net, scales_of
+from flowbnn.flows.base import Bins, FlowModel, Widths, recipe
+from flowbnn.flows.images import ImageFlow, image_net
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.masked import MaskedMLP
 from flowbnn.nets.mlp import Length
@@ -29,7 +28,8 @@ from flowbnn.transforms import (
 )
 
 
-class IDF(FlowModel):
+@recipe
+class IDF(ImageFlow):
     """Integer discrete flow: couplings that shift integers by integers (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
     Args:
@@ -46,45 +46,37 @@ class IDF(FlowModel):
     (torch.int64, False)
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count | Sequence[Count],
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        levels: Count = 2,
-        values: Positive = 256,
-        components: Count = 5,
-        base: Base | None = None,
-    ) -> None:
-        shift = IntegerShiftMap(float(values))
+    levels: Count = 2
+    values: Positive = 256
+    components: Count = 5
 
-        def step(channels: int, number: int) -> Transform:
-            kept = channels // 2
-            net = image_net(kept, channels - kept, shift, hidden, context_dim)
-            return Compose(Shuffle(channels), Coupling(channels, shift, net=net))
+    def parts(self) -> Sequence[Transform]:
+        if not isinstance(self.dim, int):
+            return [self.scales(self.noise), Integers(), ChannelsFirst()]
+        given = {"hidden": self.hidden, "context_dim": self.context_dim}
+        steps = [
+            Coupling(self.dim, self.shift, "alternating", bool(number % 2), **given)  # type: ignore[arg-type]
+            for number in range(self.length if self.dim > 1 else 0)
+        ]
+        return [*steps, Integers()]
 
-        def noise(kept: int, added: int) -> nn.Module:
-            net = GatedConvNet(kept + context_dim, 3 * components * added, hidden[0], len(hidden))
-            return _ConditionalLogistic(net, components, values, kept)
+    def own_base(self, size: int) -> Base:
+        return DiscretizedLogisticBase(size, self.components, self.values)
 
-        if isinstance(dim, int):
-            settings = {"hidden": hidden, "context_dim": context_dim}
-            parts: list[Transform] = [
-                Coupling(dim, shift, "alternating", bool(number % 2), **settings)  # type: ignore[arg-type]
-                for number in range(length if dim > 1 else 0)
-            ]
-            size = dim
-        else:
-            scales = scales_of(dim, levels, length, step, hidden, context_dim, noise)
-            parts, size = [scales], scales.dim
-        last = [] if isinstance(dim, int) else [ChannelsFirst()]
-        own = base or DiscretizedLogisticBase(size, components, values)
-        if own.dim != size:
-            text = f"IDF needs a base of length {size} here, not of {own.dim}"
-            raise FlowBNNError(text, kind="shape", argument="base")
-        super().__init__(own, Compose(*parts, Integers(), *last), context_dim)
+    @property
+    def shift(self) -> IntegerShiftMap:
+        return IntegerShiftMap(float(self.values))
+
+    def step(self, channels: int, number: int) -> Transform:
+        kept = channels // 2
+        net = image_net(kept, channels - kept, self.shift, self.hidden, self.context_dim)
+        return Compose(Shuffle(channels), Coupling(channels, self.shift, net=net))
+
+    def noise(self, kept: int, added: int) -> nn.Module:
+        """The distribution of the channels that leave early."""
+        width, blocks = self.hidden[0], len(self.hidden)
+        net = GatedConvNet(kept + self.context_dim, 3 * self.components * added, width, blocks)
+        return _ConditionalLogistic(net, self.components, self.values, kept)
 
 
 class _ConditionalLogistic(nn.Module):

@@ -1,19 +1,18 @@
 """Recipes that serve images as well as vectors."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributions import Independent
 
-from flowbnn.distributions import Base, Flow
+from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
-from flowbnn.flows.base import Bins, Named, Widths
-from flowbnn.flows.vectors import coupled
+from flowbnn.flows.base import Bins, Steps, Widths, recipe
+from flowbnn.flows.vectors import couplings
 from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
-from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Probability, checked
+from flowbnn.options import Count, Probability
 from flowbnn.transforms import (
     ActNorm,
     AffineMap,
@@ -33,7 +32,36 @@ from flowbnn.transforms import (
 )
 
 
-class Glow(Named):
+@recipe
+class ImageFlow(Steps):
+    """A flow of vectors, or of images of a shape ``(channels, height, width)``, for which :meth:`step` makes the steps of a level."""
+
+    dim: Count | Widths  # type: ignore[assignment]
+    levels: Count = 3
+
+    def step(self, channels: int, number: int) -> Transform:
+        """A step for so many channels."""
+        raise NotImplementedError
+
+    def side(self, axis: int, channels: int) -> int:
+        """Height (1) or width (2) at the level of so many channels, which double when the sides are halved."""
+        return 2 * self.dim[0] * self.dim[axis] // channels  # type: ignore[index]
+
+    def scales(self, noise: Callable[[int, int], nn.Module] | None = None) -> MultiScale:
+        """The levels, channels last."""
+        shape = () if isinstance(self.dim, int) else tuple(self.dim)
+        if len(shape) != 3 or not self.hidden:
+            raise FlowBNNError(
+                f"an image has the shape (channels, height, width), and its networks at least one width, not {shape}",
+                kind="shape",
+                argument="dim",
+            )
+        sizes = self.hidden[0], len(self.hidden), self.context_dim
+        return MultiScale((*shape[1:], shape[0]), self.levels, self.length, self.step, noise, *sizes)
+
+
+@recipe
+class Glow(ImageFlow):
     """Steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018, https://arxiv.org/abs/1807.03039).
 
     For images, ``Glow((3, 32, 32), length=8, levels=3)``, the linear maps are 1x1 convolutions, the couplings have gated convolutions,
@@ -43,9 +71,9 @@ class Glow(Named):
         dim: length of the vectors, or the shape ``(channels, height, width)`` of images.
         length: number of steps; of images, at each level.
         hidden: widths of the networks; of images, one residual block of so many channels for each.
-        data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
         levels, values: of images: number of levels, and of values of a pixel, which is an integer from 0. Such densities are
             bounds on log-probabilities by uniform dequantization; with ``values=None`` pixels are real numbers.
+        data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
         context_dim, base: as in :class:`NICE`.
 
     >>> import torch
@@ -54,34 +82,24 @@ class Glow(Named):
     torch.Size([5])
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count | Sequence[Count],
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        data_start: bool = False,
-        base: Base | None = None,
-        levels: Count = 3,
-        values: Bins | None = 256,
-    ) -> None:
-        settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim, "data_start": data_start}
+    values: Bins | None = 256
+    data_start: bool = False
 
-        def step(channels: int, number: int) -> Transform:
-            net = image_net(channels // 2, channels - channels // 2, AffineMap(), hidden, context_dim)
-            return GlowStep(channels, permute=True, data_start=data_start, net=net)
+    def parts(self) -> Sequence[Transform]:
+        if not isinstance(self.dim, int):
+            return [self.scales(), *pixels(self.values)]
+        if self.dim == 1:  # which has nothing to mix
+            return [ActNorm(1, data_start=self.data_start)]
+        given = {"hidden": self.hidden, "context_dim": self.context_dim, "data_start": self.data_start}
+        return [GlowStep(self.dim, flip=bool(number % 2), **given) for number in range(self.length)]  # type: ignore[arg-type]
 
-        if not isinstance(dim, int):
-            scales = scales_of(dim, levels, length, step, hidden, context_dim)
-            super().__init__(scales.dim, context_dim, base, scales, *pixels(values))
-            return
-        one = [ActNorm(1, data_start=data_start)] if dim == 1 else []  # which has nothing to mix
-        steps = [GlowStep(dim, flip=bool(step % 2), **settings) for step in range(length) if dim > 1]
-        super().__init__(dim, context_dim, base, *one, *steps)
+    def step(self, channels: int, number: int) -> Transform:
+        net = image_net(channels // 2, channels - channels // 2, AffineMap(), self.hidden, self.context_dim)
+        return GlowStep(channels, permute=True, data_start=self.data_start, net=net)
 
 
-class ResidualFlow(Named):
+@recipe
+class ResidualFlow(ImageFlow):
     """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
     https://arxiv.org/abs/1906.02735).
 
@@ -91,41 +109,30 @@ class ResidualFlow(Named):
     Args:
         lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
         cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
-        dim, context_dim, length, hidden, data_start, base, levels, values: as in :class:`Glow`.
+        dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count | Sequence[Count],
-        context_dim: Length = 0,
-        length: Count = 8,
-        hidden: Widths = (64, 64),
-        lipschitz: Probability = 0.9,
-        log_det: Literal["exact", "truncated", "roulette"] | None = None,
-        cheap: Literal["forward", "inverse"] = "inverse",
-        data_start: bool = False,
-        base: Base | None = None,
-        levels: Count = 3,
-        values: Bins | None = 256,
-    ) -> None:
-        def block(shape: int | Sequence[int], channels: int) -> Transform:
-            residual = Residual(shape, hidden, context_dim, lipschitz, log_det)
-            return Compose(
-                residual if cheap == "forward" else Inverse(residual),
-                ActNorm(channels, data_start=data_start),
-            )
+    length: Count = 8
+    values: Bins | None = 256
+    data_start: bool = False
+    lipschitz: Probability = 0.9
+    log_det: Literal["exact", "truncated", "roulette"] | None = None
+    cheap: Literal["forward", "inverse"] = "inverse"
 
-        def step(channels: int, number: int) -> Transform:
-            sides = [2 * dim[0] * side // channels for side in dim[1:]]  # type: ignore[index]
-            return block((*sides, channels), channels)  # whose channels double when the sides are halved
+    def parts(self) -> Sequence[Transform]:
+        if not isinstance(self.dim, int):
+            return [self.scales(), *pixels(self.values)]
+        start = ActNorm(self.dim, data_start=self.data_start)
+        return [start, *(self.block(self.dim, self.dim) for _ in range(self.length))]
 
-        if isinstance(dim, int):
-            start = ActNorm(dim, data_start=data_start)
-            super().__init__(dim, context_dim, base, start, *(block(dim, dim) for _ in range(length)))
-            return
-        scales = scales_of(dim, levels, length, step, hidden, context_dim)
-        super().__init__(scales.dim, context_dim, base, scales, *pixels(values))
+    def step(self, channels: int, number: int) -> Transform:
+        return self.block((self.side(1, channels), self.side(2, channels), channels), channels)
+
+    def block(self, shape: int | Sequence[int], channels: int) -> Transform:
+        """A residual block and a normalization of its channels."""
+        residual = Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
+        turned = residual if self.cheap == "forward" else Inverse(residual)
+        return Compose(turned, ActNorm(channels, data_start=self.data_start))
 
 
 def image_net(
@@ -134,32 +141,13 @@ def image_net(
     return GatedConvNet(kept, univariate.per_entry * moved, hidden[0], len(hidden), context_dim)
 
 
-def scales_of(
-    shape: Sequence[int],
-    levels: int,
-    length: int,
-    step: Any,
-    hidden: Widths,
-    context_dim: int,
-    noise: Any = None,
-) -> MultiScale:
-    if len(shape) != 3 or not hidden:
-        raise FlowBNNError(
-            f"an image has the shape (channels, height, width), and its networks at least one width, not {tuple(shape)}",
-            kind="shape",
-            argument="dim",
-        )
-    return MultiScale(
-        (*shape[1:], shape[0]), levels, length, step, noise, hidden[0], len(hidden), context_dim
-    )
-
-
 def pixels(values: int | None, noise: nn.Module | None = None, context_dim: int = 0) -> list[Transform]:
     """What ends a flow of images: integers, if they are, and channels first."""
     return [*([] if values is None else [Dequantization(values, noise, context_dim)]), ChannelsFirst()]
 
 
-class FlowPP(Named):
+@recipe
+class FlowPP(ImageFlow):
     """Flow++: couplings of mixtures of logistics, with variational dequantization (Ho et al. 2019, https://arxiv.org/abs/1902.00275).
 
     Of images, ``FlowPP((3, 32, 32))``, couplings keep channels and, where the width is even, squares of a checkerboard in turn, and
@@ -167,7 +155,7 @@ class FlowPP(Named):
 
     Args:
         components: of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
-        dim, context_dim, length, hidden, data_start, base, levels, values: as in :class:`Glow`.
+        dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
 
     >>> import torch
     >>> flow = FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,))
@@ -175,39 +163,30 @@ class FlowPP(Named):
     torch.Size([5])
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count | Sequence[Count],
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        data_start: bool = False,
-        base: Base | None = None,
-        levels: Count = 2,
-        values: Bins | None = 256,
-        components: Count = 8,
-    ) -> None:
-        mixture = LogisticMixtureMap(components)
+    levels: Count = 2
+    values: Bins | None = 256
+    data_start: bool = False
+    components: Count = 8
 
-        def mixed(size: int, coupling: Transform) -> Transform:
-            return Compose(ActNorm(size, data_start=data_start), LULinear(size), coupling)
+    def parts(self) -> Sequence[Transform]:
+        if isinstance(self.dim, int):
+            steps = list(couplings(self, LogisticMixtureMap(self.components)))
+            return [self.mixed(self.dim, coupling) for coupling in steps]
+        scales = self.scales()
+        noise = None if self.values is None else _PixelNoise(self.dim[0], self.hidden, self.context_dim)
+        return [scales, *pixels(self.values, noise, self.context_dim)]
 
-        def step(channels: int, number: int) -> Transform:
-            width = 2 * dim[0] * dim[2] // channels  # type: ignore[index]  # channels double when the sides are halved
-            if number % 2 and width % 2 == 0:
-                net = image_net(channels, channels, mixture, hidden, context_dim)
-                return mixed(channels, checkered(Coupling(2 * channels, mixture, net=net)))
-            net = image_net(channels // 2, channels - channels // 2, mixture, hidden, context_dim)
-            return mixed(channels, Coupling(channels, mixture, net=net))
+    def step(self, channels: int, number: int) -> Transform:
+        mixture = LogisticMixtureMap(self.components)
+        if number % 2 and self.side(2, channels) % 2 == 0:
+            net = image_net(channels, channels, mixture, self.hidden, self.context_dim)
+            return self.mixed(channels, checkered(Coupling(2 * channels, mixture, net=net)))
+        net = image_net(channels // 2, channels - channels // 2, mixture, self.hidden, self.context_dim)
+        return self.mixed(channels, Coupling(channels, mixture, net=net))
 
-        if isinstance(dim, int):
-            couplings = [coupled(dim, mixture, number, hidden, context_dim) for number in range(length)]
-            super().__init__(dim, context_dim, base, *(mixed(dim, coupling) for coupling in couplings))
-            return
-        scales = scales_of(dim, levels, length, step, hidden, context_dim)
-        noise = None if values is None else _PixelNoise(dim[0], hidden, context_dim)
-        super().__init__(scales.dim, context_dim, base, scales, *pixels(values, noise, context_dim))
+    def mixed(self, size: int, coupling: Transform) -> Transform:
+        """A coupling after a normalization and a linear map."""
+        return Compose(ActNorm(size, data_start=self.data_start), LULinear(size), coupling)
 
 
 def checkered(coupling: Transform) -> Transform:

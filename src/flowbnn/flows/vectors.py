@@ -1,12 +1,12 @@
 """Recipes for vectors."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from flowbnn.distributions import Base, CircularBase
-from flowbnn.flows.base import Bins, Named, Widths
-from flowbnn.nets.mlp import Length
-from flowbnn.options import Count, Positive, checked
+from flowbnn.flows.base import Bins, Named, Steps, recipe
+from flowbnn.options import Count, Positive
 from flowbnn.transforms import (
     Affine,
     AffineMap,
@@ -29,90 +29,74 @@ from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms import Sylvester as SylvesterMap
 
 
-def coupled(dim: int, univariate: Univariate, step: int, hidden: Widths, context_dim: int) -> Transform:
-    """A coupling; one entry has no other to read, and is moved alone."""
-    if dim == 1:
-        return Autoregressive(1, univariate, hidden=hidden, context_dim=context_dim)
-    return Coupling(dim, univariate, "half", bool(step % 2), hidden, context_dim=context_dim)
+def couplings(flow: Steps, univariate: Univariate) -> Iterator[Transform]:
+    """Couplings that keep the halves in turn; one entry has no other to read, and is moved alone."""
+    given: dict[str, Any] = {"hidden": flow.hidden, "context_dim": flow.context_dim}
+    for step in range(flow.length):
+        one = flow.dim == 1
+        yield (
+            Autoregressive(1, univariate, **given)
+            if one
+            else Coupling(flow.dim, univariate, flip=bool(step % 2), **given)
+        )
 
 
-def _orders(dim: int, length: int) -> list[range]:
-    """Every second one backwards, so that each entry comes early and late."""
-    return [range(dim - 1, -1, -1) if step % 2 else range(dim) for step in range(length)]
+def _ordered(flow: Steps, univariate: Univariate, cheap: Literal["forward", "inverse"]) -> list[Transform]:
+    """Autoregressive maps, every second one backwards, so that each entry comes early and late."""
+    orders = range(flow.dim), range(flow.dim - 1, -1, -1)
+    given: dict[str, Any] = {"hidden": flow.hidden, "context_dim": flow.context_dim}
+    return [
+        Autoregressive(flow.dim, univariate, cheap, order=orders[step % 2], **given)
+        for step in range(flow.length)
+    ]
 
 
-class NICE(Named):
+@recipe
+class NICE(Steps):
     """Additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
 
     Args:
-        dim, context_dim: lengths of the vectors and of the context; at least 2 and 0.
+        dim, context_dim: lengths of the vectors and of the context.
         length: number of couplings, which keep the halves in turn.
         hidden: widths of their networks.
         base: standard normal by default.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        base: Base | None = None,
-    ) -> None:
-        parts = [coupled(dim, ShiftMap(), step, hidden, context_dim) for step in range(length)]
-        super().__init__(dim, context_dim, base, *parts, Affine(dim))
+    def parts(self) -> Sequence[Transform]:
+        return [*couplings(self, ShiftMap()), Affine(self.dim)]
 
 
-class RealNVP(Named):
+@recipe
+class RealNVP(Steps):
     """Affine couplings that keep the halves in turn (Dinh, Sohl-Dickstein & Bengio 2017, https://arxiv.org/abs/1605.08803).
 
     Args: as in :class:`NICE`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        base: Base | None = None,
-    ) -> None:
-        parts = [coupled(dim, AffineMap(), step, hidden, context_dim) for step in range(length)]
-        super().__init__(dim, context_dim, base, *parts)
+    def parts(self) -> Sequence[Transform]:
+        return list(couplings(self, AffineMap()))
 
 
-class MAF(Named):
+@recipe
+class MAF(Steps):
     """Autoregressive maps with cheap densities (Papamakarios, Pavlakou & Murray 2017, https://arxiv.org/abs/1705.07057).
 
     A draw costs ``dim`` passes, a density one; for noise and posteriors take :class:`IAF`.
 
     Args:
-        dim, context_dim: lengths of the vectors and of the context.
         length: number of maps, every second one in the reversed order.
         hidden: widths of their masked networks.
         univariate: the map of each entry.
-        base: standard normal by default.
+        dim, context_dim, base: as in :class:`NICE`.
     """
 
-    cheap: Literal["forward", "inverse"] = "inverse"
+    univariate: Univariate = AffineMap()
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        univariate: Univariate = AffineMap(),  # noqa: B008
-        base: Base | None = None,
-    ) -> None:
-        settings: dict[str, Any] = {"cheap": self.cheap, "hidden": hidden, "context_dim": context_dim}
-        parts = [Autoregressive(dim, univariate, order=order, **settings) for order in _orders(dim, length)]
-        super().__init__(dim, context_dim, base, *parts)
+    def parts(self) -> Sequence[Transform]:
+        return _ordered(self, self.univariate, "inverse")
 
 
+@recipe
 class IAF(MAF):
     """The same maps with cheap draws (Kingma et al. 2016, https://arxiv.org/abs/1606.04934).
 
@@ -120,10 +104,12 @@ class IAF(MAF):
     ``dim`` passes. Arguments as in :class:`MAF`.
     """
 
-    cheap = "forward"
+    def parts(self) -> Sequence[Transform]:
+        return _ordered(self, self.univariate, "forward")
 
 
-class NSF(Named):
+@recipe
+class NSF(Steps):
     """Neural spline flow: rational-quadratic splines after linear maps (Durkan et al. 2019, https://arxiv.org/abs/1906.04032).
 
     Args:
@@ -131,39 +117,30 @@ class NSF(Named):
         autoregressive: autoregressive maps with cheap densities in place of couplings, which are cheap in both directions;
             with cheap draws they are ``IAF(dim, univariate=SplineMap(bins, bound))``.
         circular: the entries are angles between minus ``bound`` and ``bound``, by default pi; the base is uniform.
-        dim, context_dim, length, hidden, base: as in :class:`MAF`.
+        dim, context_dim, length, hidden, base: as in :class:`NICE`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 4,
-        hidden: Widths = (64, 64),
-        bins: Bins = 8,
-        bound: Positive | None = None,
-        autoregressive: bool = False,
-        circular: bool = False,
-        base: Base | None = None,
-    ) -> None:
-        settings: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
+    bins: Bins = 8
+    bound: Positive | None = None
+    autoregressive: bool = False
+    circular: bool = False
+
+    def parts(self) -> Sequence[Transform]:
+        kind = CircularSplineMap if self.circular else SplineMap
+        spline = kind(self.bins, self.bound or (math.pi if self.circular else 5.0))
+        given: dict[str, Any] = {"hidden": self.hidden, "context_dim": self.context_dim}
+        ordered = (Autoregressive(self.dim, spline, **given) for _ in range(self.length))
         parts: list[Transform] = []
-        bound = bound or (math.pi if circular else 5.0)
-        spline = CircularSplineMap(bins, bound) if circular else SplineMap(bins, bound)
-        for step in range(length):
-            own = (
-                Autoregressive(dim, spline, **settings)
-                if autoregressive
-                else coupled(dim, spline, step, **settings)
-            )
-            parts += [own] if circular else [LULinear(dim), own]
-        if base is None and circular:
-            base = CircularBase(dim, bound)
-        super().__init__(dim, context_dim, base, *parts)
+        for step in ordered if self.autoregressive else couplings(self, spline):
+            parts += [step] if self.circular else [LULinear(self.dim), step]
+        return parts
+
+    def own_base(self, size: int) -> Base:
+        return CircularBase(size, self.bound or math.pi) if self.circular else super().own_base(size)
 
 
-class NAF(Named):
+@recipe
+class NAF(Steps):
     """Neural autoregressive flow: autoregressive maps by deep sigmoidal units (Huang et al. 2018, https://arxiv.org/abs/1804.00779).
 
     Args:
@@ -172,24 +149,15 @@ class NAF(Named):
         dim, context_dim, length, hidden, base: as in :class:`MAF`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 2,
-        hidden: Widths = (64, 64),
-        units: Count = 16,
-        cheap: Literal["forward", "inverse"] = "inverse",
-        base: Base | None = None,
-    ) -> None:
-        parts: list[Transform] = [
-            Autoregressive(dim, SigmoidalMap(units), "forward", hidden, order, context_dim=context_dim)
-            for order in _orders(dim, length)
-        ]
-        # the formula is that of the cheap direction
-        parts = [Inverse(part) for part in parts] if cheap == "inverse" else parts
-        super().__init__(dim, context_dim, base, *parts)
+    length: Count = 2
+    units: Count = 16
+    cheap: Literal["forward", "inverse"] = "inverse"
+
+    def parts(self) -> Sequence[Transform]:
+        parts = _ordered(
+            self, SigmoidalMap(self.units), "forward"
+        )  # the formula is that of the cheap direction
+        return [Inverse(part) for part in parts] if self.cheap == "inverse" else parts
 
 
 def _conditioned(transform: Transform, context_dim: int) -> Transform:
@@ -197,6 +165,7 @@ def _conditioned(transform: Transform, context_dim: int) -> Transform:
     return Amortized(transform, context_dim) if context_dim else transform
 
 
+@recipe
 class Planar(Named):
     """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
 
@@ -208,15 +177,13 @@ class Planar(Named):
         base: standard normal by default.
     """
 
-    @checked
-    def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 10, base: Base | None = None
-    ) -> None:
-        super().__init__(
-            dim, context_dim, base, _conditioned(PlanarLU(dim, [("planar", length)]), context_dim)
-        )
+    length: Count = 10
+
+    def parts(self) -> Sequence[Transform]:
+        return [_conditioned(PlanarLU(self.dim, [("planar", self.length)]), self.context_dim)]
 
 
+@recipe
 class Sylvester(Named):
     """Sylvester flows: planar ones in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
 
@@ -225,33 +192,29 @@ class Sylvester(Named):
         dim, context_dim, length, base: as in :class:`Planar`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 4,
-        reflections: Count = 8,
-        base: Base | None = None,
-    ) -> None:
-        parts = [SylvesterMap(dim, "householder", min(reflections, dim)) for _ in range(length)]
-        super().__init__(dim, context_dim, base, *(_conditioned(part, context_dim) for part in parts))
+    length: Count = 4
+    reflections: Count = 8
+
+    def parts(self) -> Sequence[Transform]:
+        size = min(self.reflections, self.dim)
+        parts = [SylvesterMap(self.dim, "householder", size) for _ in range(self.length)]
+        return [_conditioned(part, self.context_dim) for part in parts]
 
 
+@recipe
 class Radial(Named):
     """Radial flows, each around one centre (Rezende & Mohamed 2015).
 
     Args: as in :class:`Planar`.
     """
 
-    @checked
-    def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 10, base: Base | None = None
-    ) -> None:
-        parts = [_conditioned(RadialMap(dim), context_dim) for _ in range(length)]
-        super().__init__(dim, context_dim, base, *parts)
+    length: Count = 10
+
+    def parts(self) -> Sequence[Transform]:
+        return [_conditioned(RadialMap(self.dim), self.context_dim) for _ in range(self.length)]
 
 
+@recipe
 class Householder(Named):
     """A scale and a shift for each entry, then reflections (Tomczak & Welling 2016, https://arxiv.org/abs/1611.09630).
 
@@ -262,15 +225,14 @@ class Householder(Named):
         dim, context_dim, base: as in :class:`Planar`.
     """
 
-    @checked
-    def __init__(
-        self, dim: Count, context_dim: Length = 0, length: Count = 4, base: Base | None = None
-    ) -> None:
-        parts = Affine(dim), _conditioned(Reflections(dim, 2 * length), context_dim)
-        super().__init__(dim, context_dim, base, *parts)
+    length: Count = 4
+
+    def parts(self) -> Sequence[Transform]:
+        return [Affine(self.dim), _conditioned(Reflections(self.dim, 2 * self.length), self.context_dim)]
 
 
-class FFJORD(Named):
+@recipe
+class FFJORD(Steps):
     """The flow of a neural vector field (Grathwohl et al. 2019, https://arxiv.org/abs/1810.01367).
 
     Both directions cost a numerical solution; :func:`~flowbnn.transforms.flow_matching_loss` trains one field without any.
@@ -281,17 +243,11 @@ class FFJORD(Named):
         dim, context_dim, hidden, base: as in :class:`MAF`.
     """
 
-    @checked
-    def __init__(
-        self,
-        dim: Count,
-        context_dim: Length = 0,
-        length: Count = 1,
-        hidden: Widths = (64, 64),
-        trace: Literal["exact", "hutchinson"] | None = None,
-        rtol: Positive = 1e-5,
-        atol: Positive = 1e-5,
-        base: Base | None = None,
-    ) -> None:
-        parts = [NeuralODE(dim, hidden, context_dim, trace, rtol, atol) for _ in range(length)]
-        super().__init__(dim, context_dim, base, *parts)
+    length: Count = 1
+    trace: Literal["exact", "hutchinson"] | None = None
+    rtol: Positive = 1e-5
+    atol: Positive = 1e-5
+
+    def parts(self) -> Sequence[Transform]:
+        solver = self.trace, self.rtol, self.atol
+        return [NeuralODE(self.dim, self.hidden, self.context_dim, *solver) for _ in range(self.length)]
