@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
-from torch.distributions import transforms as torch_transforms
 
-from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, divergence, from_torch
+from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import (
     Affine,
@@ -161,25 +159,3 @@ def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
 
 
 # --- foreign transforms -------------------------------------------------------------------------------------------------
-
-
-def test_from_torch_takes_lazy_modules():
-    """As zuko's: a module that returns a transform, with or without a context."""
-
-    class Lazy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift = nn.Parameter(torch.ones(2))
-
-        def forward(self, context=None):
-            shift = self.shift if context is None else self.shift + context
-            return torch_transforms.AffineTransform(shift, 2.0, event_dim=1)
-
-    transform = from_torch(Lazy())
-    assert transform(torch.zeros(2))[0].tolist() == [1.0, 1.0]
-    assert transform(torch.zeros(2), torch.ones(2))[0].tolist() == [2.0, 2.0]
-    assert len(list(transform.parameters())) == 1
-    ours = Planar(2)
-    assert from_torch(ours) is ours
-    with pytest.raises(FlowBNNError, match="must be a Transform or a Module, got 3"):
-        from_torch(3)

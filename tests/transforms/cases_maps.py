@@ -8,9 +8,8 @@ from flowbnn.transforms.base import Transform
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
-from flowbnn.transforms.linear import LULinear
+from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
-from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.triangular import BlockTriangular
 
 __all__ = ["CASES"]

@@ -12,8 +12,7 @@ from flowbnn.nets import MLP
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
 from flowbnn.transforms.glow import GlowStep
-from flowbnn.transforms.linear import LULinear
-from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
+from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -224,7 +223,7 @@ def short_net() -> MLP:
         (lambda: AdditiveCoupling(2, mask=[True, True]), "one true and one false"),
         (lambda: AdditiveCoupling(2, mask=[False, False]), "one true and one false"),
         (lambda: AffineCoupling(4, bound=0.0), "a number above 0"),
-        (lambda: AffineCoupling(4, net=short_net())(torch.zeros(4)), "the net of a coupling must give"),
+        (lambda: AffineCoupling(4, net=short_net())(torch.zeros(4)), "the net of AffineCoupling must give"),
         (lambda: AffineCoupling(4)(torch.zeros(2, 5)), "vectors of length 4"),
         (lambda: AffineCoupling(4, context_dim=2)(torch.zeros(2, 4)), "needs a context of length 2"),
         (lambda: LULinear(0), "at least 1"),

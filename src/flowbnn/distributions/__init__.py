@@ -23,7 +23,6 @@ from flowbnn.distributions.discrete import (
 )
 from flowbnn.distributions.divergence import Divergence, divergence
 from flowbnn.distributions.flow import Flow
-from flowbnn.distributions.torch_transform import from_torch
 
 __all__ = [
     "Base",
@@ -46,5 +45,4 @@ __all__ = [
     "OneHotVectors",
     "StudentBase",
     "divergence",
-    "from_torch",
 ]

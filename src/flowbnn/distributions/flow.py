@@ -52,8 +52,7 @@ class Flow(Distribution):
 
     Args:
         base: any ``torch.distributions`` distribution; gradients pass through the draws if it has a reparameterized sampler.
-        transform: a :class:`~flowbnn.transforms.Transform`; ``torch.distributions`` (and zuko) transforms enter through
-            :func:`~flowbnn.distributions.from_torch`.
+        transform: a :class:`~flowbnn.transforms.Transform`.
         context: vectors handed to the transform's conditioners; one distribution for each, so that all axes but the last
             join the batch shape.
 

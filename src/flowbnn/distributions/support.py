@@ -9,7 +9,7 @@ from torch.distributions.constraints import Constraint
 
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse, run_part
-from flowbnn.transforms.permutation import Permutation
+from flowbnn.transforms.linear import Permutation
 
 Step = tuple[Transform, bool]  # a transform, and whether it runs backwards
 
@@ -36,10 +36,8 @@ def _of_numbers(constraint: Any) -> Any:
 def _ends(step: Step) -> tuple[Any, Any] | None:
     """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
     part, backwards = step
-    domain, codomain = map(_of_numbers, part.ends() or (None, None))
-    if domain is None or domain.event_dim or codomain.event_dim:
-        return None
-    return (codomain, domain) if backwards else (domain, codomain)
+    ends = part.ends()
+    return ends[::-1] if ends is not None and backwards else ends
 
 
 def _is_real(constraint: Any) -> bool:

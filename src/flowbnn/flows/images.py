@@ -10,8 +10,8 @@ from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import Bins, Steps, Widths, recipe
 from flowbnn.flows.vectors import couplings
-from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
+from flowbnn.nets.mlp import ConditionalNormal
 from flowbnn.options import Count, Probability
 from flowbnn.transforms import (
     ActNorm,

@@ -5,11 +5,10 @@ conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, wh
 """
 
 from flowbnn.nets.causal import PixelCNN, WaveNet
-from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
 from flowbnn.nets.masked import MaskedMLP
-from flowbnn.nets.mlp import MLP
+from flowbnn.nets.mlp import MLP, ConditionalNormal
 from flowbnn.nets.smooth import SmoothMLP
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Fully connected conditioners."""
+"""Fully connected conditioners, and distributions that a conditioner computes."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -6,9 +6,11 @@ from typing import Annotated
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, Ge, checked, made_by
+from flowbnn.numerics import soft_clamp
+from flowbnn.options import Count, Ge, Positive, checked, made_by
 
 Length = Annotated[int, Ge(0)]
 
@@ -82,3 +84,25 @@ class MLP(nn.Module):
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
         return self.layers(with_context(value, context, self.context_dim))
+
+
+class ConditionalNormal(nn.Module):
+    r"""Independent normals :math:`\mathcal N(m, e^{2s})` whose :math:`m` and :math:`s` a net computes from what is given.
+
+    Args:
+        net: gives all means and then all log-scales on the last axis.
+        bound: largest size of the log-scales, which are bounded softly.
+
+    >>> ConditionalNormal(nn.Linear(3, 4))(torch.ones(5, 3)).rsample().shape
+    torch.Size([5, 2])
+    """
+
+    @checked
+    def __init__(self, net: nn.Module, bound: Positive = 4.0) -> None:
+        super().__init__()
+        self.net, self.bound = net, bound
+        self.event_dim = int(getattr(net, "event_dim", 1))
+
+    def forward(self, given: Tensor) -> Normal:
+        loc, raw = self.net(given).chunk(2, dim=-1)
+        return Normal(loc, soft_clamp(raw, self.bound).exp(), validate_args=False)

@@ -257,7 +257,7 @@ class NormalFlow(Recipe):
 
 @options
 class FlowNoise(Recipe):
-    """Any flow: ``factory(dim)`` gives a transform, ours or one through ``from_torch``.
+    """Any flow: ``factory(dim)`` gives a transform, of ours or of your own.
 
     >>> noise = FlowNoise(lambda dim: Compose(Radial(dim), Radial(dim))).build(Layout(8))
     >>> noise.draw((2,)).shape
@@ -272,8 +272,7 @@ class FlowNoise(Recipe):
         if not isinstance(made, Transform):
             raise FlowBNNError(
                 "FlowNoise needs a function of the dimension that gives a flowbnn transform, such as "
-                f"FlowNoise(lambda dim: Planar(dim)), not {shown(made if usable else self.factory)}; "
-                "from_torch wraps the transforms of torch.distributions"
+                f"FlowNoise(lambda dim: Planar(dim)), not {shown(made if usable else self.factory)}"
             )
         return [made]
 

@@ -11,9 +11,8 @@ from flowbnn.transforms.discrete import Argmax, Integers, IntegerShiftMap, Modul
 from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
-from flowbnn.transforms.linear import Householder, LULinear
+from flowbnn.transforms.linear import Householder, LULinear, Permutation, Reverse, Shuffle
 from flowbnn.transforms.normalization import ActNorm, BatchNorm
-from flowbnn.transforms.permutation import Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU
 from flowbnn.transforms.radial import Radial
 from flowbnn.transforms.residual import Residual

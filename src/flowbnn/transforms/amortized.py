@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,17 +46,21 @@ class Amortized(Transform):
                 f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}",
                 argument="transform",
             )
-        # in a tuple, so that its parameters are not counted twice
-        self._back: tuple[Transform, ...] = () if transform.inverse_kind == "none" else (Inverse(transform),)
+        ways: dict[str, Any] = {"forward": (transform, "")}
+        if transform.inverse_kind != "none":
+            ways["inverse"] = Inverse(transform), "part."
+        self._ways = ways  # in a dictionary, so that its parameters are not counted twice
         self.net = MLP(context_dim, sum(sizes), hidden)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_rows(z, context, "forward")
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not self._back:
-            return super().inverse(x, context)
-        return self._apply_rows(x, context, "inverse")
+        return (
+            self._apply_rows(x, context, "inverse")
+            if "inverse" in self._ways
+            else super().inverse(x, context)
+        )
 
     def _apply_rows(self, value: Tensor, context: Tensor | None, direction: str) -> tuple[Tensor, Tensor]:
         if context is None or context.shape[-1:] != (self.context_dim,):
@@ -66,24 +71,17 @@ class Amortized(Transform):
                 argument="context",
             )
         batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
-        rows = value.expand(*batch, value.shape[-1]).reshape(-1, value.shape[-1])
-        if not len(rows):  # vmap takes no empty batch
-            return getattr(self.transform, direction)(value.expand(*batch, value.shape[-1]))
+        value = value.expand(*batch, value.shape[-1])
+        if not value.numel():  # vmap takes no empty batch
+            return getattr(self.transform, direction)(value)
         flat = self.net(context)
-        flat = flat.expand(*batch, flat.shape[-1]).reshape(len(rows), flat.shape[-1])
-        parts = flat.split([math.prod(shape) for shape in self.shapes.values()], -1)
-        own = dict(self.transform.named_parameters())
-        parameters = {
-            name: own[name] + part.reshape(-1, *shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        parts = flat.expand(*batch, flat.shape[-1]).flatten(0, -2) if batch else flat.unsqueeze(0)
+        parts = parts.split([math.prod(shape) for shape in self.shapes.values()], -1)
+        whole, prefix = self._ways[direction]
+        given = {
+            prefix + name: own + part.reshape(-1, *own.shape)
+            for (name, own), part in zip(self.transform.named_parameters(), parts, strict=True)
         }
-        if direction == "forward":
-            result, log_det = vmap(lambda row, given: functional_call(self.transform, given, (row,)))(
-                rows, parameters
-            )
-        else:
-            back = {f"part.{name}": one for name, one in parameters.items()}
-            result, log_det = vmap(lambda row, given: functional_call(self._back[0], given, (row,)))(
-                rows, back
-            )
+        rows = value.reshape(-1, value.shape[-1])
+        result, log_det = vmap(lambda row, given: functional_call(whole, given, (row,)))(rows, given)
         return result.reshape(*batch, result.shape[-1]), log_det.reshape(batch)

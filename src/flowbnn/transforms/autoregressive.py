@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.masked import MaskedMLP
-from flowbnn.nets.mlp import Length, first_parameter
+from flowbnn.nets.mlp import Length
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, checked
-from flowbnn.transforms.base import Transform, check_vectors
-from flowbnn.transforms.univariate import AffineMap, Direction, Univariate
+from flowbnn.transforms.univariate import AffineMap, Conditioned, Direction, Univariate
 
 
-class Autoregressive(Transform):
+class Autoregressive(Conditioned):
     r"""Each entry moved by an increasing map whose parameters depend on the entries before it.
 
     .. math:: x_i = g(z_i;\, \mathrm{net}_i(q(x_{<i}), c)) \quad\text{(cheap inverse)}, \qquad
@@ -24,11 +23,9 @@ class Autoregressive(Transform):
     What the net reads is known at once in one direction, which costs one pass, and has to be found entry by entry in the
     other, which costs ``net.passes(event_shape)`` of them, one for each entry. ``cheap`` says which:
 
-    ==============  ==============================================================================================
-    ``"inverse"``   densities in one pass, draws in D: the masked autoregressive flow (Papamakarios, Pavlakou & Murray 2017)
-    ``"forward"``   draws, and their own densities, in one pass, densities of other points in D: the inverse
-                    autoregressive flow (Kingma et al. 2016), which is what noise and posteriors want
-    ==============  ==============================================================================================
+    - ``"inverse"``: densities in one pass, draws in D: the masked autoregressive flow (Papamakarios, Pavlakou & Murray 2017);
+    - ``"forward"``: draws, and their own densities, in one pass, densities of other points in D: the inverse autoregressive flow
+      (Kingma et al. 2016), which is what noise and posteriors want.
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, as in :class:`~flowbnn.transforms.Coupling`. Starts at the identity, or next to it.
 
@@ -63,25 +60,12 @@ class Autoregressive(Transform):
         compress: bool = True,
         event_dim: Count = 1,
     ) -> None:
-        super().__init__()
-        self.compress = compress
-        self.dim, self.univariate, self.event_dim, self.inverse_kind = (
-            dim,
-            univariate,
-            event_dim,
-            univariate.inverse_kind,
-        )
-        self.net = net or MaskedMLP(
-            dim,
-            univariate.per_entry,
-            hidden,
-            order,
-            activation,
-            context_dim,
-            univariate.interleaved,
-            univariate.features if compress else 1,
-        )
-        self.first = first_parameter(self.net)
+        if net is None:
+            features = univariate.features if compress else 1
+            layout = univariate.interleaved, features
+            net = MaskedMLP(dim, univariate.per_entry, hidden, order, activation, context_dim, *layout)
+        super().__init__(dim, univariate, net, compress)
+        self.event_dim = event_dim
         if not callable(getattr(self.net, "passes", None)):
             raise FlowBNNError(
                 f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not",
@@ -99,27 +83,17 @@ class Autoregressive(Transform):
         return run(self.univariate.inverse, x, context)
 
     def _at_once(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
-        result, log_slope = function(value, self._conditioned(value, context))
+        self.check(value)
+        result, log_slope = function(value, self.parameters_for(value, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _by_entry(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
+        self.check(value)
         result = torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
         for _ in range(self._passes(value.shape[value.ndim - self.event_dim :])):
-            result, log_slope = function(value, self._conditioned(result, context))
+            result, log_slope = function(value, self.parameters_for(result, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _passes(self, shape: torch.Size) -> int:
         return self.net.passes(shape)  # type: ignore[operator]
-
-    def _conditioned(self, value: Tensor, context: Tensor | None) -> Tensor:
-        parameters = self.net(self.univariate.read(value) if self.compress else value, context)
-        wanted = (*value.shape[:-1], self.univariate.per_entry * self.dim)
-        if parameters.shape != wanted:
-            raise FlowBNNError(
-                f"the net of an autoregressive map must give {wanted} here, not {tuple(parameters.shape)}",
-                kind="shape",
-            )
-        return parameters

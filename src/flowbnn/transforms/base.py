@@ -4,22 +4,10 @@ A transform is an invertible map :math:`x = f(z)` from the base to the sample, s
 
 .. math:: \log p(x) = \log p(z) - \log\left|\det \frac{\partial f}{\partial z}\right| .
 
-**Forward means base to sample, everywhere.** To write one, subclass :class:`Transform` and give two methods::
-
-    class Shift(Transform):
-        def __init__(self, dim):
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(dim))
-
-        def forward(self, z, context=None):
-            return z + self.shift, z.new_zeros(z.shape[:-1])
-
-        def inverse(self, x, context=None):
-            return x - self.shift, x.new_zeros(x.shape[:-1])
-
-Each method returns ``(value, log_det)`` where ``log_det`` is the log-determinant *of the map it applied*: that of
-``inverse`` is minus that of ``forward`` at the same point. ``log_det`` has the batch shape: the value's shape less its
-last :attr:`Transform.event_dim` axes. Any number of batch axes, zero rows included, is allowed.
+**Forward means base to sample, everywhere.** To write one, subclass :class:`Transform` and give ``forward(z, context=None)`` and
+``inverse(x, context=None)``; CONTRIBUTING.md has a skeleton to copy. Each returns ``(value, log_det)`` where ``log_det`` is the
+log-determinant *of the map it applied*: that of ``inverse`` is minus that of ``forward`` at the same point. ``log_det`` has the batch
+shape: the value's shape less its last :attr:`Transform.event_dim` axes. Any number of batch axes, zero rows included, is allowed.
 
 What a transform cannot do it declares in class attributes; nothing is caught and skipped:
 

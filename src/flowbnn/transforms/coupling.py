@@ -7,17 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import MLP, Length, first_parameter
+from flowbnn.nets.mlp import MLP, Length
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, Hint, Positive, checked
-from flowbnn.transforms.base import Transform, check_vectors
-from flowbnn.transforms.univariate import AffineMap, Direction, ShiftMap, Univariate
+from flowbnn.transforms.univariate import AffineMap, Conditioned, Direction, ShiftMap, Univariate
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
 
 
-class Coupling(Transform):
+class Coupling(Conditioned):
     r"""The mechanism: :math:`x_A = z_A,\; x_B = g(z_B;\, \mathrm{net}(q(z_A), c))` with :math:`g` increasing in each entry.
 
     The net reads :math:`q(z) = z / (1 + |z| / 5)`, nearly :math:`z` where noise lives and flat far out. A number of size
@@ -61,20 +60,19 @@ class Coupling(Transform):
         net: nn.Module | None = None,
         compress: bool = True,
     ) -> None:
-        super().__init__()
-        self.dim, self.univariate, self.compress = dim, univariate, compress
-        self.event_dim = int(getattr(net, "event_dim", 1))
-        self.inverse_kind = univariate.inverse_kind
         keep = _read_mask(mask, dim)
-        self.register_buffer("mask", ~keep if flip else keep)
+        keep = ~keep if flip else keep
+        kept = int(keep.sum())
+        if net is None:
+            size_in = kept * (univariate.features if compress else 1)
+            net = MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
+        super().__init__(dim, univariate, net, compress)
+        self.event_dim = int(getattr(net, "event_dim", 1))
+        self.register_buffer("mask", keep)
         for name in ("kept_index", "moved_index", "restore"):
             self.register_buffer(name, torch.empty(0, dtype=torch.long), persistent=False)
         self._arrange()
         self.register_load_state_dict_post_hook(_arrange_after_load)
-        kept = self.kept_index.numel()
-        size_in = kept * (univariate.features if compress else 1)
-        self.net = net or MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
-        self.first = first_parameter(self.net)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_map(self.univariate.forward, z, context)
@@ -84,12 +82,7 @@ class Coupling(Transform):
 
     def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         kept, moved = self._split(value)
-        parameters = self.net(self.univariate.read(kept) if self.compress else kept, context)
-        wanted = (*moved.shape[:-1], self.univariate.per_entry * moved.shape[-1])
-        if parameters.shape != wanted:
-            raise FlowBNNError(
-                f"the net of a coupling must give {wanted} here, not {tuple(parameters.shape)}", kind="shape"
-            )
+        parameters = self.parameters_for(kept, context, moved.shape[-1])
         moved, log_slope = function(moved, parameters)
         return self._join(kept, moved), sum_rightmost(log_slope, self.event_dim)
 
@@ -106,7 +99,7 @@ class Coupling(Transform):
         self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
     def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
+        self.check(value)
         if self._layout == "scattered":
             return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
         count = self._kept_count

@@ -10,8 +10,7 @@ from torch.distributions import constraints
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.conditional import ConditionalNormal
-from flowbnn.nets.mlp import MLP, Length
+from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms.base import check_tensor, check_vectors

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.conditional import ConditionalNormal
 from flowbnn.nets.convolution import GatedConvNet
-from flowbnn.nets.mlp import Length
+from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, checked, made_by
 from flowbnn.transforms.base import Transform, check_dense
 from flowbnn.transforms.compose import Compose, Inverse

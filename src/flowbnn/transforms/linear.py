@@ -1,8 +1,11 @@
-"""Full linear maps."""
+"""Full linear maps, reflections and permutations."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
@@ -16,10 +19,9 @@ class LULinear(Transform):
     :math:`W = PLU` is never formed: forward is two triangular products, inverse two triangular solves, and the
     log-det costs one sum. On the last axis of ``(B, H, W, C)`` it is Glow's invertible 1x1 convolution.
 
-    Both factors live in one ``dim x dim`` parameter, as in LAPACK: its strict lower triangle is that of :math:`L` and its
-    strict upper triangle that of :math:`U`, both times :math:`\sqrt D`; its diagonal holds :math:`d` before the bound. The
-    root keeps wide maps well conditioned: a step of one size in every entry turns the map by one amount, whatever
-    :math:`D`. It starts at the identity but for small random entries off the diagonal, without any rotation.
+    Both factors live in one ``dim x dim`` parameter, as in LAPACK: its strict triangles are those of :math:`L` and :math:`U` times
+    :math:`\sqrt D`, so that a step of one size in every entry turns the map by one amount, whatever :math:`D`; its diagonal holds
+    :math:`d` before the bound. It starts at the identity but for small random entries off the diagonal.
 
     Args:
         dim: length of the vectors.
@@ -123,3 +125,67 @@ def unit_rows(rows: Tensor) -> Tensor:
     """Each row divided by its length; a row of zeros stays."""
     square = rows.square().sum(-1, keepdim=True)
     return rows * torch.where(square > 0, square, 1.0).rsqrt()
+
+
+class Permutation(Transform):
+    r"""A fixed reordering, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.
+
+    The order is kept in the ``state_dict``, so that a shuffle survives saving and loading.
+
+    Args:
+        order: every number from 0 to ``dim - 1``, once.
+
+    >>> Permutation([2, 0, 1])(torch.tensor([10.0, 11.0, 12.0]))
+    (tensor([12., 10., 11.]), tensor(0.))
+    """
+
+    linearity = "affine"
+    order: Tensor
+    restore: Tensor
+
+    @checked
+    def __init__(self, order: Sequence[int] | Tensor) -> None:
+        super().__init__()
+        index = torch.as_tensor(order)
+        if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
+            raise FlowBNNError(
+                "a permutation names every position from 0 to dim - 1 exactly once", argument="order"
+            )
+        index = index.to(torch.long)
+        self.register_buffer("order", index.clone())
+        self.register_buffer("restore", torch.argsort(index))
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._pick(z, self.order)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._pick(x, self.restore)
+
+    def _pick(self, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        check_vectors(value, self.order.numel(), self)
+        return value.index_select(-1, index), value.new_zeros(value.shape[:-1])
+
+
+class Reverse(Permutation):
+    r"""The vector of ``dim`` entries read backwards, :math:`x_i = z_{D - 1 - i}`: between couplings, it swaps the halves.
+
+    >>> Reverse(3)(torch.tensor([1.0, 2.0, 3.0]))[0]
+    tensor([3., 2., 1.])
+    """
+
+    @checked
+    def __init__(self, dim: Count) -> None:
+        super().__init__(range(dim - 1, -1, -1))
+
+
+class Shuffle(Permutation):
+    """A permutation of ``dim`` entries drawn once, when it is made, from the generator or torch's own.
+
+    >>> x, _ = Shuffle(4, torch.Generator().manual_seed(0))(torch.arange(4.0))
+    >>> x.sort().values
+    tensor([0., 1., 2., 3.])
+    """
+
+    @checked
+    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+        super().__init__(torch.randperm(dim, generator=generator))

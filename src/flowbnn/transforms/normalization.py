@@ -14,13 +14,10 @@ from flowbnn.transforms.base import Transform, check_vectors
 class ActNorm(Affine):
     r"""Elementwise affine map, :math:`x = e^{s} \odot z + t`, that starts by normalising its data.
 
-    In training mode the first batch sets :math:`s, t` so that what comes out has mean zero and variance one, in the
-    direction it was called: ``forward`` or ``inverse`` (Kingma & Dhariwal 2018, section 3.1). From then on
-    they are ordinary parameters. A column that does not vary is only centred, its scale stays one. Fewer
-    than two rows say nothing about a variance: they pass through unchanged, and the start waits for a real batch.
-
-    ``initialized`` is in the ``state_dict``, so that a loaded map does not start again. With several processes, make the
-    first call before the parameters are shared out, else each starts from its own batch.
+    In training mode the first batch of two rows or more sets :math:`s, t` so that what comes out has mean zero and variance one, in the
+    direction it was called (Kingma & Dhariwal 2018, section 3.1). From then on they are ordinary parameters. A column that does not
+    vary is only centred. ``initialized`` is in the ``state_dict``, so that a loaded map does not start again. With several processes,
+    make the first call before the parameters are shared out, else each starts from its own batch.
 
     Args:
         dim: length of the vectors.
@@ -84,14 +81,9 @@ class BatchNorm(Transform):
     (Dinh, Sohl-Dickstein & Bengio 2017, appendix E). **Forward normalises**: to normalise data on their way to the base,
     as RealNVP does, write ``Inverse(BatchNorm(dim))``.
 
-    ===========  ==================================================================================
-    forward      in training, by the batch's own statistics (over all axes but the last), which the
-                 running ones follow; in evaluation, and for fewer than two rows, by the running ones
-    inverse      always by the running statistics, so that it undoes forward in evaluation mode
-    ===========  ==================================================================================
-
-    :math:`\alpha = e^{a}`, with :math:`a` bounded softly. Before any training the running statistics are zero and one, and
-    the map is the identity but for :math:`\epsilon`. Use evaluation mode under ``vmap``, which cannot write buffers.
+    In training it takes the batch's own statistics (over all axes but the last), which the running ones follow; in evaluation, for
+    fewer than two rows, and backwards always the running ones. :math:`\alpha = e^{a}`, with :math:`a` bounded softly. It starts at the
+    identity but for :math:`\epsilon`. Use evaluation mode under ``vmap``, which cannot write buffers.
 
     Args:
         dim: length of the vectors.

@@ -16,15 +16,13 @@ from flowbnn.transforms.linear import LULinear
 class PlanarLU(Transform):
     r"""Planar and LU maps one after the other: ``Compose`` of :class:`Planar` and :class:`LULinear` maps, in fewer steps.
 
-    The maps of a noise flow are short vectors times small matrices. What they cost is not arithmetic but the number of operations,
-    forward and back. Here the parameters of all maps lie side by side, and :mod:`flowbnn.kernels` evaluates the chain at once, by the
-    formulas of :mod:`flowbnn.kernels.reference`.
+    The parameters of all maps lie side by side, and :mod:`flowbnn.kernels` evaluates the chain at once, by the formulas of
+    :mod:`flowbnn.kernels.reference`: short vectors cost the number of operations, not their arithmetic.
 
     Args:
         dim: length of the vectors.
         runs: ``("planar", 2), ("lu", 3), ...``: kinds and how many of each, in the order of application.
-        margin: as in :class:`Planar`.
-        bound: as in :class:`LULinear`.
+        margin, bound: as in :class:`Planar` and :class:`LULinear`.
         generator: source of the random start, which is near the identity.
 
     >>> flow = PlanarLU(3, [("planar", 2), ("lu", 1)], generator=torch.Generator().manual_seed(0))

@@ -16,8 +16,7 @@ from torch.distributions import constraints
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.conditional import ConditionalNormal
-from flowbnn.nets.mlp import MLP, Length, with_context
+from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import Transform, check_integers, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowbnn.errors import FlowBNNError
+from flowbnn.nets.mlp import first_parameter
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Positive, options
+from flowbnn.transforms.base import Transform, check_vectors
 
 Direction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -43,6 +46,31 @@ class Univariate(ABC):
     @abstractmethod
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse map for the same parameters and the logarithms of its slopes."""
+
+
+class Conditioned(Transform):
+    """What couplings and autoregressive maps share: a univariate map, and a net that computes its parameters."""
+
+    def __init__(self, dim: int, univariate: Univariate, net: nn.Module, compress: bool) -> None:
+        super().__init__()
+        self.dim, self.univariate, self.net, self.compress = dim, univariate, net, compress
+        self.inverse_kind = univariate.inverse_kind
+        self.first = first_parameter(net)
+
+    def check(self, value: Tensor) -> None:
+        """Refuse vectors of another length or precision."""
+        check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
+
+    def parameters_for(self, known: Tensor, context: Tensor | None, count: int) -> Tensor:
+        """Those of ``count`` entries, from what is known."""
+        parameters = self.net(self.univariate.read(known) if self.compress else known, context)
+        wanted = (*known.shape[:-1], self.univariate.per_entry * count)
+        if parameters.shape != wanted:
+            raise FlowBNNError(
+                f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}",
+                kind="shape",
+            )
+        return parameters
 
 
 @options
