@@ -241,12 +241,8 @@ class CircularUniform(Diagonal):
 class NormalMixture(_Vectors):
     r"""Equal mixture of :math:`K` diagonal normals, :math:`\tfrac1K \sum_k \mathcal N(x; \mu_k, \sigma_k^2)`.
 
-    The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020), so that drawing a
-    component and then its normal is an exact reparameterization: the pathwise gradient reaches every mean and scale
-    without bias.
-
-    Args:
-        loc, scale: shape ``(..., components, dim)``.
+    The weights are fixed and equal, as in the implicit Bayesian network of Trinh et al. (2020), so that drawing a component and then
+    its normal is an exact reparameterization. ``loc`` and ``scale`` have the shape ``(..., components, dim)``.
     """
 
     axes = 2
@@ -290,9 +286,7 @@ class NormalMixture(_Vectors):
 def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal | None:
     """The same distribution as a :class:`DiagonalNormal`, or None if it is something else.
 
-    Args:
-        event_axes: how many trailing axes make an event, if more than the distribution's own: with 1, the last axis of a
-            plain ``Normal`` counts as one.
+    With ``event_axes=1`` the last axis of a plain ``Normal`` counts as one of the event.
 
     >>> as_diagonal_normal(Independent(Normal(torch.zeros(3), torch.ones(3)), 1))
     DiagonalNormal(loc: torch.Size([3]), scale: torch.Size([3]))

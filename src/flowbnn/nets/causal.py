@@ -6,19 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import Length, with_context
+from flowbnn.nets.mlp import Length, with_context, zeroed
 from flowbnn.options import Count, checked
 
 
 def _gated(value: Tensor) -> Tensor:
     a, b = value.chunk(2, 1)
     return torch.tanh(a) * torch.sigmoid(b)
-
-
-def _zeroed(layer: Any) -> Any:
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class WaveNet(nn.Module):
@@ -59,7 +53,7 @@ class WaveNet(nn.Module):
             nn.Conv1d(hidden, 2 * hidden, kernel, dilation=2**layer) for layer in range(layers)
         )
         self.steps = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, 1) for _ in range(layers))
-        self.last = _zeroed(nn.Conv1d(hidden, per_entry * channels, 1))
+        self.last = zeroed(nn.Conv1d(hidden, per_entry * channels, 1))
 
     def passes(self, shape: Any) -> int:
         """One for each step of a sequence."""
@@ -147,7 +141,7 @@ class PixelCNN(nn.Module):
             self.joins.append(nn.Conv2d(len(pairs), len(pairs), 1))
             self.outs.append(MaskedConv2d((inside[:, None] >= inside).float()[..., None, None]))
         outputs = colours.repeat_interleave(per_entry) if interleaved else colours.repeat(per_entry)
-        self.last = _zeroed(MaskedConv2d((outputs[:, None] >= inside).float()[..., None, None]))
+        self.last = zeroed(MaskedConv2d((outputs[:, None] >= inside).float()[..., None, None]))
 
     def passes(self, shape: Any) -> int:
         """One for each channel of each pixel."""

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowbnn.nets.mlp import Length, with_context
+from flowbnn.nets.mlp import Length, with_context, zeroed
 from flowbnn.options import Count, checked
 
 
@@ -41,9 +41,7 @@ class GatedConvNet(nn.Module):
         self.first = nn.Conv2d(channels_in + context_dim, hidden, 3, padding=1)
         self.wide = nn.ModuleList(nn.Conv2d(hidden, hidden, 3, padding=1) for _ in range(blocks))
         self.gates = nn.ModuleList(nn.Conv2d(hidden, 2 * hidden, 1) for _ in range(blocks))
-        self.last = nn.Conv2d(hidden, channels_out, 3, padding=1)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)  # type: ignore[arg-type]
+        self.last = zeroed(nn.Conv2d(hidden, channels_out, 3, padding=1))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         if context is not None and self.context_dim:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import Length, with_context
+from flowbnn.nets.mlp import Length, with_context, zeroed
 from flowbnn.options import Count, checked, made_by
 
 
@@ -79,10 +79,7 @@ class MaskedMLP(nn.Module):
             layers += [MaskedLinear(after[:, None] >= before)]
             layers += [made_by(activation, name="activation", kind=nn.Module)]
         outputs = place.repeat_interleave(per_entry) if interleaved else place.repeat(per_entry)
-        last = MaskedLinear(outputs[:, None] > degrees[-1])
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(*layers, last)
+        self.layers = nn.Sequential(*layers, zeroed(MaskedLinear(outputs[:, None] > degrees[-1])))
 
     def passes(self, shape: Any) -> int:
         """The longest chain of entries that depend on each other, for events of this shape."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,13 @@ def first_parameter(net: nn.Module) -> tuple[nn.Module, str] | None:
     return next(places, None)
 
 
+def zeroed(layer: Any) -> Any:
+    """A last layer that starts at zero, so that what it conditions starts at the identity."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class MLP(nn.Module):
     r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
 
@@ -50,8 +57,7 @@ class MLP(nn.Module):
     the identity (Kingma & Dhariwal 2018, section 3.3). The hidden layers receive gradients from the second step on.
 
     Args:
-        dim_in: length of the input vectors.
-        dim_out: length of the output vectors.
+        dim_in, dim_out: lengths of the input and output vectors.
         hidden: width of each hidden layer; ``()`` makes a linear map.
         activation: makes the nonlinearity between layers, for instance ``nn.ReLU`` or ``nn.Tanh``.
         context_dim: length of the context vectors that are concatenated to the input; 0 ignores any context.
@@ -76,10 +82,7 @@ class MLP(nn.Module):
         layers: list[nn.Module] = []
         for before, after in pairwise(widths[:-1]):
             layers += [nn.Linear(before, after), made_by(activation, name="activation", kind=nn.Module)]
-        last = nn.Linear(widths[-2], dim_out)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(*layers, last)
+        self.layers = nn.Sequential(*layers, zeroed(nn.Linear(widths[-2], dim_out)))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""

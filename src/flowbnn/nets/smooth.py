@@ -98,8 +98,7 @@ class SmoothMLP(nn.Module):
     as the network itself, and no graph.
 
     Args:
-        dim_in: length of the input vectors.
-        dim_out: length of the output vectors.
+        dim_in, dim_out: lengths of the input and output vectors.
         hidden: width of each hidden layer.
         context_dim: length of the context vectors; 0 ignores any context.
         start: the last layer's weights start at this multiple of the usual ones, its biases at zero.

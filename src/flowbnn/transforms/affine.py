@@ -13,9 +13,8 @@ from flowbnn.transforms.base import Transform, check_vectors
 class Affine(Transform):
     r"""Elementwise affine map :math:`x = c + t + e^{s} \odot (z - c)` with :math:`\log|\det| = \sum_i s_i`.
 
-    Starts at the identity. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`, so that neither direction can
-    overflow however far an optimizer runs. Applied to a normal base it is the learnable Gaussian of an implicit
-    Bayesian network.
+    Starts at the identity. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`, so that neither direction can overflow.
+    Applied to a normal base it is the learnable Gaussian of an implicit Bayesian network.
 
     Args:
         dim: length of the vectors.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
+from flowbnn.nets.mlp import MLP, check_context
 from flowbnn.options import Count, checked
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Inverse
@@ -63,13 +63,7 @@ class Amortized(Transform):
         )
 
     def _apply_rows(self, value: Tensor, context: Tensor | None, direction: str) -> tuple[Tensor, Tensor]:
-        if context is None or context.shape[-1:] != (self.context_dim,):
-            raise FlowBNNError(
-                f"Amortized({type(self.transform).__name__}) needs a context of length {self.context_dim}, not "
-                f"{None if context is None else tuple(context.shape)}",
-                kind="shape",
-                argument="context",
-            )
+        context = check_context(context, self.context_dim)
         batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
         value = value.expand(*batch, value.shape[-1])
         if not value.numel():  # vmap takes no empty batch

@@ -100,28 +100,22 @@ class Transform(nn.Module):
         )
 
 
+def check_dense(value: Any, owner: object, kind: str = "dense tensor of real numbers") -> None:
+    """Refuse what is no dense tensor of real numbers or integers."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
+        given = (
+            f"tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise FlowBNNError(f"{type(owner).__name__} takes a {kind}, not a {given}", kind="dtype")
+
+
 def check_tensor(value: Any, owner: object) -> None:
     """Refuse what is no tensor of real numbers; cheap, since a flow asks at every step."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
-        given = (
-            f"a tensor of {value.dtype}, {value.layout}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-        hint = "; dequantize integers: end the flow with Dequantization, or give it .float()" if whole else ""
-        raise FlowBNNError(
-            f"{type(owner).__name__} takes a dense floating point tensor, not {given}{hint}", kind="dtype"
-        )
-
-
-def check_dense(value: Any, owner: object) -> None:
-    """Refuse what is no dense tensor of real numbers or integers."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
-        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise FlowBNNError(
-            f"{type(owner).__name__} takes a dense tensor of real numbers, not {given}", kind="dtype"
-        )
+        check_dense(value, owner, "dense floating point tensor")
+        hint = "dequantize integers: end the flow with Dequantization, or give it .float()"
+        text = f"takes a dense floating point tensor, not a tensor of {value.dtype}; {hint}"
+        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
 
 
 def check_integers(value: Any, owner: object) -> None:
@@ -142,15 +136,20 @@ def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = 
             raise FlowBNNError(text, kind="range", value=worst)
 
 
+def check_length(value: Tensor, dim: int, owner: object) -> None:
+    """Refuse vectors of another length, which would broadcast to a wrong log-det."""
+    if value.ndim == 0 or value.shape[-1] != dim:
+        text = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
+        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="shape")
+
+
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
-    """Refuse vectors of another length, which would broadcast to a wrong log-det, and of another dtype than the parameters."""
+    """Refuse what is no real vector of this length, and another dtype than that of the parameters."""
     check_tensor(value, owner)
-    short = value.ndim == 0 or value.shape[-1] != dim
-    if short or (parameter is not None and value.dtype != parameter.dtype):
-        needs = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
-        if not short and parameter is not None:
-            needs = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
-        raise FlowBNNError(f"{type(owner).__name__} {needs}", kind="shape" if short else "dtype")
+    check_length(value, dim, owner)
+    if parameter is not None and value.dtype != parameter.dtype:
+        text = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
+        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
 
 
 def warn_of_slow_draws(transform: Transform, owner: object) -> None:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
-from flowbnn.transforms.base import check_tensor, check_vectors
+from flowbnn.transforms.base import check_length, check_tensor, check_vectors
 from flowbnn.transforms.surjective import Several, ToIntegers, drawn, known, summed
 from flowbnn.transforms.univariate import Univariate
 
@@ -50,8 +49,7 @@ class Argmax(_Categories):
     Args:
         dim, categories: of the vectors :math:`x`, which have integers from 0 to ``categories - 1``.
         noise: gives the distribution of :math:`u`, of length ``dim * categories``, for the one-hot codes of :math:`x`; by default a
-            normal whose mean and scale an MLP computes.
-        hidden: of that MLP.
+            normal whose mean and scale an MLP with layers of the widths ``hidden`` computes.
         context_dim: length of the context that the noise reads.
 
     >>> argmax = Argmax(2, categories=3)
@@ -108,15 +106,6 @@ class Argmax(_Categories):
 def one_hot(index: Tensor, categories: int) -> Tensor:
     """Whether each category is the chosen one, on a new last axis."""
     return index.unsqueeze(-1) == torch.arange(categories, device=index.device)
-
-
-def check_length(value: Tensor, dim: int, owner: object) -> None:
-    """Refuse integers of another length on the last axis."""
-    if value.ndim == 0 or value.shape[-1] != dim:
-        raise FlowBNNError(
-            f"{type(owner).__name__} takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}",
-            kind="shape",
-        )
 
 
 class Integers(ToIntegers):

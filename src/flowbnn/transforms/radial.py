@@ -16,9 +16,8 @@ class Radial(Transform):
               + (D - 1) \log\left(1 + \frac{\beta}{\alpha + r}\right)
 
     Invertible because :math:`\alpha = \mathrm{softplus}(\cdot) > 0` and :math:`\beta = -\alpha + s` with
-    :math:`s = \mathrm{softplus}(\cdot) > 0` (Rezende & Mohamed, *Variational inference with normalizing flows*, 2015,
-    appendix A.2). In terms of :math:`s` everything is a sum of positive numbers, and nothing cancels. The inverse is
-    closed: the radius solves :math:`r^2 + (s - \rho) r - \alpha\rho = 0` with :math:`\rho = \lVert x - z_0 \rVert`.
+    :math:`s = \mathrm{softplus}(\cdot) > 0` (Rezende & Mohamed 2015, appendix A.2); in terms of :math:`s` nothing cancels. The inverse
+    is closed: the radius solves :math:`r^2 + (s - \rho) r - \alpha\rho = 0` with :math:`\rho = \lVert x - z_0 \rVert`.
 
     Args:
         dim: length of the vectors.

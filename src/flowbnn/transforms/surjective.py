@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
+from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import Transform, check_integers, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
@@ -57,9 +58,8 @@ class Augment(Transform):
 
     Args:
         kept, added: lengths of :math:`z` and :math:`e`.
-        noise: gives the distribution of :math:`e` for :math:`z`; by default a normal whose mean and scale an MLP computes, which
-            starts at the standard normal.
-        hidden: of that MLP.
+        noise: gives the distribution of :math:`e` for :math:`z`; by default a normal whose mean and scale an MLP with the widths
+            ``hidden`` computes, which starts at the standard normal.
         context_dim: length of the context that the noise reads; 0 ignores any context.
 
     >>> x, log_det = Augment(2, 3)(torch.ones(5, 2))
@@ -148,28 +148,22 @@ class AbsoluteValue(Transform):
         self.event_dim = 0 if net is None else _event_dim(net)
 
     def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
-        return (
-            torch.zeros_like(x)
-            if self.net is None
-            else self.net(known(x, context, self.context_dim, self.event_dim))
-        )
-
-    def _batch(self, log_prob: Tensor) -> Tensor:
-        return summed(log_prob, log_prob.shape[: log_prob.ndim - self.event_dim])
+        if self.net is None:
+            return torch.zeros_like(x)
+        return self.net(known(x, context, self.context_dim, self.event_dim))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
         x = z.abs()
         log_odds = self._log_odds(x, context)
-        return x, self._batch(F.logsigmoid(torch.where(z < 0, -log_odds, log_odds)))
+        return x, sum_rightmost(F.logsigmoid(torch.where(z < 0, -log_odds, log_odds)), self.event_dim)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(x, self)
         log_odds = self._log_odds(x, context)
         negative = torch.rand_like(x) > torch.sigmoid(log_odds)
-        return torch.where(negative, -x, x), -self._batch(
-            F.logsigmoid(torch.where(negative, -log_odds, log_odds))
-        )
+        log_prob = F.logsigmoid(torch.where(negative, -log_odds, log_odds))
+        return torch.where(negative, -x, x), -sum_rightmost(log_prob, self.event_dim)
 
 
 class MaxPool(Transform):
@@ -206,11 +200,8 @@ class MaxPool(Transform):
         check_vectors(x, self.dim, self)
         place = torch.randint(self.size, (*x.shape, 1), device=x.device)
         others = place != torch.arange(self.size, device=x.device)
-        gaps = (
-            torch.empty_like(others, dtype=x.dtype).exponential_()
-            * others
-            / self.log_rate.exp().unsqueeze(-1)
-        )
+        gaps = torch.empty_like(others, dtype=x.dtype).exponential_() * others
+        gaps = gaps / self.log_rate.exp().unsqueeze(-1)
         return (x.unsqueeze(-1) - gaps).flatten(-2), -self._log_density(gaps.sum(-1))
 
     def _log_density(self, gaps: Tensor) -> Tensor:
@@ -283,7 +274,7 @@ class Dequantization(ToIntegers):
         if self.noise is not None:
             tiny = torch.finfo(z.dtype).eps
             v = torch.logit((scaled - x).clamp(tiny, 1.0 - tiny))
-            log_density = self._batch(log_density - _log_sigmoid_slope(v))
+            log_density = sum_rightmost(log_density - _log_sigmoid_slope(v), self.event_dim)
             log_density = log_density + summed(self._given(x, context).log_prob(v), log_density.shape)
         return x.long(), log_density
 
@@ -298,13 +289,10 @@ class Dequantization(ToIntegers):
         else:
             v, log_prob = drawn(self._given(x, context), x.shape[: x.ndim - self.event_dim])
             u = torch.sigmoid(v)
-            log_density = self._batch(log_density - _log_sigmoid_slope(v)) + log_prob
+            log_density = sum_rightmost(log_density - _log_sigmoid_slope(v), self.event_dim) + log_prob
         margin = 4.0 * torch.finfo(x.dtype).eps  # rounding must not carry a value into the next bin
         value = torch.clamp(x + u, x + margin * x.abs(), x + 1.0 - margin * (x + 1.0).abs())
         return value / (self.levels or 1), -log_density
-
-    def _batch(self, log_prob: Tensor) -> Tensor:
-        return summed(log_prob, log_prob.shape[: log_prob.ndim - self.event_dim])
 
     def _given(self, x: Tensor, context: Tensor | None) -> Any:
         x = (2.0 * x + 1.0) / self.levels - 1.0 if self.levels else x
@@ -325,8 +313,7 @@ class VAELayer(Transform):
         dim: length of :math:`x`, or the shape of one.
         latent_dim: length of :math:`z`.
         decoder, encoder: give the distributions of :math:`x` for :math:`z` and of :math:`z` for :math:`x`; by default normals whose
-            mean and scale MLPs compute. A conditional flow is an encoder as well.
-        hidden: of these MLPs.
+            mean and scale MLPs with layers of the widths ``hidden`` compute. A conditional flow is an encoder as well.
         context_dim: length of the context that both read; 0 ignores any context.
 
     >>> layer = VAELayer(5, latent_dim=2)
