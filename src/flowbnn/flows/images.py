@@ -1,7 +1,7 @@
 """Recipes that serve images as well as vectors."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributions import Independent
@@ -61,7 +61,34 @@ class ImageFlow(Steps):
 
 
 @recipe
-class Glow(ImageFlow):
+class PixelFlow(ImageFlow):
+    """A flow of real vectors, :meth:`vectors`, or of images, whose pixels are dequantized integers where they have ``values``."""
+
+    values: Bins | None = 256
+    data_start: bool = False
+
+    def parts(self) -> Sequence[Transform]:
+        if isinstance(self.dim, int):
+            return self.vectors(self.dim)
+        scales = self.scales()
+        if self.values is None:
+            return [scales, ChannelsFirst()]
+        return [
+            scales,
+            Dequantization(self.values, self.noise(self.dim[0]), self.context_dim),
+            ChannelsFirst(),
+        ]
+
+    def vectors(self, dim: int) -> Sequence[Transform]:
+        """The transforms of a flow of vectors."""
+        raise NotImplementedError
+
+    def noise(self, channels: int) -> nn.Module | None:
+        """Of the dequantization; uniform for None."""
+
+
+@recipe
+class Glow(PixelFlow):
     """Steps of ActNorm, an invertible linear map and an affine coupling (Kingma & Dhariwal 2018, https://arxiv.org/abs/1807.03039).
 
     For images, ``Glow((3, 32, 32), length=8, levels=3)``, the linear maps are 1x1 convolutions, the couplings have gated convolutions,
@@ -82,16 +109,12 @@ class Glow(ImageFlow):
     torch.Size([5])
     """
 
-    values: Bins | None = 256
-    data_start: bool = False
-
-    def parts(self) -> Sequence[Transform]:
-        if not isinstance(self.dim, int):
-            return [self.scales(), *pixels(self.values)]
-        if self.dim == 1:  # which has nothing to mix
+    def vectors(self, dim: int) -> Sequence[Transform]:
+        if dim == 1:  # which has nothing to mix
             return [ActNorm(1, data_start=self.data_start)]
-        given = {"hidden": self.hidden, "context_dim": self.context_dim, "data_start": self.data_start}
-        return [GlowStep(self.dim, flip=bool(number % 2), **given) for number in range(self.length)]  # type: ignore[arg-type]
+        given: dict[str, Any] = {"hidden": self.hidden, "context_dim": self.context_dim}
+        halves = [bool(number % 2) for number in range(self.length)]
+        return [GlowStep(dim, data_start=self.data_start, flip=flip, **given) for flip in halves]
 
     def step(self, channels: int, number: int) -> Transform:
         net = image_net(channels // 2, channels - channels // 2, AffineMap(), self.hidden, self.context_dim)
@@ -99,7 +122,7 @@ class Glow(ImageFlow):
 
 
 @recipe
-class ResidualFlow(ImageFlow):
+class ResidualFlow(PixelFlow):
     """Contractive residual blocks between ActNorms (Behrmann et al. 2019, https://arxiv.org/abs/1811.00995; Chen et al. 2019,
     https://arxiv.org/abs/1906.02735).
 
@@ -113,17 +136,13 @@ class ResidualFlow(ImageFlow):
     """
 
     length: Count = 8
-    values: Bins | None = 256
-    data_start: bool = False
     lipschitz: Probability = 0.9
     log_det: Literal["exact", "truncated", "roulette"] | None = None
     cheap: Literal["forward", "inverse"] = "inverse"
 
-    def parts(self) -> Sequence[Transform]:
-        if not isinstance(self.dim, int):
-            return [self.scales(), *pixels(self.values)]
-        start = ActNorm(self.dim, data_start=self.data_start)
-        return [start, *(self.block(self.dim, self.dim) for _ in range(self.length))]
+    def vectors(self, dim: int) -> Sequence[Transform]:
+        start = ActNorm(dim, data_start=self.data_start)
+        return [start, *(self.block(dim, dim) for _ in range(self.length))]
 
     def step(self, channels: int, number: int) -> Transform:
         return self.block((self.side(1, channels), self.side(2, channels), channels), channels)
@@ -141,13 +160,8 @@ def image_net(
     return GatedConvNet(kept, univariate.per_entry * moved, hidden[0], len(hidden), context_dim)
 
 
-def pixels(values: int | None, noise: nn.Module | None = None, context_dim: int = 0) -> list[Transform]:
-    """What ends a flow of images: integers, if they are, and channels first."""
-    return [*([] if values is None else [Dequantization(values, noise, context_dim)]), ChannelsFirst()]
-
-
 @recipe
-class FlowPP(ImageFlow):
+class FlowPP(PixelFlow):
     """Flow++: couplings of mixtures of logistics, with variational dequantization (Ho et al. 2019, https://arxiv.org/abs/1902.00275).
 
     Of images, ``FlowPP((3, 32, 32))``, couplings keep channels and, where the width is even, squares of a checkerboard in turn, and
@@ -164,17 +178,14 @@ class FlowPP(ImageFlow):
     """
 
     levels: Count = 2
-    values: Bins | None = 256
-    data_start: bool = False
     components: Count = 8
 
-    def parts(self) -> Sequence[Transform]:
-        if isinstance(self.dim, int):
-            steps = list(couplings(self, LogisticMixtureMap(self.components)))
-            return [self.mixed(self.dim, coupling) for coupling in steps]
-        scales = self.scales()
-        noise = None if self.values is None else _PixelNoise(self.dim[0], self.hidden, self.context_dim)
-        return [scales, *pixels(self.values, noise, self.context_dim)]
+    def vectors(self, dim: int) -> Sequence[Transform]:
+        steps = list(couplings(self, LogisticMixtureMap(self.components)))
+        return [self.mixed(dim, coupling) for coupling in steps]
+
+    def noise(self, channels: int) -> nn.Module:
+        return _PixelNoise(channels, self.hidden, self.context_dim)
 
     def step(self, channels: int, number: int) -> Transform:
         mixture = LogisticMixtureMap(self.components)
