@@ -23,7 +23,7 @@ Inside the library code relies on the types and checks nothing again.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
@@ -250,8 +250,7 @@ def descendants(kind: type[T]) -> Iterator[type[T]]:
 
 @cache
 def _annotations(owner: Any) -> dict[str, Any]:
-    hints = get_type_hints(owner, include_extras=True)
-    return {name: kind.type if isinstance(kind, InitVar) else kind for name, kind in hints.items()}
+    return get_type_hints(owner, include_extras=True)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import InitVar, field
-from typing import Annotated, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
@@ -56,8 +56,10 @@ class FlowModel(nn.Module):
 @dataclass_transform(field_specifiers=(field,))
 def recipe(kind: Kind) -> Kind:
     """Make the annotated attributes of a subclass of :class:`Named` its checked arguments, as a dataclass does."""
-    made = options(kind, frozen=False, eq=False, repr=False)
+    made: Any = options(kind, frozen=False, eq=False, repr=False)
+    made.__init__.__wrapped__.__annotations__["base"] = Base | None  # what users read and hand over
     if "base" in vars(made):
+        made.__annotations__["base"] = Base | None
         del made.base  # a default that would hide the module
     return made
 
