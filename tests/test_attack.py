@@ -29,7 +29,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKI
         ("flowbnn.compare", "test_loader", "a scalar"),
         ("flowbnn.fit", "optimizer", "int"),
         ("flowbnn.fit", "schedule", "a Linear"),
-        ("flowbnn.transforms.GlowStep", "activation", "int"),
+        ("flowbnn.transforms.Autoregressive", "activation", "int"),
         ("flowbnn.predictive.GaussianPredictive", "variance", "4 axes"),
         ("flowbnn.metrics.calibration_floor", "given", "no columns"),
         ("flowbnn.data.true_curve", "inputs", "huge tensor"),
