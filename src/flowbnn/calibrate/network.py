@@ -41,7 +41,7 @@ from flowbnn.transforms.triangular import BlockTriangular, assign
 __all__ = ["Calibration", "calibrate"]
 
 FEW = 20  # held-out examples
-ROWS = 256  # that are looked at first
+ROWS = 256  # that go through the plain network at once
 Prior = Literal["fitted", "fixed"]
 
 
@@ -364,12 +364,15 @@ class _Work:
         """The plain network, with the noise level that it was given, or with the size of its residuals at these examples."""
         likelihood = deepcopy(self.likelihood)
         if not self.knows_level:
-            learn_noise(self.plain, likelihood, [self._some(index)])
+            learn_noise(self.plain, likelihood, self._batches(index))
         return PointPosterior(self.plain, likelihood)
 
     def tempered(self, index: Tensor) -> TemperedPosterior:
         """The plain network with the temperature for these examples."""
-        return temper(self.point(index), [self._some(index)], progress=False)
+        return temper(self.point(index), self._batches(index), progress=False)
+
+    def _batches(self, index: Tensor) -> list[tuple[Any, Tensor]]:
+        return [self._some(part) for part in index.split(ROWS)]
 
     def _some(self, index: Tensor) -> tuple[Any, Tensor]:
         index = index.to(self.targets.device)
