@@ -143,6 +143,15 @@ def check_length(value: Tensor, dim: int, owner: object) -> None:
         raise FlowBNNError(f"{type(owner).__name__} {text}", kind="shape")
 
 
+def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Size:
+    """The batch shape; events of another shape are refused."""
+    cut = value.ndim - len(shape)
+    if cut < 0 or value.shape[cut:] != torch.Size(shape):
+        text = f"takes events of shape {tuple(shape)}, not shape {tuple(value.shape)}"
+        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="shape")
+    return value.shape[:cut]
+
+
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
     """Refuse what is no real vector of this length, and another dtype than that of the parameters."""
     check_tensor(value, owner)

@@ -16,7 +16,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, checked, made_by
-from flowbnn.transforms.base import Transform, check_dense
+from flowbnn.transforms.base import Transform, check_dense, check_events
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
@@ -85,10 +85,7 @@ class Reshape(Rearrangement):
         return len(self.after)
 
     def _shaped(self, value: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
-        cut = value.ndim - len(before)
-        if cut < 0 or value.shape[cut:] != before:
-            self._refuse(value, f"events of shape {before}")
-        return value.reshape(value.shape[:cut] + after)
+        return value.reshape(check_events(value, before, self) + after)
 
     def there(self, z: Tensor) -> Tensor:
         return self._shaped(z, self.before, self.after)

@@ -12,7 +12,7 @@ from flowbnn.nets.mlp import Length
 from flowbnn.nets.smooth import Product, SmoothMLP, Traced
 from flowbnn.numerics import readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_tensor, check_vectors
+from flowbnn.transforms.base import Transform, check_events, check_tensor, check_vectors
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
 EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
@@ -113,11 +113,7 @@ class Residual(Transform):
             check_vectors(value, self.dim, self, parameter)
         else:
             check_tensor(value, self)
-            if value.shape[-self.event_dim :] != self.shape:
-                raise FlowBNNError(
-                    f"Residual takes events of shape {tuple(self.shape)}, not {tuple(value.shape)}",
-                    kind="shape",
-                )
+            check_events(value, self.shape, self)
 
     def _given(self, context: Tensor | None) -> Any:
         return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)

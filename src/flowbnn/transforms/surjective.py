@@ -19,7 +19,14 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
-from flowbnn.transforms.base import Transform, check_integers, check_range, check_tensor, check_vectors
+from flowbnn.transforms.base import (
+    Transform,
+    check_events,
+    check_integers,
+    check_range,
+    check_tensor,
+    check_vectors,
+)
 from flowbnn.transforms.compose import Inverse
 
 Several = Annotated[int, Ge(2)]
@@ -357,11 +364,7 @@ class VAELayer(Transform):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.shape[-1], self, next(self.encoder.parameters(), None))
-        cut = x.ndim - self.sample_dim
-        if cut < 0 or x.shape[cut:] != self.shape:
-            text = f"VAELayer takes events of shape {self.shape}, not shape {tuple(x.shape)}"
-            raise FlowBNNError(text, kind="shape")
-        batch = x.shape[:cut]
+        batch = check_events(x, self.shape, self)
         z, log_encoder = drawn(self.encoder(known(x, context, self.context_dim, self.sample_dim)), batch)
         return z, summed(self.decoder(known(z, context, self.context_dim)).log_prob(x), batch) - log_encoder
 
