@@ -17,6 +17,7 @@ from flowbnn.distributions.draws import reparameterized
 from flowbnn.distributions.support import covers_everything, image, inner_point, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
+from flowbnn.options import checked
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.triangular import BlockTriangular
@@ -182,6 +183,7 @@ class Flow(Distribution):
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
 
+    @checked
     @torch.no_grad()
     def check(self, value: Tensor) -> None:
         """Refuse values where the density is zero, in a line that names the part of the flow that does not reach them."""

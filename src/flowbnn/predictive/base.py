@@ -97,6 +97,7 @@ class Predictive(ABC):
         spent = None if self._spent is None else self._spent[:, chosen]
         return self._of(*(tensor[:, chosen] for tensor in self._tensors), spent=spent, shape=self.shape)
 
+    @checked
     def part(self, samples: slice) -> Self:
         """The same predictive of some of the samples, each of which every input must have."""
         return self._of(*(tensor[samples] for tensor in self._tensors), shape=self.shape)

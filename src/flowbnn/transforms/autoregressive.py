@@ -83,16 +83,16 @@ class Autoregressive(Conditioned):
         return run(self.univariate.inverse, x, context)
 
     def _at_once(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.check(value)
-        result, log_slope = function(value, self.parameters_for(value, context, self.dim))
+        self._check(value)
+        result, log_slope = function(value, self._parameters_for(value, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _by_entry(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.check(value)
+        self._check(value)
         result = torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
         for _ in range(self._passes(value.shape[value.ndim - self.event_dim :])):
-            result, log_slope = function(value, self.parameters_for(result, context, self.dim))
+            result, log_slope = function(value, self._parameters_for(result, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)
 
     def _passes(self, shape: torch.Size) -> int:

@@ -82,7 +82,7 @@ class Coupling(Conditioned):
 
     def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         kept, moved = self._split(value)
-        parameters = self.parameters_for(kept, context, moved.shape[-1])
+        parameters = self._parameters_for(kept, context, moved.shape[-1])
         moved, log_slope = function(moved, parameters)
         return self._join(kept, moved), sum_rightmost(log_slope, self.event_dim)
 
@@ -99,7 +99,7 @@ class Coupling(Conditioned):
         self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
     def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.check(value)
+        self._check(value)
         if self._layout == "scattered":
             return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
         count = self._kept_count

@@ -27,14 +27,14 @@ class _Categories(ToIntegers):
     def ends(self) -> tuple[Any, Any]:
         return constraints.real, constraints.integer_interval(0, self.categories - 1)
 
-    def scores(self, z: Tensor) -> Tensor:
+    def _scores(self, z: Tensor) -> Tensor:
         """The numbers of each variable on an axis of their own."""
         check_vectors(z, self.dim * self.categories, self)
         return z.unflatten(-1, (self.dim, self.categories))
 
-    def chosen(self, x: Tensor) -> Tensor:
+    def _codes(self, x: Tensor) -> Tensor:
         """Whether each category is the one of ``x``, on a new last axis."""
-        self.check_integers(x, 0, self.categories - 1)
+        self._check_integers(x, 0, self.categories - 1)
         check_length(x, self.dim, self)
         return one_hot(x, self.categories)
 
@@ -75,7 +75,7 @@ class Argmax(_Categories):
         self.noise = noise or ConditionalNormal(MLP(size + context_dim, 2 * size, hidden))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores = self.scores(z)
+        scores = self._scores(z)
         x = scores.argmax(-1)
         top = scores.amax(-1, keepdim=True)
         chosen = one_hot(x, self.categories)
@@ -87,7 +87,7 @@ class Argmax(_Categories):
         return x, summed(log_prob, z.shape[:-1]) - self._log_det(below, chosen)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        chosen = self.chosen(x)
+        chosen = self._codes(x)
         u, log_prob = drawn(self._given(chosen.to(self._zero.dtype), context), x.shape[:-1])
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
@@ -124,8 +124,8 @@ class Integers(ToIntegers):
         return z.round().long(), torch.zeros_like(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        far = self.exact(bits=0)
-        self.check_integers(x, -far, far, "; bring the flow to .double()")
+        far = self._exact(bits=0)
+        self._check_integers(x, -far, far, "; bring the flow to .double()")
         z = x.to(self._zero.dtype)
         return z, torch.zeros_like(z)
 
@@ -145,10 +145,10 @@ class OneHot(_Categories):
         super().__init__(dim, categories)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.scores(z).argmax(-1), z.new_zeros(z.shape[:-1])
+        return self._scores(z).argmax(-1), z.new_zeros(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.chosen(x).to(self._zero.dtype).flatten(-2), self._zero.expand(x.shape[:-1])
+        return self._codes(x).to(self._zero.dtype).flatten(-2), self._zero.expand(x.shape[:-1])
 
 
 @options

@@ -39,11 +39,11 @@ class _Monotone(Transform):
     inverse_name = ""
 
     @abstractmethod
-    def there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """What ``forward`` returns."""
 
     @abstractmethod
-    def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What ``inverse`` returns, for numbers of the interval."""
 
     def ends(self) -> tuple[Any, Any]:
@@ -51,13 +51,13 @@ class _Monotone(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
-        return self.there(z)
+        return self._there(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(x, self)
         low, high = self.onto.lower_bound, getattr(self.onto, "upper_bound", math.inf)
         check_range(x, low, high, self.inverse_name or f"the inverse of {type(self).__name__}")
-        return self.back(x)
+        return self._back(x)
 
 
 class Tanh(_Monotone):
@@ -69,10 +69,10 @@ class Tanh(_Monotone):
 
     onto = constraints.interval(-1.0, 1.0)
 
-    def there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(z), self._log_slope(z)
 
-    def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
         limit = _below_one(x)
         z = torch.atanh(x.clamp(-limit, limit))
         return z, -self._log_slope(z)
@@ -92,10 +92,10 @@ class Sigmoid(_Monotone):
     onto = constraints.unit_interval
     inverse_name = "Logit (the inverse of Sigmoid)"
 
-    def there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
 
-    def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
         log_x, log_rest = torch.log(x), torch.log1p(-x)
         return log_x - log_rest, -(log_x + log_rest)
@@ -122,11 +122,11 @@ class Softplus(_Monotone):
 
     onto = constraints.positive
 
-    def there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
         # torch's softplus turns into the identity at 20, an error of 2e-9 that float64 would show
         return -F.logsigmoid(-z), F.logsigmoid(z)
 
-    def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = _positive(x)
         return inverse_softplus(x), -torch.log(-torch.expm1(-x))
 
@@ -142,12 +142,12 @@ class Exp(_Monotone):
 
     onto = constraints.positive
 
-    def there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
         limits = torch.finfo(z.dtype)
         # a few roundings inside the logarithm of the largest number, so that exp cannot round up to infinity
         z = z.clamp(math.log(limits.tiny), math.log(limits.max) * (1.0 - 4.0 * limits.eps))
         return z.exp(), z
 
-    def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = _positive(x).log()
         return z, -z

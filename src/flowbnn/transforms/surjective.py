@@ -226,12 +226,12 @@ class ToIntegers(Transform):
         super().__init__()
         self.register_buffer("_zero", torch.zeros(()), persistent=False)
 
-    def check_integers(self, x: Tensor, low: float, high: float, hint: str = "") -> None:
+    def _check_integers(self, x: Tensor, low: float, high: float, hint: str = "") -> None:
         """Refuse what is no tensor of integers between these."""
         check_integers(x, self)
         check_range(x.long(), low, high, type(self).__name__, hint)
 
-    def exact(self, bits: int) -> int:
+    def _exact(self, bits: int) -> int:
         """The largest integer that leaves so many bits of the precision unused."""
         return int(2.0 / torch.finfo(self._zero.dtype).eps) >> bits
 
@@ -286,9 +286,9 @@ class Dequantization(ToIntegers):
         return x.long(), log_density
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        far = self.exact(bits=7)  # which leaves room for the noise
+        far = self._exact(bits=7)  # which leaves room for the noise
         low, high = (-far, far) if self.levels is None else (0, min(self.levels - 1, far))
-        self.check_integers(x, low, high, "" if high < far else "; bring the flow to .double()")
+        self._check_integers(x, low, high, "" if high < far else "; bring the flow to .double()")
         x = x.to(self._zero.dtype)
         log_density = torch.full_like(x, math.log(self.levels or 1))
         if self.noise is None:

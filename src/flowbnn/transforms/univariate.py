@@ -57,11 +57,11 @@ class Conditioned(Transform):
         self.inverse_kind = univariate.inverse_kind
         self.first = first_parameter(net)
 
-    def check(self, value: Tensor) -> None:
+    def _check(self, value: Tensor) -> None:
         """Refuse vectors of another length or precision."""
         check_vectors(value, self.dim, self, getattr(*self.first) if self.first else None)
 
-    def parameters_for(self, known: Tensor, context: Tensor | None, count: int) -> Tensor:
+    def _parameters_for(self, known: Tensor, context: Tensor | None, count: int) -> Tensor:
         """Those of ``count`` entries, from what is known."""
         parameters = self.net(self.univariate.read(known) if self.compress else known, context)
         wanted = (*known.shape[:-1], self.univariate.per_entry * count)
