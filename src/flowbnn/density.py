@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -101,6 +101,7 @@ class Density(nn.Module):
     loc: Tensor | None
     scale: Tensor | None
 
+    @checked
     def __init__(
         self,
         flow: nn.Module,
@@ -189,7 +190,7 @@ class Density(nn.Module):
         return save_tensors(path, self.state_dict(), {"kind": "density", "history": self.history.to_dict()})
 
 
-@dataclass(frozen=True)
+@options
 class NoveltyDetector:
     r"""Calls an example novel where fewer than ``rate`` of the held-out ones are as strange.
 
@@ -199,7 +200,7 @@ class NoveltyDetector:
     """
 
     density: Density
-    rate: float
+    rate: Probability
     center: float | None
     held_out: Tensor
 

@@ -42,6 +42,7 @@ class _Vectors(Distribution):
                 argument="loc",
             )
         if not isinstance(scale, Tensor):
+            check("scale", scale, Tensor | Positive, type(self).__name__)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
         # sums over the last axis would be wrong in silence for a scale that only broadcasts
         same = loc.shape == scale.shape
