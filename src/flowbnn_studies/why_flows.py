@@ -152,9 +152,9 @@ class WhyFlows(Study):
             f"no solver but does not maximise the likelihood. The VAE has Gaussians on both sides and a code of {settings.dim}.",
             "Exactness is that of the fitted flows in double precision: what is left is the tolerance of a solver or rounding. The "
             "residual flow's log-determinant is exact in so few dimensions; in many it is an unbiased estimate.",
-            f"Times are medians over {settings.rounds} rounds, in which all models take their turn in one process on one thread, for "
-            f"{settings.timed} points. The importance-weighted likelihood of the VAE has {settings.samples} samples for each point; "
-            "both of its rows sample alike.",
+            f"Times are medians of the processor's time over {settings.rounds} rounds, in which all models take their turn on one "
+            f"thread, for {settings.timed} points. The importance-weighted likelihood of the VAE has {settings.samples} samples for "
+            "each point; both of its rows sample alike.",
             *parts.warnings({"together": "All models"}),
         ]
         return Findings(answer(by_model), METRICS, rows, [], notes)
@@ -220,32 +220,31 @@ def exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:
 
 
 def times(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, all in turn so that what else the machine does meets all alike, after one round that does not count."""
+    """Median processor seconds of each, all in turn, so that what else the machine does counts little; a first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
-            started = time.perf_counter()
+            started = time.process_time()
             work()
-            taken[name].append(time.perf_counter() - started)
+            taken[name].append(time.process_time() - started)
     return {name: statistics.median(some[1:]) for name, some in taken.items()}
 
 
 def answer(by_model: Parts) -> str:
     """The answer, put together from the numbers."""
 
-    def told(metric: str, form: str, keys: tuple[str, ...]) -> str:
-        return ", ".join(
-            f"{LABELS[key].split(' (')[0].lower()} {by_model.mean(key, metric):{form}}" for key in keys
-        )
+    def told(metric: str, form: str) -> str:
+        return ", ".join(f"{key} {by_model.mean(key, metric):{form}}" for key in FLOWS)
 
-    others = FLOWS[1:]
+    taken = ", ".join(
+        f"{key} {by_model.mean(key, 'density_ratio'):.1f} and {by_model.mean(key, 'sampling_ratio'):.1f}"
+        for key in FLOWS[1:]
+    )
     bound, weighted = (by_model.mean(key, "gap") for key in ("vae", "vae-weighted"))
     return (
-        f"Inverses are off by at most: {told('inverse_error', '.0e', FLOWS)}; log-determinants: {told('log_det_error', '.0e', FLOWS)} "
-        f"({counted(len(by_model.seeds))}).\n"
-        f"Time of a density, in that of the coupling flow: {told('density_ratio', '.1f', others)}; of a sample: "
-        f"{told('sampling_ratio', '.1f', others)}.\n"
-        f"Nats short of the true density: {told('gap', '.2f', FLOWS)}.\n"
+        f"Time of a density and of a sample, in those of the coupling flow: {taken} ({counted(len(by_model.seeds))}).\n"
+        f"Inverses are off by at most: {told('inverse_error', '.0e')}; log-determinants: {told('log_det_error', '.0e')}.\n"
+        f"Nats short of the true density: {told('gap', '.2f')}.\n"
         f"The VAE samples in {by_model.mean('vae', 'sampling_ratio'):.1f} of the coupling flow's time, but its density is only "
         f"bounded: {bound:.2f} nats short by the bound, {weighted:.2f} by importance weights, which take "
         f"{by_model.mean('vae-weighted', 'density_ratio'):.0f} times the coupling flow's time."
