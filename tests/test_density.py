@@ -77,6 +77,19 @@ def test_units_of_numbers_far_from_zero_and_of_a_constant() -> None:
     torch.testing.assert_close(density.scale, truth, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_units_may_be_small(dtype: torch.dtype) -> None:
+    data = 1e-17 * points()[:, :1].sub(5.0).div(0.01).to(dtype)
+    density = fb.fit_density(Gaussian(1), data, **ONE)
+    torch.testing.assert_close(density.scale, data.std(0), rtol=0.2, atol=0.0)
+
+
+def test_integers_are_refused_by_a_density_with_units() -> None:
+    counts = torch.randint(5, (50, 2))
+    with pytest.raises(fb.FlowBNNError, match="dequantize"):
+        fb.fit_density(Gaussian(), counts, standardize=True, **ONE)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "array", "rows"])
 def test_data_in_double_precision_are_scaled_before_they_are_rounded(kind: str) -> None:
     noise = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

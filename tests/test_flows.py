@@ -50,15 +50,26 @@ def test_a_fresh_flow_is_near_its_base(name: str) -> None:
     assert (flow.transform(z)[0] - z).abs().max() < 0.5
 
 
+@pytest.mark.parametrize("dim", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_context_makes_one_distribution_for_each(name: str) -> None:
-    flow = small(name, 3, context_dim=2)
-    context, x = torch.randn(5, 2).double(), torch.randn(5, 3).double()
+def test_a_context_makes_one_distribution_for_each(name: str, dim: int) -> None:
+    flow = small(name, dim, context_dim=2)
+    context, x = torch.randn(5, 2).double(), torch.randn(5, dim).double()
     together = flow(context).log_prob(x)
     one_by_one = torch.stack([flow(c).log_prob(row) for c, row in zip(context, x, strict=True)])
     torch.testing.assert_close(together, one_by_one)
     assert not torch.allclose(together, flow(context + 1).log_prob(x))
-    assert flow(context).rsample((7,)).shape == (7, 5, 3)
+    assert flow(context).rsample((7,)).shape == (7, 5, dim)
+
+
+def test_the_mean_of_a_conditional_gaussian_follows_its_context() -> None:
+    flow = small("Householder", 2, context_dim=1)
+    context = torch.tensor([[0.0], [2.0]]).double()
+    made, apart = flow(context), [flow(one) for one in context]
+    torch.testing.assert_close(made.mean, torch.stack([one.mean for one in apart]))
+    torch.testing.assert_close(made.variance, torch.stack([one.variance for one in apart]))
+    lengths = made.mean.norm(dim=-1)  # which reflections alone would leave
+    assert (lengths[0] - lengths[1]).abs() > 0.1
 
 
 def passes(flow: fb.flows.FlowModel, direction: str) -> int:

@@ -47,6 +47,7 @@ from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, check_w
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
+from flowbnn.transforms.base import check_tensor
 
 __all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
 
@@ -128,6 +129,7 @@ class Density(nn.Module):
         """Examples in the units and the precision of the flow."""
         if self.loc is None or self.scale is None:
             return move(x, x.device, dtype_of(self.flow))
+        check_tensor(x, self)
         if x.shape[x.ndim - self.loc.ndim :] != self.loc.shape:  # which would broadcast
             raise FlowBNNError(
                 f"the density is one of examples of shape {tuple(self.loc.shape)}, not of {tuple(x.shape[1:])}",
@@ -402,8 +404,10 @@ def _units(
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
     loc = origin + total / count
     scale = (square / count - (total / count).square()).clamp_min(0.0).sqrt()
-    scale = torch.where(scale > 1e-15 * (1.0 + loc.abs()), scale, 1.0)
     exact = torch.float64 if first.dtype == torch.float64 else dtype_of(flow)
+    # a column that does not vary, up to rounding, keeps its units, however small they are
+    least = torch.finfo(exact or torch.get_default_dtype()).tiny
+    scale = torch.where(scale > (1e-15 * loc.abs()).clamp_min(least), scale, 1.0)
     return loc.to(device_of(flow), exact), scale.to(device_of(flow), exact)
 
 

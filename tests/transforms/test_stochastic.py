@@ -417,3 +417,10 @@ def test_integers_outside_the_levels_have_no_probability() -> None:
     flow = Flow(Normal(0.0, 1.0), Compose(Sigmoid(), Dequantization(4)))
     assert flow.log_prob(torch.tensor([-1, 4])).tolist() == [-torch.inf, -torch.inf]
     assert flow.log_prob(torch.tensor([0, 3])).isfinite().all()
+
+
+def test_an_absolute_value_is_never_negative() -> None:
+    flow = Flow(Normal(0.0, 1.0), AbsoluteValue())
+    assert flow.log_prob(torch.tensor([-1.0, 1.0])).isfinite().tolist() == [False, True]
+    with pytest.raises(FlowBNNError, match="the inverse of AbsoluteValue takes numbers .*not -1"):
+        Flow(Normal(-1.0, 1e-9), Inverse(AbsoluteValue())).sample()

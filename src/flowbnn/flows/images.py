@@ -110,8 +110,9 @@ class Glow(PixelFlow):
     """
 
     def vectors(self, dim: int) -> Sequence[Transform]:
-        if dim == 1:  # which has nothing to mix
-            return [ActNorm(1, data_start=self.data_start)]
+        if dim == 1:  # which has nothing to mix, but may have a context to read
+            maps = couplings(self, AffineMap()) if self.context_dim else ()
+            return [ActNorm(1, data_start=self.data_start), *maps]
         given: dict[str, Any] = {"hidden": self.hidden, "context_dim": self.context_dim}
         halves = [bool(number % 2) for number in range(self.length)]
         return [GlowStep(dim, data_start=self.data_start, flip=flip, **given) for flip in halves]

@@ -228,7 +228,8 @@ class Householder(Named):
     length: Count = 4
 
     def parts(self) -> Sequence[Transform]:
-        return [Affine(self.dim), _conditioned(Reflections(self.dim, 2 * self.length), self.context_dim)]
+        maps = Affine(self.dim), Reflections(self.dim, 2 * self.length)
+        return [_conditioned(each, self.context_dim) for each in maps]
 
 
 @recipe

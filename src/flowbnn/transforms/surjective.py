@@ -154,6 +154,9 @@ class AbsoluteValue(Transform):
         self.net, self.context_dim = net, context_dim
         self.event_dim = 0 if net is None else _event_dim(net)
 
+    def ends(self) -> tuple[Any, Any]:
+        return constraints.real, constraints.nonnegative
+
     def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
         if self.net is None:
             return torch.zeros_like(x)
@@ -167,6 +170,7 @@ class AbsoluteValue(Transform):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(x, self)
+        check_range(x, 0.0, math.inf, "the inverse of AbsoluteValue")
         log_odds = self._log_odds(x, context)
         negative = torch.rand_like(x) > torch.sigmoid(log_odds)
         log_prob = F.logsigmoid(torch.where(negative, -log_odds, log_odds))
