@@ -76,6 +76,11 @@ def test_images_of_integers() -> None:
     assert flow().log_prob(torch.full((1, 4, 4), 4)) == -torch.inf
 
 
+def test_no_images_have_no_log_probabilities() -> None:
+    flow = fb.flows.FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,), values=4)
+    assert flow().log_prob(torch.zeros(0, 1, 4, 4, dtype=torch.long)).shape == (0,)
+
+
 def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     """Of all 16 images of four bits: by weights of the bound, and by counting draws before they are rounded."""
     torch.manual_seed(0)

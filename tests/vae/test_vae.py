@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.density import Density, _Objective
 from flowbnn.transforms import Amortized, LULinear, Residual
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
@@ -122,6 +123,15 @@ def test_flow_priors_and_contexts() -> None:
     trained = fb.vae.fit_autoencoder(model, images(), context=labels, validation=0, **FEW)
     assert trained.log_likelihood(images(4), 5, labels[:4]).shape == (4,)
     assert trained.sample(4, labels[:4]).shape == (4, 1, 4, 4)
+    drawn = Density(trained).sample(5, labels[:4], seed=0)  # so many for each row of the context
+    again = trained.sample(20, labels[:4].repeat(5, 1), seed=0)
+    assert torch.equal(drawn, again.reshape(5, 4, 1, 4, 4))
+    with pytest.raises(fb.FlowBNNError, match="a row for each"):
+        trained.sample(5, labels[:4])
+
+
+def test_codes_are_drawn_in_the_precision_of_the_weights() -> None:
+    assert fb.vae.VAE((1, 4, 4), 2, hidden=(8,)).double().sample(3, mean=True).dtype == torch.float64
 
 
 def test_an_iteration_of_an_amortized_transform_is_declared() -> None:
@@ -179,6 +189,10 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
             "examples of shape",
         ),
         (
+            lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,), context_dim=3).log_prob(images(3)),
+            "context of length 3",
+        ),
+        (
             lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), 255 * images(), **FEW),
             "0 to 1",
         ),
@@ -199,7 +213,6 @@ def test_bad_input_ends_in_one_line(call, words: str) -> None:
 
 
 def test_a_step_decides_nothing_on_the_host_and_reads_the_clock_as_a_tensor() -> None:
-    from flowbnn.density import Density, _Objective
     from flowbnn.training import Clock
 
     x = torch.randint(2, (5, 1, 4, 4), dtype=torch.uint8)

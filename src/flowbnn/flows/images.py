@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.distributions import Independent
 
 from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
@@ -220,4 +219,4 @@ class _PixelNoise(nn.Module):
         self.transform = checkered(Coupling(2 * channels, AffineMap(), net=net))
 
     def forward(self, given: Tensor) -> Flow:
-        return Flow(Independent(self.normal(given), 3), self.transform)
+        return Flow(self.normal(given), self.transform)

@@ -21,6 +21,7 @@ from flowbnn.density import fit_density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
+from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
 from flowbnn.training import Clock, History
@@ -103,11 +104,18 @@ class Autoencoder(nn.Module):
                 argument="x",
             )
         features = self.encoder(x.to(self.code.weight.dtype)).to(self.code.weight.dtype)
-        return features if context is None else torch.cat([features, context], -1)
+        return self._beside(features, context)
+
+    def _beside(self, value: Tensor, context: Tensor | None) -> Tensor:
+        """The value with the context after it."""
+        if self.context_dim == 0 and context is None:
+            return value
+        context = check_context(context, self.context_dim)
+        return torch.cat([value, context], -1)
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The decoder's outputs for codes ``[B, latent_dim]``."""
-        return self.net(z if context is None else torch.cat([z, context], -1)).to(z.dtype)
+        return self.net(self._beside(z, context)).to(z.dtype)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The code of each example; of a variational autoencoder, where the middle of its posterior's base goes."""
@@ -167,6 +175,12 @@ class Autoencoder(nn.Module):
 
         A context has a row for each of them.
         """
+        if context is not None and context.shape[:-1] != (count,):
+            raise FlowBNNError(
+                f"the context of {count} examples has a row for each, not the shape {tuple(context.shape)}",
+                kind="shape",
+                argument="context",
+            )
         with evaluating(self), drawing(device_of(self), seed):
             outputs = self.decode(self.draw(count, context), context)
             return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
@@ -329,7 +343,7 @@ class VAE(Autoencoder):
     def draw(self, count: int, context: Tensor | None = None) -> Tensor:
         """So many codes from the prior."""
         if self.prior is None:
-            return torch.randn(count, self.latent_dim, device=device_of(self))
+            return torch.randn(count, self.latent_dim, device=device_of(self), dtype=self.code.weight.dtype)
         if self.prior.context_dim and context is not None:
             return self.prior(context).sample()
         return self.prior().sample((count,))
@@ -348,8 +362,13 @@ class Generator:
         return self.model.log_prob(x, self.context)
 
     def sample(self, sample_shape: Any = (1,)) -> Tensor:
-        """As :meth:`Autoencoder.sample`."""
-        return self.model.sample(math.prod(sample_shape), self.context)
+        """So many examples, ``[*sample_shape, ...]``; with a context, so many for each of its rows."""
+        shape, context = torch.Size(sample_shape), self.context
+        if context is not None:
+            shape = shape + context.shape[:-1]
+            context = context.expand(*shape, context.shape[-1]).reshape(shape.numel(), context.shape[-1])
+        drawn = self.model.sample(shape.numel(), context)
+        return drawn.reshape(*shape, *drawn.shape[1:])
 
 
 def fit_autoencoder(model: Autoencoder, data: Any, **given: Any) -> Any:
