@@ -200,6 +200,23 @@ def test_p_values_of_novelty_by_hand() -> None:
     assert typical.is_novel(torch.tensor([[0.0], [1.0], [4.0]])).tolist() == [True, False, True]
 
 
+def test_scores_of_no_examples_and_of_one_without_its_axis() -> None:
+    density = Density(Gaussian(2))
+    assert density.score(torch.zeros(0, 2)).shape == (0,)
+    with pytest.raises(fb.FlowBNNError, match="held-out examples"):
+        density.novelty(torch.zeros(0, 2))
+    with pytest.raises(fb.FlowBNNError, match=r"a batch of shape \(2,\)"):
+        density.score(torch.zeros(2))
+
+
+def test_a_context_is_brought_to_the_precision_of_the_flow() -> None:
+    density = Density(fb.flows.RealNVP(2, 1, length=1, hidden=(4,)))
+    context = torch.ones(3, 1, dtype=torch.float64)
+    x = torch.zeros(3, 2, dtype=torch.float64)
+    torch.testing.assert_close(density.log_prob(x, context), density.score(x, context))
+    assert density.sample(2, context).shape == (2, 3, 2)
+
+
 def test_familiar_examples_are_rarely_novel() -> None:
     generator = torch.Generator().manual_seed(0)
     density = Density(Gaussian(2))  # of the wrong width: the rate holds nevertheless

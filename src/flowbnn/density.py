@@ -122,8 +122,12 @@ class Density(nn.Module):
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-density of each example, with gradients."""
-        log_prob: Tensor = self.flow(context).log_prob(self.scaled(x))
+        log_prob: Tensor = self._given(context).log_prob(self.scaled(x))
         return log_prob if self.scale is None else log_prob - self.scale.log().sum()
+
+    def _given(self, context: Tensor | None) -> Any:
+        """The flow's distribution for a context, which is brought to its device and precision."""
+        return self.flow(None if context is None else move(context, device_of(self), dtype_of(self.flow)))
 
     def scaled(self, x: Tensor) -> Tensor:
         """Examples in the units and the precision of the flow."""
@@ -141,17 +145,24 @@ class Density(nn.Module):
     @checked
     def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
         """So many examples; with a context, so many for each of its rows. None draws from torch's own generator."""
-        device = device_of(self)
-        with evaluating(self), drawing(device, seed):
-            drawn = self.flow(None if context is None else context.to(device)).sample((count,))
+        with evaluating(self), drawing(device_of(self), seed):
+            drawn = self._given(context).sample((count,))
         return drawn if self.loc is None or self.scale is None else self.loc + self.scale * drawn
 
     @checked
     def score(self, data: Data, context: Tensor | None = None, seed: Seed = 0) -> Tensor:
         """The log-densities of a data set, in batches, without gradients; random bounds draw from ``seed``."""
-        device = device_of(self)
-        with evaluating(self), drawing(device, seed):
-            parts = [self.log_prob(*batch).cpu() for batch in _batches(data, context, self.flow)]
+        parts = [torch.zeros(0, dtype=dtype_of(self.flow))]
+        with evaluating(self), drawing(device_of(self), seed):
+            for x, beside in _batches(data, context, self.flow):
+                parts.append(self.log_prob(x, beside).cpu())
+                if parts[-1].shape != x.shape[:1]:
+                    raise FlowBNNError(
+                        "data have examples on their first axis, each with one log-density; a batch of shape "
+                        f"{tuple(x.shape)} has log-densities of shape {tuple(parts[-1].shape)}",
+                        kind="shape",
+                        argument="data",
+                    )
         return torch.cat(parts)
 
     @checked
@@ -183,6 +194,10 @@ class Density(nn.Module):
                 a *higher* density than its own (Nalisnick et al. 2018, https://arxiv.org/abs/1810.09136).
         """
         scores = self.score(held_out, context)
+        if not len(scores):
+            raise FlowBNNError(
+                "a threshold needs held-out examples, and there are none", kind="data", argument="held_out"
+            )
         center = float(scores.mean()) if by == "typicality" else None
         strange = -scores if center is None else (scores - center).abs()
         return NoveltyDetector(self, rate, center, strange.sort().values.cpu())
