@@ -36,6 +36,7 @@ def test_most_of_the_zoo_draws_cheaply() -> None:
     known = {"glow", "iaf", "naf", "nice", "nsf", "planar", "radial", "realnvp", "residualflow", "sylvester"}
     assert known <= set(NAMES)
     assert "maf" not in NAMES
+    assert all(isinstance(fb.NodeNoise(name).rules()["*"], fb.noise.Recipe) for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

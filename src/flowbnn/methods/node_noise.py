@@ -31,8 +31,8 @@ class NodeNoise(Variational):
         kind: ``"gaussian"``, ``"joint"`` (a Gaussian over all layers' noise with a full covariance), ``"mixture"`` (Trinh et al. 2020),
             or a flow after a Gaussian: ``"planar"``, ``"radial"``,
             ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; a flow of :mod:`flowbnn.flows` that draws cheaply, ``"nsf"``,
-            ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"residualflow"``; or a recipe, for all layers; or rules as
-            :func:`~flowbnn.to_stochastic` takes them.
+            ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"flowpp"``, ``"householder"``, ``"residualflow"``; or a recipe, for all
+            layers; or rules as :func:`~flowbnn.to_stochastic` takes them.
         components: of the mixture.
         site: ``"channel"`` or ``"position"``.
         side: ``"input"``, or ``"output"``: the noise multiplies what linear layers and convolutions give (Trinh et al. 2022,

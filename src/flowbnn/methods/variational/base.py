@@ -64,7 +64,7 @@ VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
 FlowName = Literal[
     "gaussian", "planar", "radial", "sylvester", "coupling", "invconv", "glow",
-    "nice", "realnvp", "iaf", "nsf", "naf", "residualflow",
+    "nice", "realnvp", "iaf", "nsf", "naf", "flowpp", "householder", "residualflow",
 ]  # fmt: skip
 FLOWS: dict[str, Callable[..., Recipe]] = {  # noise by its name; "gaussian" has no flow
     "gaussian": NormalAffine,
