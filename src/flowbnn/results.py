@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,16 +116,26 @@ class Parts:
         return {"key": key, "label": label, "method": method, "values": cells}
 
     def warnings(self, labels: Mapping[str, str]) -> list[str]:
-        """What the fits warned about, by key, with the number of seeds; layers with the same problem share a line."""
+        """What the fits warned about, by key, with the number of seeds.
+
+        Layers with the same problem share a line, and so do texts that differ in their numbers alone; the numbers are the first's.
+        """
+
+        def kind(text: str) -> str:
+            return re.sub(r"\d+(\.\d+)?", "0", text)
+
         lines = []
         for key, label in labels.items():
             parts = self.of(key)
-            told = [{(one["text"], one["layer"]) for one in part.get("warnings", [])} for part in parts]
-            texts = dict.fromkeys(one["text"] for part in parts for one in part.get("warnings", []))
-            for text in texts:
-                layers = sorted({layer for some in told for what, layer in some if what == text})
+            told = [{(kind(one["text"]), one["layer"]) for one in part.get("warnings", [])} for part in parts]
+            texts: dict[str, str] = {}
+            for part in parts:
+                for one in part.get("warnings", []):
+                    texts.setdefault(kind(one["text"]), one["text"])
+            for same, text in texts.items():
+                layers = sorted({layer for some in told for what, layer in some if what == same})
                 counts = {
-                    one: f"{sum((text, one) in some for some in told)} of {len(parts)}" for one in layers
+                    one: f"{sum((same, one) in some for some in told)} of {len(parts)}" for one in layers
                 }
                 where = [f"{one} ({n} seeds)" if one else f"(in {n} seeds)" for one, n in counts.items()]
                 lines.append(f"{label}: {text} {'at ' if layers[0] else ''}{', '.join(where)}")

@@ -1,5 +1,7 @@
 """Stochastic gradient Langevin dynamics: its chain against the stationary law of the discretised one, its schedule, its snapshots."""
 
+import warnings
+
 import pytest
 import torch
 from chain_problems import regression
@@ -7,8 +9,10 @@ from small_problem import QUIET, blobs, loader, network
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.data import TensorLoader
 from flowbnn.diagnostics import effective_sample_size, standard_error
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.sgld import Langevin, Plan, Snapshots
 
 
@@ -207,6 +211,24 @@ def test_the_noise_of_a_regression_is_sampled_with_the_weights(tmp_path):
     assert torch.allclose(predictive.sample_variances[:, 0, 0], (2 * levels[0, :, 0]).exp(), rtol=1e-5)
     loaded = fb.load_posterior(posterior.save(tmp_path / "sgld.safetensors"), nn.Linear(2, 1).double())
     assert torch.equal(loaded.predict(inputs[:3]).sample_variances, predictive.sample_variances)
+
+
+def test_a_walk_that_leaves_the_data_is_warned_of():
+    """Steps of three times the stable size on a regression whose curvature is known: the log-likelihood falls without end."""
+    inputs = torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+    loader = TensorLoader(inputs, 2.0 * inputs, batch_size=64)
+    options = {"epochs": 12, "samples": 2, "cycles": 0, "preconditioned": False}
+    stable = 2.0 / float(inputs.square().mean())
+    for lr, left in ((3.0 * stable, True), (0.1 * stable, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FlowBNNWarning)
+            torch.manual_seed(0)
+            likelihood = Gaussian(noise=1.0)
+            fb.SGLD(lr=lr, **options).fit(
+                nn.Linear(1, 1), loader, likelihood=likelihood, seed=0, progress=False
+            )
+        kinds = [one.message.fields.get("kind") for one in caught if isinstance(one.message, FlowBNNWarning)]
+        assert ("diverged" in kinds) is left
 
 
 def test_bad_runs_are_refused():

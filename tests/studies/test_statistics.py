@@ -69,6 +69,15 @@ def test_a_warning_of_many_layers_counts_for_each():
     assert other == "First: something else (in 2 of 2 seeds)"
 
 
+def test_warnings_that_differ_in_numbers_share_a_line():
+    texts = ("R-hat 2.21, above 1.05", "R-hat 1.9, above 1.05", "3 of 60 diverged")
+    content = {("a", seed): {"warnings": [{"text": text, "layer": ""}]} for seed, text in enumerate(texts)}
+    assert Parts([0, 1, 2], content).warnings({"a": "HMC"}) == [
+        "HMC: R-hat 2.21, above 1.05 (in 2 of 3 seeds)",
+        "HMC: 3 of 60 diverged (in 1 of 3 seeds)",
+    ]
+
+
 def test_other_warnings_pass():
     with pytest.warns(UserWarning, match="not ours"), recorded_warnings() as caught:
         warnings.warn("not ours")

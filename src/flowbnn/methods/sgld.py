@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
     Logged,
@@ -38,7 +38,7 @@ from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options,
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import NOISE, MemberPosterior, state_of
-from flowbnn.training import Clock
+from flowbnn.training import Clock, History, is_main_process
 
 SHORTEST = 100  # steps of which a preconditioner knows at least
 
@@ -124,6 +124,7 @@ class SGLD(Method):
         with without_dropout(model):
             history = train_posterior(point, loss, engine, loader, run, cosine, beside=snapshots)
         snapshots.look(total)
+        self.warn_of_divergence(history, sum(p.numel() for p in trained_parameters(model).values()) / number)
         members = snapshots.stacked()
         posterior = SGLDPosterior(model, likelihood, members, history, members.pop(NOISE, None))
         posterior.schedule = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
@@ -132,6 +133,18 @@ class SGLD(Method):
             of_each = statistics(posterior.member, self.samples, loader, run.seed or 0, run.progress)
             posterior.members |= of_each
         return posterior
+
+    def warn_of_divergence(self, history: History, weights: float) -> None:
+        """The posterior lies about half a nat for each weight below its mode: a walk that ends far below its start has lost it."""
+        told = history["log_likelihood"]
+        if told and told[0] - told[-1] > 2.0 * weights + 0.1 and is_main_process():
+            warn(
+                f"SGLD has left the data: the log-likelihood is {told[-1]:.3g} per example in the last epoch and was {told[0]:.3g} in "
+                f"the first; take a smaller step size (lr={self.lr / 10:.1g})",
+                kind="diverged",
+                first=told[0],
+                last=told[-1],
+            )
 
     def plan(self, total: int) -> "Plan":
         """The schedule of a run of so many steps; it keeps fewer than ``samples`` where the run is too short for them."""
