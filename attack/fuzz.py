@@ -121,6 +121,14 @@ SERVED: dict[str, Callable[[], Any]] = {
     "LipschitzConv.shape": lambda: (4, 4, 3), "net": lambda: nn.Linear(3, 4), "categories": lambda: 3,
     "before": lambda: [12], "after": lambda: [2, 2, 3],
     "MultiScale.shape": lambda: [4, 4, 1], "levels": lambda: 1, "step": lambda: lambda channels, number: fb.transforms.Affine(channels),
+    "flow": lambda: fb.flows.RealNVP(3), "fit_density.data": lambda: vectors(20, 3), "fit_density.epochs": lambda: 1,
+    "load_density.path": lambda: fb.density.Density(fb.flows.RealNVP(3)).save("density.safetensors"),
+    "log_density": lambda: lambda x: -x.square().sum(-1), "fit_target.epochs": lambda: 1,
+    "NoveltyDetector.density": lambda: fb.density.Density(fb.flows.RealNVP(3)), "NoveltyDetector.center": lambda: None,
+    "NoveltyDetector.held_out": lambda: vectors(5), "latent_dim": lambda: 2, "VAE.shape": lambda: (3,),
+    "Autoencoder.shape": lambda: (3,), "GatedConvEncoder.shape": lambda: (1, 4, 4), "GatedConvDecoder.shape": lambda: (1, 4, 4),
+    "fit_autoencoder.model": lambda: fb.vae.VAE((3,), 2, hidden=(4,)), "fit_autoencoder.data": lambda: vectors(20, 3).round(),
+    "fit_autoencoder.epochs": lambda: 1, "part.samples": lambda: slice(0, 2),
     "simulation_ranks.fit": lambda: lambda batches: fitted("node-noise"), "simulation_ranks.simulations": lambda: 2,
 }
 # fmt: on
@@ -150,7 +158,7 @@ INTERNAL = """
     from_dict improves expand check terms setup potential cut fix join split move move_back from_points push push_normal
     NormalMixture DiagonalNormal FixedNoise Flow check_members divergence flat_draw Categorical.log_prob Gaussian.log_prob
     DiscretizedLogistic OneHotVectors Univariate Amortized flow_matching_loss velocity forward_shape inverse_shape there back ends
-    DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
+    Decoder DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 

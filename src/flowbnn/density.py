@@ -354,6 +354,11 @@ def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor,
 
 def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Examples and context of a batch, as the flow takes them; labels are left out where it takes no context."""
+    if not isinstance(batch, Tensor | tuple | list):
+        found = type(batch).__name__
+        raise FlowBNNError(
+            f"a batch is a tensor, or a tuple that begins with one, not of type {found}", argument="data"
+        )
     parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     count = 2 if getattr(flow, "context_dim", 0) else 1
     x, *context = move(parts[:count], device_of(flow))
@@ -367,6 +372,12 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         if run.context is not None:
             raise FlowBNNError(BESIDE, argument="context")
         check("data", data, Annotated[Iterable[Any], Hint("a tensor, an array or a loader")], "fit_density")
+        if isinstance(data, Iterator):
+            raise FlowBNNError(
+                "data can be gone through once only; give a loader or a list of batches", argument="data"
+            )
+        if next(iter(data), None) is None:
+            raise FlowBNNError("data has no batches", argument="data")
         return data, None if share is not None else run.validation
     tensors = list(_loaded(data, run.context, flow).tensors)
     check_finite(tensors[0], "data")

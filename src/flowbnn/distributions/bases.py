@@ -41,7 +41,9 @@ class _Vectors(Distribution):
                 kind="shape",
                 argument="loc",
             )
-        if not isinstance(scale, Tensor):
+        if not isinstance(validate_args, bool | None):
+            check("validate_args", validate_args, bool | None, type(self).__name__)
+        if not (isinstance(scale, Tensor) and scale.is_floating_point()):
             check("scale", scale, Tensor | Positive, type(self).__name__)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
         # sums over the last axis would be wrong in silence for a scale that only broadcasts

@@ -124,7 +124,7 @@ class SGLD(Method):
         with without_dropout(model):
             history = train_posterior(point, loss, engine, loader, run, cosine, beside=snapshots)
         snapshots.look(total)
-        self.warn_of_divergence(history, sum(p.numel() for p in trained_parameters(model).values()) / number)
+        self._warn_of_divergence(history, sum(p.numel() for p in trained_parameters(model).values()) / number)
         members = snapshots.stacked()
         posterior = SGLDPosterior(model, likelihood, members, history, members.pop(NOISE, None))
         posterior.schedule = {name: getattr(self, name) for name in ("cycles", "temperature", "lr")}
@@ -134,7 +134,7 @@ class SGLD(Method):
             posterior.members |= of_each
         return posterior
 
-    def warn_of_divergence(self, history: History, weights: float) -> None:
+    def _warn_of_divergence(self, history: History, weights: float) -> None:
         """The posterior lies about half a nat for each weight below its mode: a walk that ends far below its start has lost it."""
         told = history["log_likelihood"]
         if told and told[0] - told[-1] > 2.0 * weights + 0.1 and is_main_process():

@@ -89,6 +89,7 @@ class NeuralODE(Transform):
         at, tensors = self._field(z, context)
         return at(torch.as_tensor(time, dtype=z.dtype, device=z.device), tensors)(z)
 
+    @checked
     def count_evaluations(self, value: Tensor, context: Tensor | None = None, inverse: bool = False) -> int:
         """How often a solve from here evaluates the network."""
         with torch.no_grad():
