@@ -47,11 +47,21 @@ def read_bytes(job: Job, name: str, split: str) -> tuple[Tensor, Tensor]:
 
 
 def read_binary(job: Job, split: str) -> Tensor:
-    """MNIST, binarised once: a pixel is 1 with its grey value as the probability. Bytes, on the device of the job."""
+    """MNIST, binarised once, on the device of the job."""
     images = read_images("mnist", split, job.settings.source, job.settings.generated).images
     generator = torch.Generator().manual_seed(BINARY_SEED + (split == "test"))
-    drawn = torch.rand(images.shape, generator=generator) * 255 < images
-    return drawn.to(torch.uint8).to(place(job))
+    return binarise(images, generator).to(place(job))
+
+
+def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Grey bytes become binary ones: a pixel is 1 with its grey value as the probability.
+
+    >>> binarise(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([0, 1], dtype=torch.uint8)
+    """
+    return (torch.rand(images.shape, generator=generator, device=images.device) * 255 < images).to(
+        torch.uint8
+    )
 
 
 def picture_grid(images: Tensor, columns: int) -> list[Any]:
