@@ -80,7 +80,7 @@ class Settings(PictureData):
     batch: Count = 500
     lr: Positive = 1e-3
     warmup: Share = 0.2
-    conv_epochs: Count = 150
+    conv_epochs: Count = 100
     conv_lr: Positive = 1e-3
     conv_seeds: Count = 1
     conv_length: Count = 16
