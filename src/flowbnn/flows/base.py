@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import InitVar, field
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
+import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import Base, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
 from flowbnn.options import Count, Ge, checked, options
-from flowbnn.transforms import Compose, MultiScale, Transform
+from flowbnn.transforms import Autoregressive, Compose, Coupling, Transform, Univariate
 
 Widths = Sequence[Count]
 Bins = Annotated[int, Ge(2)]
+Cheap = Literal["forward", "inverse"]
 Kind = TypeVar("Kind", bound=type)
 
 
@@ -42,14 +44,11 @@ class FlowModel(nn.Module):
 
     def forward(self, context: Tensor | None = None) -> Flow:
         """The distribution, one for each context vector ``(..., context_dim)``."""
-        given = 0 if context is None else context.shape[-1] if context.ndim else -1
-        if given != self.context_dim:
-            raise FlowBNNError(
-                f"{type(self).__name__} was made with context_dim={self.context_dim}, and is given "
-                + ("no context" if context is None else f"a context of shape {tuple(context.shape)}"),
-                kind="shape",
-                argument="context",
-            )
+        shape = torch.Size([0]) if context is None else context.shape
+        if shape[-1:] != (self.context_dim,):
+            given = "no context" if context is None else f"a context of shape {tuple(shape)}"
+            text = f"{type(self).__name__} was made with context_dim={self.context_dim}, and is given {given}"
+            raise FlowBNNError(text, kind="shape", argument="context")
         return Flow(self.base.distribution(), self.transform, context)
 
 
@@ -79,15 +78,12 @@ class Named(FlowModel):
     base: InitVar[Base | None] = field(default=None, kw_only=True)
 
     def __post_init__(self, base: Base | None) -> None:
-        parts = self.parts()
-        size = parts[0].dim if isinstance(parts[0], MultiScale) else self.dim
+        transform = Compose(*self.parts())
+        size = transform.inverse_shape([self.dim] if isinstance(self.dim, int) else self.dim)[-1]
         if base is not None and base.dim != size:
-            raise FlowBNNError(
-                f"{type(self).__name__}({self.dim}) needs a base of length {size}, not of {base.dim}",
-                kind="shape",
-                argument="base",
-            )
-        super().__init__(base or self.own_base(size), Compose(*parts), self.context_dim)
+            text = f"{type(self).__name__}({self.dim}) needs a base of length {size}, not of {base.dim}"
+            raise FlowBNNError(text, kind="shape", argument="base")
+        super().__init__(base or self.own_base(size), transform, self.context_dim)
 
     def parts(self) -> Sequence[Transform]:
         """The transforms, from the base to the sample."""
@@ -100,7 +96,29 @@ class Named(FlowModel):
 
 @recipe
 class Steps(Named):
-    """A named flow of so many steps, whose networks have layers of these widths."""
+    """A named flow of so many steps, which :meth:`step` makes, and whose networks have layers of these widths."""
 
     length: Count = 4
     hidden: Widths = (64, 64)
+
+    def parts(self) -> Sequence[Transform]:
+        return [self.step(self.dim, number) for number in range(self.length)]
+
+    def step(self, size: int, number: int) -> Transform:
+        """One of the steps, for vectors (or so many channels of images)."""
+        raise NotImplementedError
+
+    def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
+        """The network of a coupling, and what it keeps: the halves in turn."""
+        return {"flip": bool(number % 2), "hidden": self.hidden, "context_dim": self.context_dim}
+
+    def coupling(self, size: int, number: int, univariate: Univariate) -> Transform:
+        """A coupling; one entry has no other to read, and is moved alone."""
+        if size == 1:
+            return self.ordered(1, number, univariate)
+        return Coupling(size, univariate, **self.net(size, number, univariate))
+
+    def ordered(self, size: int, number: int, univariate: Univariate, cheap: Cheap = "inverse") -> Transform:
+        """An autoregressive map, every second one backwards, so that each entry comes early and late."""
+        order = range(size)[:: -1 if number % 2 else 1]
+        return Autoregressive(size, univariate, cheap, self.hidden, order, context_dim=self.context_dim)

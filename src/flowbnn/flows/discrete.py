@@ -1,7 +1,7 @@
 """Recipes for integers and categories, without dequantization: probabilities are exact, and nothing changes volume."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from flowbnn.distributions import Base, CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase
 from flowbnn.distributions.discrete import discretized_logistic
 from flowbnn.flows.base import Bins, FlowModel, Widths, recipe
-from flowbnn.flows.images import ImageFlow, image_net
-from flowbnn.nets.convolution import GatedConvNet
-from flowbnn.nets.masked import MaskedMLP
+from flowbnn.flows.images import ImageFlow
 from flowbnn.nets.mlp import Length
 from flowbnn.options import Count, Positive, checked
 from flowbnn.transforms import (
     Autoregressive,
-    ChannelsFirst,
     Compose,
     Coupling,
     Integers,
@@ -50,32 +47,18 @@ class IDF(ImageFlow):
     values: Positive = 256
     components: Count = 5
 
-    def parts(self) -> Sequence[Transform]:
-        if not isinstance(self.dim, int):
-            return [self.scales(self.noise), Integers(), ChannelsFirst()]
-        given = {"hidden": self.hidden, "context_dim": self.context_dim}
-        steps = [
-            Coupling(self.dim, self.shift, "alternating", bool(number % 2), **given)  # type: ignore[arg-type]
-            for number in range(self.length if self.dim > 1 else 0)
-        ]
-        return [*steps, Integers()]
+    def step(self, size: int, number: int) -> Transform:
+        coupling = self.coupling(size, number, IntegerShiftMap(float(self.values)))
+        return Compose(Shuffle(size), coupling) if self.images else coupling
+
+    def door(self) -> Sequence[Transform]:
+        return [Integers(), *super().door()]
 
     def own_base(self, size: int) -> Base:
         return DiscretizedLogisticBase(size, self.components, self.values)
 
-    @property
-    def shift(self) -> IntegerShiftMap:
-        return IntegerShiftMap(float(self.values))
-
-    def step(self, channels: int, number: int) -> Transform:
-        kept = channels // 2
-        net = image_net(kept, channels - kept, self.shift, self.hidden, self.context_dim)
-        return Compose(Shuffle(channels), Coupling(channels, self.shift, net=net))
-
-    def noise(self, kept: int, added: int) -> nn.Module:
-        """The distribution of the channels that leave early."""
-        width, blocks = self.hidden[0], len(self.hidden)
-        net = GatedConvNet(kept + self.context_dim, 3 * self.components * added, width, blocks)
+    def split_noise(self, kept: int, added: int) -> nn.Module:
+        net = self.conv(kept + self.context_dim, 3 * self.components * added)
         return _ConditionalLogistic(net, self.components, self.values, kept)
 
 
@@ -119,19 +102,14 @@ class DiscreteFlow(FlowModel):
         scaled: bool = False,
         temperature: Positive = 1.0,
     ) -> None:
-        modular = ModularMap(categories, scaled, temperature)
-        size = dim * categories
+        modular, size = ModularMap(categories, scaled, temperature), dim * categories
+        given: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
         parts: list[Transform] = []
-        for number in range(length):
+        for turned in (bool(number % 2) for number in range(length)):
             if kind == "bipartite":
-                mask = (torch.arange(dim) % 2 == number % 2).repeat_interleave(categories)
-                parts.append(Coupling(size, modular, mask, hidden=hidden, context_dim=context_dim))
-                continue
-            numbers = modular.per_entry * categories
-            order = range(dim - 1, -1, -1) if number % 2 else range(dim)
-            net = MaskedMLP(
-                dim, numbers, hidden, order, context_dim=context_dim, interleaved=True, features=categories
-            )
-            parts.append(Autoregressive(size, modular, net=net))
+                parts.append(Coupling(size, modular, "alternating", turned, **given))
+            else:
+                order = range(dim)[:: -1 if turned else 1]
+                parts.append(Autoregressive(size, modular, order=order, **given))
         transform = Compose(*parts, OneHot(dim, categories))
         super().__init__(CategoricalBase(dim, categories), transform, context_dim)

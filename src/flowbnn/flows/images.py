@@ -1,6 +1,6 @@
 """Recipes that serve images as well as vectors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from flowbnn.distributions import Flow
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import Bins, Steps, Widths, recipe
-from flowbnn.flows.vectors import couplings
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal
 from flowbnn.options import Count, Probability
@@ -33,56 +32,63 @@ from flowbnn.transforms import (
 
 @recipe
 class ImageFlow(Steps):
-    """A flow of vectors, or of images of a shape ``(channels, height, width)``, for which :meth:`step` makes the steps of a level."""
+    """A flow of vectors, or of images of a shape ``(channels, height, width)``, level by level as in ``MultiScale``."""
 
     dim: Count | Widths  # type: ignore[assignment]
     levels: Count = 3
 
-    def step(self, channels: int, number: int) -> Transform:
-        """A step for so many channels."""
-        raise NotImplementedError
+    @property
+    def images(self) -> bool:
+        return not isinstance(self.dim, int)
+
+    def parts(self) -> Sequence[Transform]:
+        return [*(self.scales() if self.images else super().parts()), *self.door()]
+
+    def scales(self) -> Sequence[Transform]:
+        """The levels of images, channels last."""
+        shape = tuple(self.dim)  # type: ignore[arg-type]
+        if len(shape) != 3 or not self.hidden:
+            text = "an image has the shape (channels, height, width), and its networks at least one width"
+            raise FlowBNNError(f"{text}, not {shape}", kind="shape", argument="dim")
+        sizes = (*shape[1:], shape[0]), self.levels, self.length
+        return [MultiScale(*sizes, self.step, self.split_noise, context_dim=self.context_dim)]
+
+    def door(self) -> Sequence[Transform]:
+        """What turns real numbers inside, channels last, into data."""
+        return [ChannelsFirst()] if self.images else []
+
+    def conv(self, channels_in: int, channels_out: int, context_dim: int = 0) -> GatedConvNet:
+        """A network of images."""
+        return GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim)
+
+    def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
+        if not self.images:
+            return super().net(size, number, univariate)
+        kept = size // 2
+        return {"net": self.conv(kept, univariate.per_entry * (size - kept), self.context_dim)}
+
+    def split_noise(self, kept: int, added: int) -> nn.Module:
+        """The distribution of the channels that leave at a level, for those that stay."""
+        return ConditionalNormal(self.conv(kept + self.context_dim, 2 * added))
 
     def side(self, axis: int, channels: int) -> int:
         """Height (1) or width (2) at the level of so many channels, which double when the sides are halved."""
         return 2 * self.dim[0] * self.dim[axis] // channels  # type: ignore[index]
 
-    def scales(self, noise: Callable[[int, int], nn.Module] | None = None) -> MultiScale:
-        """The levels, channels last."""
-        shape = () if isinstance(self.dim, int) else tuple(self.dim)
-        if len(shape) != 3 or not self.hidden:
-            raise FlowBNNError(
-                f"an image has the shape (channels, height, width), and its networks at least one width, not {shape}",
-                kind="shape",
-                argument="dim",
-            )
-        sizes = self.hidden[0], len(self.hidden), self.context_dim
-        return MultiScale((*shape[1:], shape[0]), self.levels, self.length, self.step, noise, *sizes)
-
 
 @recipe
 class PixelFlow(ImageFlow):
-    """A flow of real vectors, :meth:`vectors`, or of images, whose pixels are dequantized integers where they have ``values``."""
+    """A flow of real vectors, or of images, whose pixels are dequantized integers where they have ``values``."""
 
     values: Bins | None = 256
     data_start: bool = False
 
-    def parts(self) -> Sequence[Transform]:
-        if isinstance(self.dim, int):
-            return self.vectors(self.dim)
-        scales = self.scales()
-        if self.values is None:
-            return [scales, ChannelsFirst()]
-        return [
-            scales,
-            Dequantization(self.values, self.noise(self.dim[0]), self.context_dim),
-            ChannelsFirst(),
-        ]
+    def door(self) -> Sequence[Transform]:
+        if not self.images or self.values is None:
+            return super().door()
+        return [Dequantization(self.values, self.pixel_noise(), self.context_dim), ChannelsFirst()]
 
-    def vectors(self, dim: int) -> Sequence[Transform]:
-        """The transforms of a flow of vectors."""
-        raise NotImplementedError
-
-    def noise(self, channels: int) -> nn.Module | None:
+    def pixel_noise(self) -> nn.Module | None:
         """Of the dequantization; uniform for None."""
 
 
@@ -108,17 +114,10 @@ class Glow(PixelFlow):
     torch.Size([5])
     """
 
-    def vectors(self, dim: int) -> Sequence[Transform]:
-        if dim == 1:  # which has nothing to mix, but may have a context to read
-            maps = couplings(self, AffineMap()) if self.context_dim else ()
-            return [ActNorm(1, data_start=self.data_start), *maps]
-        given: dict[str, Any] = {"hidden": self.hidden, "context_dim": self.context_dim}
-        halves = [bool(number % 2) for number in range(self.length)]
-        return [GlowStep(dim, data_start=self.data_start, flip=flip, **given) for flip in halves]
-
-    def step(self, channels: int, number: int) -> Transform:
-        net = image_net(channels // 2, channels - channels // 2, AffineMap(), self.hidden, self.context_dim)
-        return GlowStep(channels, permute=True, data_start=self.data_start, net=net)
+    def step(self, size: int, number: int) -> Transform:
+        if size == 1:  # which has nothing to mix
+            return Compose(ActNorm(1, data_start=self.data_start), self.coupling(1, number, AffineMap()))
+        return GlowStep(size, self.images, self.data_start, **self.net(size, number, AffineMap()))
 
 
 @recipe
@@ -140,24 +139,15 @@ class ResidualFlow(PixelFlow):
     log_det: Literal["exact", "truncated", "roulette"] | None = None
     cheap: Literal["forward", "inverse"] = "inverse"
 
-    def vectors(self, dim: int) -> Sequence[Transform]:
-        start = ActNorm(dim, data_start=self.data_start)
-        return [start, *(self.block(dim, dim) for _ in range(self.length))]
+    def parts(self) -> Sequence[Transform]:
+        start = [] if self.images else [ActNorm(self.dim, data_start=self.data_start)]  # type: ignore[arg-type]
+        return [*start, *super().parts()]
 
-    def step(self, channels: int, number: int) -> Transform:
-        return self.block((self.side(1, channels), self.side(2, channels), channels), channels)
-
-    def block(self, shape: int | Sequence[int], channels: int) -> Transform:
-        """A residual block and a normalization of its channels."""
+    def step(self, size: int, number: int) -> Transform:
+        shape = (self.side(1, size), self.side(2, size), size) if self.images else size
         residual = Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
         turned = residual if self.cheap == "forward" else Inverse(residual)
-        return Compose(turned, ActNorm(channels, data_start=self.data_start))
-
-
-def image_net(
-    kept: int, moved: int, univariate: Univariate, hidden: Widths, context_dim: int
-) -> GatedConvNet:
-    return GatedConvNet(kept, univariate.per_entry * moved, hidden[0], len(hidden), context_dim)
+        return Compose(turned, ActNorm(size, data_start=self.data_start))
 
 
 @recipe
@@ -180,27 +170,19 @@ class FlowPP(PixelFlow):
     levels: Count = 2
     components: Count = 8
 
-    def vectors(self, dim: int) -> Sequence[Transform]:
-        steps = list(couplings(self, LogisticMixtureMap(self.components)))
-        return [self.mixed(dim, coupling) for coupling in steps]
+    def step(self, size: int, number: int) -> Transform:
+        board = self.images and number % 2 and self.side(2, size) % 2 == 0
+        coupling = self.coupling(2 * size if board else size, number, LogisticMixtureMap(self.components))
+        start = ActNorm(size, data_start=self.data_start)
+        return Compose(start, LULinear(size), _checkered(coupling) if board else coupling)
 
-    def noise(self, channels: int) -> nn.Module:
-        return _PixelNoise(channels, self.hidden, self.context_dim)
-
-    def step(self, channels: int, number: int) -> Transform:
-        mixture = LogisticMixtureMap(self.components)
-        if number % 2 and self.side(2, channels) % 2 == 0:
-            net = image_net(channels, channels, mixture, self.hidden, self.context_dim)
-            return self.mixed(channels, checkered(Coupling(2 * channels, mixture, net=net)))
-        net = image_net(channels // 2, channels - channels // 2, mixture, self.hidden, self.context_dim)
-        return self.mixed(channels, Coupling(channels, mixture, net=net))
-
-    def mixed(self, size: int, coupling: Transform) -> Transform:
-        """A coupling after a normalization and a linear map."""
-        return Compose(ActNorm(size, data_start=self.data_start), LULinear(size), coupling)
+    def pixel_noise(self) -> nn.Module:
+        channels = self.dim[0]  # type: ignore[index]
+        normal = ConditionalNormal(self.conv(channels + self.context_dim, 2 * channels))
+        return _PixelNoise(normal, Coupling(2 * channels, AffineMap(), net=self.conv(channels, 2 * channels)))
 
 
-def checkered(coupling: Transform) -> Transform:
+def _checkered(coupling: Transform) -> Transform:
     """A coupling of halves of the channels, as one of the colours of a checkerboard."""
     return Compose(Checkerboard(), coupling, Inverse(Checkerboard()))
 
@@ -210,13 +192,9 @@ class _PixelNoise(nn.Module):
 
     event_dim = 3
 
-    def __init__(self, channels: int, hidden: Widths, context_dim: int) -> None:
+    def __init__(self, normal: nn.Module, coupling: Transform) -> None:
         super().__init__()
-        self.normal = ConditionalNormal(
-            GatedConvNet(channels + context_dim, 2 * channels, hidden[0], len(hidden))
-        )
-        net = image_net(channels, channels, AffineMap(), hidden, 0)
-        self.transform = checkered(Coupling(2 * channels, AffineMap(), net=net))
+        self.normal, self.transform = normal, _checkered(coupling)
 
     def forward(self, given: Tensor) -> Flow:
         return Flow(self.normal(given), self.transform)

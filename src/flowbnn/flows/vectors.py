@@ -1,8 +1,8 @@
 """Recipes for vectors."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from flowbnn.distributions import Base, CircularBase
 from flowbnn.flows.base import Bins, Named, Steps, recipe
@@ -11,9 +11,8 @@ from flowbnn.transforms import (
     Affine,
     AffineMap,
     Amortized,
-    Autoregressive,
     CircularSplineMap,
-    Coupling,
+    Compose,
     Inverse,
     LULinear,
     NeuralODE,
@@ -29,28 +28,6 @@ from flowbnn.transforms import Radial as RadialMap
 from flowbnn.transforms import Sylvester as SylvesterMap
 
 
-def couplings(flow: Steps, univariate: Univariate) -> Iterator[Transform]:
-    """Couplings that keep the halves in turn; one entry has no other to read, and is moved alone."""
-    given: dict[str, Any] = {"hidden": flow.hidden, "context_dim": flow.context_dim}
-    for step in range(flow.length):
-        one = flow.dim == 1
-        yield (
-            Autoregressive(1, univariate, **given)
-            if one
-            else Coupling(flow.dim, univariate, flip=bool(step % 2), **given)
-        )
-
-
-def _ordered(flow: Steps, univariate: Univariate, cheap: Literal["forward", "inverse"]) -> list[Transform]:
-    """Autoregressive maps, every second one backwards, so that each entry comes early and late."""
-    orders = range(flow.dim), range(flow.dim - 1, -1, -1)
-    given: dict[str, Any] = {"hidden": flow.hidden, "context_dim": flow.context_dim}
-    return [
-        Autoregressive(flow.dim, univariate, cheap, order=orders[step % 2], **given)
-        for step in range(flow.length)
-    ]
-
-
 @recipe
 class NICE(Steps):
     """Additive couplings, then a scale for each entry (Dinh, Krueger & Bengio 2015, https://arxiv.org/abs/1410.8516).
@@ -62,8 +39,11 @@ class NICE(Steps):
         base: standard normal by default.
     """
 
+    def step(self, size: int, number: int) -> Transform:
+        return self.coupling(size, number, ShiftMap())
+
     def parts(self) -> Sequence[Transform]:
-        return [*couplings(self, ShiftMap()), Affine(self.dim)]
+        return [*super().parts(), Affine(self.dim)]
 
 
 @recipe
@@ -73,8 +53,8 @@ class RealNVP(Steps):
     Args: as in :class:`NICE`.
     """
 
-    def parts(self) -> Sequence[Transform]:
-        return list(couplings(self, AffineMap()))
+    def step(self, size: int, number: int) -> Transform:
+        return self.coupling(size, number, AffineMap())
 
 
 @recipe
@@ -92,8 +72,8 @@ class MAF(Steps):
 
     univariate: Univariate = AffineMap()
 
-    def parts(self) -> Sequence[Transform]:
-        return _ordered(self, self.univariate, "inverse")
+    def step(self, size: int, number: int) -> Transform:
+        return self.ordered(size, number, self.univariate, "inverse")
 
 
 @recipe
@@ -104,8 +84,8 @@ class IAF(MAF):
     ``dim`` passes. Arguments as in :class:`MAF`.
     """
 
-    def parts(self) -> Sequence[Transform]:
-        return _ordered(self, self.univariate, "forward")
+    def step(self, size: int, number: int) -> Transform:
+        return self.ordered(size, number, self.univariate, "forward")
 
 
 @recipe
@@ -125,15 +105,11 @@ class NSF(Steps):
     autoregressive: bool = False
     circular: bool = False
 
-    def parts(self) -> Sequence[Transform]:
+    def step(self, size: int, number: int) -> Transform:
         kind = CircularSplineMap if self.circular else SplineMap
         spline = kind(self.bins, self.bound or (math.pi if self.circular else 5.0))
-        given: dict[str, Any] = {"hidden": self.hidden, "context_dim": self.context_dim}
-        ordered = (Autoregressive(self.dim, spline, **given) for _ in range(self.length))
-        parts: list[Transform] = []
-        for step in ordered if self.autoregressive else couplings(self, spline):
-            parts += [step] if self.circular else [LULinear(self.dim), step]
-        return parts
+        made = self.ordered(size, 0, spline) if self.autoregressive else self.coupling(size, number, spline)
+        return made if self.circular else Compose(LULinear(size), made)
 
     def own_base(self, size: int) -> Base:
         return CircularBase(size, self.bound or math.pi) if self.circular else super().own_base(size)
@@ -153,20 +129,27 @@ class NAF(Steps):
     units: Count = 16
     cheap: Literal["forward", "inverse"] = "inverse"
 
-    def parts(self) -> Sequence[Transform]:
-        parts = _ordered(
-            self, SigmoidalMap(self.units), "forward"
-        )  # the formula is that of the cheap direction
-        return [Inverse(part) for part in parts] if self.cheap == "inverse" else parts
-
-
-def _conditioned(transform: Transform, context_dim: int) -> Transform:
-    """With a context, a transform without networks has parameters of its own for each."""
-    return Amortized(transform, context_dim) if context_dim else transform
+    def step(self, size: int, number: int) -> Transform:
+        made = self.ordered(size, number, SigmoidalMap(self.units), "forward")  # the direction of the formula
+        return Inverse(made) if self.cheap == "inverse" else made
 
 
 @recipe
-class Planar(Named):
+class Maps(Named):
+    """A named flow of :meth:`maps` without networks, which with a context have parameters of their own for each."""
+
+    length: Count = 4
+
+    def maps(self) -> Sequence[Transform]:
+        raise NotImplementedError
+
+    def parts(self) -> Sequence[Transform]:
+        maps = self.maps()
+        return [Amortized(each, self.context_dim) for each in maps] if self.context_dim else maps
+
+
+@recipe
+class Planar(Maps):
     """Planar flows, each along one direction (Rezende & Mohamed 2015, https://arxiv.org/abs/1505.05770).
 
     Their inverse, which densities need, is found numerically.
@@ -179,12 +162,12 @@ class Planar(Named):
 
     length: Count = 10
 
-    def parts(self) -> Sequence[Transform]:
-        return [_conditioned(PlanarLU(self.dim, [("planar", self.length)]), self.context_dim)]
+    def maps(self) -> Sequence[Transform]:
+        return [PlanarLU(self.dim, [("planar", self.length)])]
 
 
 @recipe
-class Sylvester(Named):
+class Sylvester(Maps):
     """Sylvester flows: planar ones in all directions at once (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649).
 
     Args:
@@ -192,17 +175,15 @@ class Sylvester(Named):
         dim, context_dim, length, base: as in :class:`Planar`.
     """
 
-    length: Count = 4
     reflections: Count = 8
 
-    def parts(self) -> Sequence[Transform]:
+    def maps(self) -> Sequence[Transform]:
         size = min(self.reflections, self.dim)
-        parts = [SylvesterMap(self.dim, "householder", size) for _ in range(self.length)]
-        return [_conditioned(part, self.context_dim) for part in parts]
+        return [SylvesterMap(self.dim, "householder", size) for _ in range(self.length)]
 
 
 @recipe
-class Radial(Named):
+class Radial(Maps):
     """Radial flows, each around one centre (Rezende & Mohamed 2015).
 
     Args: as in :class:`Planar`.
@@ -210,12 +191,12 @@ class Radial(Named):
 
     length: Count = 10
 
-    def parts(self) -> Sequence[Transform]:
-        return [_conditioned(RadialMap(self.dim), self.context_dim) for _ in range(self.length)]
+    def maps(self) -> Sequence[Transform]:
+        return [RadialMap(self.dim) for _ in range(self.length)]
 
 
 @recipe
-class Householder(Named):
+class Householder(Maps):
     """A scale and a shift for each entry, then reflections (Tomczak & Welling 2016, https://arxiv.org/abs/1611.09630).
 
     Alone it is a Gaussian with a full covariance; as the posterior of an autoencoder, one for each example.
@@ -225,11 +206,8 @@ class Householder(Named):
         dim, context_dim, base: as in :class:`Planar`.
     """
 
-    length: Count = 4
-
-    def parts(self) -> Sequence[Transform]:
-        maps = Affine(self.dim), Reflections(self.dim, 2 * self.length)
-        return [_conditioned(each, self.context_dim) for each in maps]
+    def maps(self) -> Sequence[Transform]:
+        return [Affine(self.dim), Reflections(self.dim, 2 * self.length)]
 
 
 @recipe
@@ -249,6 +227,5 @@ class FFJORD(Steps):
     rtol: Positive = 1e-5
     atol: Positive = 1e-5
 
-    def parts(self) -> Sequence[Transform]:
-        solver = self.trace, self.rtol, self.atol
-        return [NeuralODE(self.dim, self.hidden, self.context_dim, *solver) for _ in range(self.length)]
+    def step(self, size: int, number: int) -> Transform:
+        return NeuralODE(size, self.hidden, self.context_dim, self.trace, self.rtol, self.atol)

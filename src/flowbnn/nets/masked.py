@@ -41,7 +41,7 @@ class MaskedMLP(nn.Module):
         activation: makes the nonlinearity between layers.
         context_dim: length of the context vectors; 0 ignores any context.
         interleaved: the numbers of one entry lie side by side; else the first number of every entry, then the second, and so on.
-        features: numbers that it reads of each entry: the first of every entry, then the second, and so on.
+        features: numbers that it reads of each entry, side by side.
 
     >>> net = MaskedMLP(3, 2, hidden=(16,), order=[2, 0, 1])
     >>> net(torch.ones(5, 3)).shape, net.passes((3,))
@@ -63,15 +63,13 @@ class MaskedMLP(nn.Module):
         super().__init__()
         order = range(dim) if order is None else order
         if sorted(order) != list(range(dim)):
-            raise FlowBNNError(
-                f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}",
-                argument="order",
-            )
+            text = f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}"
+            raise FlowBNNError(text, argument="order")
         self.dim, self.context_dim = dim, context_dim
         place = torch.argsort(torch.tensor(list(order))) + 1
         if dim == 1 and not context_dim:
             hidden = ()  # there is nothing to read
-        degrees = [torch.cat([place.repeat(features), place.new_zeros(context_dim)])]
+        degrees = [torch.cat([place.repeat_interleave(features), place.new_zeros(context_dim)])]
         for width in hidden:
             degrees.append(torch.linspace(0 if context_dim else 1, dim - 1, width).floor().long())
         layers: list[nn.Module] = []

@@ -61,9 +61,10 @@ class Autoregressive(Conditioned):
         event_dim: Count = 1,
     ) -> None:
         if net is None:
-            features = univariate.features if compress else 1
-            layout = univariate.interleaved, features
-            net = MaskedMLP(dim, univariate.per_entry, hidden, order, activation, context_dim, *layout)
+            width = univariate.width
+            layout = univariate.interleaved, univariate.features if compress else width
+            sizes = dim // width, univariate.per_entry * width
+            net = MaskedMLP(*sizes, hidden, order, activation, context_dim, *layout)
         super().__init__(dim, univariate, net, compress)
         self.event_dim = event_dim
         if not callable(getattr(self.net, "passes", None)):

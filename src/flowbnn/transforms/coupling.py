@@ -60,11 +60,11 @@ class Coupling(Conditioned):
         net: nn.Module | None = None,
         compress: bool = True,
     ) -> None:
-        keep = _read_mask(mask, dim)
+        keep = _read_mask(mask, dim, univariate.width)
         keep = ~keep if flip else keep
         kept = int(keep.sum())
         if net is None:
-            size_in = kept * (univariate.features if compress else 1)
+            size_in = kept // univariate.width * univariate.features if compress else kept
             net = MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
         super().__init__(dim, univariate, net, compress)
         self.event_dim = int(getattr(net, "event_dim", 1))
@@ -156,15 +156,14 @@ class AffineCoupling(Coupling):
         super().__init__(dim, AffineMap(bound), mask, flip, **settings)
 
 
-def _read_mask(mask: Mask, dim: int) -> Tensor:
+def _read_mask(mask: Mask, dim: int, width: int) -> Tensor:
     if isinstance(mask, str):
-        return torch.arange(dim) < dim // 2 if mask == "half" else torch.arange(dim) % 2 == 0
+        entry = torch.arange(dim) // width
+        return entry < dim // width // 2 if mask == "half" else entry % 2 == 0
     keep = torch.as_tensor(mask)
     if keep.dtype != torch.bool or keep.shape != (dim,) or keep.all() or not keep.any():
-        raise FlowBNNError(
-            f"the mask of a coupling has one boolean for each of its {dim} dimensions, at least one true and one false",
-            argument="mask",
-        )
+        text = f"the mask of a coupling has one boolean for each of its {dim} dimensions"
+        raise FlowBNNError(f"{text}, at least one true and one false", argument="mask")
     return keep.clone()
 
 

@@ -190,8 +190,8 @@ def _whole(value: Tensor) -> Tensor:
 class ModularMap(Univariate):
     r"""Categories moved around a circle, :math:`x = (\mu + \sigma z) \bmod K` (Tran et al. 2019, https://arxiv.org/abs/1905.10347).
 
-    Values are one-hot codes, ``categories`` numbers side by side for each variable, and so a :class:`~flowbnn.transforms.Coupling` of
-    ``dim * categories`` entries needs a mask that keeps whole variables. :math:`\mu`, and :math:`\sigma` among the numbers without a
+    Values are one-hot codes, ``categories`` numbers side by side for each variable: couplings of so many variables have vectors of
+    ``dim * categories`` numbers. :math:`\mu`, and :math:`\sigma` among the numbers without a
     common divisor with :math:`K`, are the largest of their logits; gradients pass straight through to a softmax. With all logits equal
     the map is the identity.
 
@@ -208,14 +208,20 @@ class ModularMap(Univariate):
     categories: Several = 2
     scaled: bool = False
     temperature: Positive = 1.0
+    interleaved = True
 
     @property
     def per_entry(self) -> int:
         return 2 if self.scaled else 1
 
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.categories
+
+    features = width
+
     def read(self, value: Tensor) -> Tensor:
-        """The first number of every variable, then the second, as masked networks want them."""
-        return value.unflatten(-1, (-1, self.categories)).mT.flatten(-2)
+        return value
 
     def _matrix(self, parameters: Tensor) -> Tensor:
         """Which category each one becomes, ``(..., variables, categories, categories)``."""

@@ -187,8 +187,8 @@ class MultiScale(Compose):
         levels, length: number of levels, and of steps at each.
         step: makes a step for so many channels, ``step(channels, number)``.
         noise: makes what gives the distribution of ``added`` channels for ``kept`` ones, ``noise(kept, added)``; by default a normal
-            whose mean and scale a network of gated convolutions computes.
-        hidden, blocks, context_dim: of that network.
+            whose mean and scale a :class:`~flowbnn.nets.GatedConvNet` computes.
+        context_dim: length of the context that the noise reads.
 
     >>> from flowbnn.transforms import ActNorm
     >>> scales = MultiScale((4, 4, 1), levels=2, length=1, step=lambda channels, number: ActNorm(channels))
@@ -204,30 +204,21 @@ class MultiScale(Compose):
         length: Count,
         step: Callable[[int, int], Transform],
         noise: Callable[[int, int], nn.Module] | None = None,
-        hidden: Count = 64,
-        blocks: Count = 2,
         context_dim: Length = 0,
     ) -> None:
         if len(shape) != 3 or shape[0] % 2**levels or shape[1] % 2**levels:
-            raise FlowBNNError(
-                f"{levels} levels need images of three axes with sides divisible by {2**levels}, not {tuple(shape)}",
-                kind="shape",
-                argument="shape",
-            )
+            text = f"{levels} levels need images of three axes with sides divisible by {2**levels}"
+            raise FlowBNNError(f"{text}, not {tuple(shape)}", kind="shape", argument="shape")
         height, width, channels = shape
+        noise = noise or (lambda kept, added: ConditionalNormal(GatedConvNet(kept + context_dim, 2 * added)))
         parts: list[Transform] = []  # from the data to the base
         for level in range(levels):
             height, width, channels = height // 2, width // 2, 4 * channels
-            parts += [
-                Inverse(Squeeze()),
-                *(made_by(step, channels, number, name="step", kind=Transform) for number in range(length)),
-            ]
+            steps = [made_by(step, channels, number, name="step", kind=Transform) for number in range(length)]
+            parts += [Inverse(Squeeze()), *steps]
             if level < levels - 1:
                 channels = channels // 2
-                net = GatedConvNet(channels + context_dim, 2 * channels, hidden, blocks)
-                made = ConditionalNormal(net)
-                if noise is not None:
-                    made = made_by(noise, channels, channels, name="noise", kind=nn.Module)
+                made = made_by(noise, channels, channels, name="noise", kind=nn.Module)
                 parts.append(Augment(channels, channels, made, context_dim=context_dim))
         self.dim = height * width * channels
         super().__init__(Reshape((self.dim,), (height, width, channels)), *reversed(parts))

@@ -136,7 +136,7 @@ class CircularSplineMap(SplineMap):
 
     def read(self, value: Tensor) -> Tensor:
         angle = value * (math.pi / self.bound)
-        return torch.cat([angle.cos(), angle.sin()], -1)
+        return torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         parameters, turn = self._turn(value, parameters)

@@ -27,13 +27,15 @@ class Univariate(ABC):
     interleaved: bool = False
     """The parameters of one entry lie side by side; else the first of every entry, then the second, and so on."""
     inverse_kind: Literal["exact", "numerical"] = "exact"
+    width: int = 1
+    """How many numbers of a vector are one entry, side by side."""
     features: int = 1
     """How many numbers a network reads of one entry."""
 
     @property
     @abstractmethod
     def per_entry(self) -> int:
-        """How many parameters an entry takes."""
+        """How many parameters a number takes."""
 
     def read(self, value: Tensor) -> Tensor:
         r"""What networks read of values: :math:`q(z) = z / (1 + |z| / 5)`; :class:`~flowbnn.transforms.Coupling` says why."""
