@@ -95,48 +95,13 @@ def chosen_normal(loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> 
     >>> chosen_normal(loc, torch.ones(2, 2), torch.tensor([1, 0]), torch.zeros(2, 2)).tolist()
     [[2.0, 3.0], [0.0, 1.0]]
     """
-    needed = torch.is_grad_enabled() and (loc.requires_grad or scale.requires_grad)
-    if not needed or torch.jit.is_tracing() or torch._C._functorch.maybe_current_level() is not None:
+    if not (torch.is_grad_enabled() and (loc.requires_grad or scale.requires_grad)):
         return torch.addcmul(loc[which], scale[which], normal)
-    if torch.compiler.is_compiling():
-        # by products, which select exactly, too; in half precision the backward pass rounds as the layers' does
-        with torch.autocast(loc.device.type, enabled=False):
-            chosen = _chosen(which.unsqueeze(-1), len(loc), loc.dtype)
-            return torch.addcmul(chosen @ loc, chosen @ scale, normal)
-    return _Chosen.apply(loc, scale, which.reshape(-1), normal.reshape(-1, loc.shape[-1])).view(normal.shape)
-
-
-class _Chosen(torch.autograd.Function):
-    """Draws by the million share a few components: their gradients are sums over rows, by one product each and in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor, scale: Tensor, which: Tensor, normal: Tensor) -> Tensor:
-        ctx.components = len(loc)
-        ctx.save_for_backward(which, normal)
-        ctx.save_for_forward(which, normal)
-        return torch.addcmul(loc.index_select(0, which), scale.index_select(0, which), normal)
-
-    @staticmethod
-    def jvp(ctx: Any, of_loc: Tensor | None, of_scale: Tensor | None, *none: None) -> Tensor:
-        which, normal = ctx.saved_tensors
-        tangent = torch.zeros_like(normal)
-        if of_loc is not None:
-            tangent = tangent + of_loc.index_select(0, which)
-        return (
-            tangent if of_scale is None else torch.addcmul(tangent, of_scale.index_select(0, which), normal)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, of_draws: Tensor) -> Any:
-        which, normal = ctx.saved_tensors
-        with torch.autocast(which.device.type, enabled=False):
-            chosen = _chosen(which.unsqueeze(-1), ctx.components, of_draws.dtype).T
-            return chosen @ of_draws, chosen @ (of_draws * normal), None, None
-
-
-def _chosen(which: Tensor, components: int, dtype: torch.dtype) -> Tensor:
-    """One where a component is the chosen one, else zero."""
-    return (which == torch.arange(components, device=which.device)).to(dtype)
+    # draws by the million share a few components: by products, which select exactly, their gradients are sums in a fixed order;
+    # in half precision the backward pass rounds as the layers' does
+    with torch.autocast(loc.device.type, enabled=False):
+        chosen = (which.unsqueeze(-1) == torch.arange(len(loc), device=which.device)).to(loc.dtype)
+        return torch.addcmul(chosen @ loc, chosen @ scale, normal)
 
 
 def reparameterized(
