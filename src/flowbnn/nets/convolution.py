@@ -44,12 +44,8 @@ class GatedConvNet(nn.Module):
         self.last = zeroed(nn.Conv2d(hidden, channels_out, 3, padding=1))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        if context is not None and self.context_dim:
-            context = context.reshape(*context.shape[:-1], 1, 1, context.shape[-1])
-        value = with_context(value, context, self.context_dim)
-        h = self.first(
-            value.flatten(0, -4).movedim(-1, 1) if value.ndim > 3 else value.movedim(-1, 0).unsqueeze(0)
-        )
+        value = with_context(value, context, self.context_dim, event_dim=3)
+        h = self.first(value.reshape(value.shape[:-3].numel(), *value.shape[-3:]).movedim(-1, 1))
         for wide, gate in zip(self.wide, self.gates, strict=True):
             h = h + F.glu(gate(F.elu(wide(F.elu(h)))), dim=1)
         return self.last(F.elu(h)).movedim(1, -1).reshape(*value.shape[:-1], self.last.out_channels)

@@ -18,20 +18,18 @@ Length = Annotated[int, Ge(0)]
 def check_context(context: Tensor | None, context_dim: int) -> Tensor:
     """The context, if it has the length that a network reads."""
     if context is None or context.shape[-1:] != (context_dim,):
-        raise FlowBNNError(
-            f"this network needs a context of length {context_dim}, not "
-            f"{None if context is None else tuple(context.shape)}: pass context=",
-            kind="shape",
-            argument="context",
-        )
+        given = None if context is None else tuple(context.shape)
+        text = f"this network needs a context of length {context_dim}, not {given}: pass context="
+        raise FlowBNNError(text, kind="shape", argument="context")
     return context
 
 
-def with_context(value: Tensor, context: Tensor | None, context_dim: int) -> Tensor:
-    """The value with the context, broadcast to its batch axes, behind it on the last axis; a length of 0 ignores any context."""
+def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:
+    """The value with the context behind it on the last axis, at every place of its events; a length of 0 ignores any context."""
     if context_dim == 0:
         return value
     context = check_context(context, context_dim)
+    context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), context_dim)
     return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
 
 

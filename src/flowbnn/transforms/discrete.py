@@ -13,7 +13,7 @@ from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms.base import check_length, check_tensor, check_vectors
-from flowbnn.transforms.surjective import Several, ToIntegers, drawn, known, summed
+from flowbnn.transforms.surjective import Several, ToIntegers
 from flowbnn.transforms.univariate import Univariate
 
 
@@ -83,12 +83,12 @@ class Argmax(_Categories):
         gaps = gaps.clamp_min(torch.finfo(z.dtype).tiny)
         below = inverse_softplus(gaps)
         u = torch.where(chosen, scores, top - below)
-        log_prob = self._given(chosen.to(z.dtype), context).log_prob(u.flatten(-2))
-        return x, summed(log_prob, z.shape[:-1]) - self._log_det(below, chosen)
+        log_prob = self._log_prob(self.noise, u.flatten(-2), chosen.flatten(-2).to(z.dtype), context)
+        return x, log_prob - self._log_det(below, chosen)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         chosen = self._codes(x)
-        u, log_prob = drawn(self._given(chosen.to(self._zero.dtype), context), x.shape[:-1])
+        u, log_prob = self._draw(self.noise, chosen.flatten(-2).to(self._zero.dtype), context)
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
         below = top - u
@@ -98,9 +98,6 @@ class Argmax(_Categories):
     def _log_det(self, below: Tensor, chosen: Tensor) -> Tensor:
         """Of scores by their draws."""
         return (F.logsigmoid(below) * ~chosen).sum((-2, -1))
-
-    def _given(self, codes: Tensor, context: Tensor | None) -> Any:
-        return self.noise(known(codes.flatten(-2), context, self.context_dim))
 
 
 def one_hot(index: Tensor, categories: int) -> Tensor:

@@ -32,32 +32,39 @@ from flowbnn.transforms.compose import Inverse
 Several = Annotated[int, Ge(2)]
 
 
-def known(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:
-    """The value with the context behind it on the last axis, at every position of an event; a length of 0 ignores any context."""
-    if context_dim and context is not None:
-        context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), *context.shape[-1:])
-    return with_context(value, context, context_dim)
+class Drawing(Transform):
+    """A map with modules that give the distribution of a draw for known events, the context behind them on the last axis."""
 
+    context_dim: int
 
-def summed(log_prob: Tensor, batch: torch.Size) -> Tensor:
-    return log_prob.flatten(len(batch)).sum(-1) if log_prob.ndim > len(batch) else log_prob
+    def _given(self, module: Any, known: Tensor, context: Tensor | None, axes: int) -> Any:
+        return module(with_context(known, context, self.context_dim, axes))
 
+    def _log_prob(
+        self, module: Any, value: Tensor, known: Tensor, context: Tensor | None, axes: int = 1
+    ) -> Tensor:
+        """Log-density of a value for known events of so many axes."""
+        log_prob = self._given(module, known, context, axes).log_prob(value)
+        return sum_rightmost(log_prob, log_prob.ndim - known.ndim + axes)
 
-def drawn(distribution: Any, batch: torch.Size) -> tuple[Tensor, Tensor]:
-    """A draw, with its gradient where there is one, and its log-density."""
-    if hasattr(distribution, "rsample_and_log_prob"):
-        value, log_prob = distribution.rsample_and_log_prob()
-    else:
-        value = distribution.rsample() if distribution.has_rsample else distribution.sample()
-        log_prob = distribution.log_prob(value)
-    return value, summed(log_prob, batch)
+    def _draw(
+        self, module: Any, known: Tensor, context: Tensor | None, axes: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """A draw, with its gradient where there is one, and its log-density."""
+        distribution = self._given(module, known, context, axes)
+        if hasattr(distribution, "rsample_and_log_prob"):
+            value, log_prob = distribution.rsample_and_log_prob()
+        else:
+            value = distribution.rsample() if distribution.has_rsample else distribution.sample()
+            log_prob = distribution.log_prob(value)
+        return value, sum_rightmost(log_prob, log_prob.ndim - known.ndim + axes)
 
 
 def _event_dim(module: Any, otherwise: int = 1) -> int:
     return int(getattr(module, "event_dim", otherwise))
 
 
-class Augment(Transform):
+class Augment(Drawing):
     r"""Noise is put behind the vector, :math:`x = (z, e)` with :math:`e \sim p(e \mid z)`; backwards it is sliced off.
 
     :math:`\log p(x) = \log p(z) + \log p(e \mid z)` is exact. On the channels of an image it is the split of a multi-scale flow (Dinh,
@@ -93,17 +100,13 @@ class Augment(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.kept, self, next(self.noise.parameters(), None))
-        e, log_prob = drawn(
-            self.noise(known(z, context, self.context_dim, self.event_dim)),
-            z.shape[: z.ndim - self.event_dim],
-        )
+        e, log_prob = self._draw(self.noise, z, context, self.event_dim)
         return torch.cat([z, e], dim=-1), -log_prob
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.kept + self.added, self, next(self.noise.parameters(), None))
-        z, e = x[..., : self.kept], x[..., self.kept :]
-        log_prob = self.noise(known(z, context, self.context_dim, self.event_dim)).log_prob(e)
-        return z, summed(log_prob, x.shape[: x.ndim - self.event_dim])
+        z, e = x.split((self.kept, self.added), -1)
+        return z, self._log_prob(self.noise, e, z, context, self.event_dim)
 
 
 class Slice(Inverse):
@@ -121,15 +124,8 @@ class Slice(Inverse):
     """
 
     @checked
-    def __init__(
-        self,
-        kept: Count,
-        dropped: Count,
-        noise: nn.Module | None = None,
-        hidden: Sequence[Count] = (64, 64),
-        context_dim: Length = 0,
-    ) -> None:
-        super().__init__(Augment(kept, dropped, noise, hidden, context_dim))
+    def __init__(self, kept: Count, dropped: Count, noise: nn.Module | None = None, **settings: Any) -> None:
+        super().__init__(Augment(kept, dropped, noise, **settings))
 
 
 class AbsoluteValue(Transform):
@@ -160,7 +156,7 @@ class AbsoluteValue(Transform):
     def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
         if self.net is None:
             return torch.zeros_like(x)
-        return self.net(known(x, context, self.context_dim, self.event_dim))
+        return self.net(with_context(x, context, self.context_dim, self.event_dim))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
@@ -220,7 +216,7 @@ class MaxPool(Transform):
         return each.sum(-1)
 
 
-class ToIntegers(Transform):
+class ToIntegers(Drawing):
     """A map from real numbers to integers, which computes in the precision that the module was brought to."""
 
     discrete = True
@@ -281,40 +277,37 @@ class Dequantization(ToIntegers):
         scaled = z * (self.levels or 1)
         x = scaled.detach().floor()
         x = x.clamp(0, self.levels - 1) if self.levels else x
-        log_density = torch.full_like(z, math.log(self.levels or 1))
-        if self.noise is not None:
-            tiny = torch.finfo(z.dtype).eps
-            v = torch.logit((scaled - x).clamp(tiny, 1.0 - tiny))
-            log_density = sum_rightmost(log_density - _log_sigmoid_slope(v), self.event_dim)
-            log_density = log_density + summed(self._given(x, context).log_prob(v), log_density.shape)
-        return x.long(), log_density
+        if self.noise is None:
+            return x.long(), torch.full_like(z, math.log(self.levels or 1))
+        tiny = torch.finfo(z.dtype).eps
+        v = torch.logit((scaled - x).clamp(tiny, 1.0 - tiny))
+        log_prob = self._log_prob(self.noise, v, self._known(x), context, self.event_dim)
+        return x.long(), log_prob + self._log_slope(v)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         far = self._exact(bits=7)  # which leaves room for the noise
         low, high = (-far, far) if self.levels is None else (0, min(self.levels - 1, far))
         self._check_integers(x, low, high, "" if high < far else "; bring the flow to .double()")
         x = x.to(self._zero.dtype)
-        log_density = torch.full_like(x, math.log(self.levels or 1))
         if self.noise is None:
-            u = torch.rand_like(x)
+            u, log_density = torch.rand_like(x), torch.full_like(x, math.log(self.levels or 1))
         else:
-            v, log_prob = drawn(self._given(x, context), x.shape[: x.ndim - self.event_dim])
-            u = torch.sigmoid(v)
-            log_density = sum_rightmost(log_density - _log_sigmoid_slope(v), self.event_dim) + log_prob
+            v, log_prob = self._draw(self.noise, self._known(x), context, self.event_dim)
+            u, log_density = torch.sigmoid(v), log_prob + self._log_slope(v)
         margin = 4.0 * torch.finfo(x.dtype).eps  # rounding must not carry a value into the next bin
         value = torch.clamp(x + u, x + margin * x.abs(), x + 1.0 - margin * (x + 1.0).abs())
         return value / (self.levels or 1), -log_density
 
-    def _given(self, x: Tensor, context: Tensor | None) -> Any:
-        x = (2.0 * x + 1.0) / self.levels - 1.0 if self.levels else x
-        return self.noise(known(x, context, self.context_dim, self.event_dim))  # type: ignore[misc]
+    def _known(self, x: Tensor) -> Tensor:
+        return (2.0 * x + 1.0) / self.levels - 1.0 if self.levels else x
+
+    def _log_slope(self, v: Tensor) -> Tensor:
+        """What a sigmoid and the scale make of the density of a drawn number."""
+        each = math.log(self.levels or 1) - F.logsigmoid(v) - F.logsigmoid(-v)
+        return sum_rightmost(each, self.event_dim)
 
 
-def _log_sigmoid_slope(value: Tensor) -> Tensor:
-    return F.logsigmoid(value) + F.logsigmoid(-value)
-
-
-class VAELayer(Transform):
+class VAELayer(Drawing):
     r"""A variational autoencoder as a layer: :math:`x \sim p(x \mid z)` forward and :math:`z \sim q(z \mid x)` backwards.
 
     :math:`\log p(x) \ge E_q[\log p(z) + \log p(x \mid z) - \log q(z \mid x)]` (Kingma & Welling 2014), with whatever flow stands before
@@ -362,15 +355,14 @@ class VAELayer(Transform):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
-        x, log_decoder = drawn(self.decoder(known(z, context, self.context_dim)), z.shape[:-1])
-        log_encoder = self.encoder(known(x, context, self.context_dim, self.sample_dim)).log_prob(z)
-        return x, summed(log_encoder, z.shape[:-1]) - log_decoder
+        x, log_decoder = self._draw(self.decoder, z, context)
+        return x, self._log_prob(self.encoder, z, x, context, self.sample_dim) - log_decoder
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.shape[-1], self, next(self.encoder.parameters(), None))
-        batch = check_events(x, self.shape, self)
-        z, log_encoder = drawn(self.encoder(known(x, context, self.context_dim, self.sample_dim)), batch)
-        return z, summed(self.decoder(known(z, context, self.context_dim)).log_prob(x), batch) - log_encoder
+        check_events(x, self.shape, self)
+        z, log_encoder = self._draw(self.encoder, x, context, self.sample_dim)
+        return z, self._log_prob(self.decoder, x, z, context) - log_encoder
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return torch.Size((*shape[:-1], *self.shape))
