@@ -218,6 +218,21 @@ def test_the_density_agrees_with_torchs_lognormal_across_the_border():
     assert unchecked.log_prob(torch.tensor([torch.nan])).isnan(), "not a number is not a zero density"
 
 
+@pytest.mark.parametrize("transform", [Affine(2), Planar(2), AffineCoupling(2, hidden=(4,)), Exp()])
+def test_the_density_at_infinity_is_zero_as_torchs_normals_is(transform):
+    value = torch.tensor([[torch.inf, 0.5], [0.5, torch.inf], [0.5, 0.5]])
+    found = Flow(standard(), transform).log_prob(value)
+    assert torch.equal(found == -torch.inf, standard().log_prob(value) == -torch.inf)
+    assert found[2].isfinite()
+
+
+@pytest.mark.parametrize("transform", [Logit(), Compose(Affine(2), Inverse(Exp()))], ids=["logit", "log"])
+def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform):
+    flow = Flow(standard(), transform)  # the density of which would integrate to less than one
+    with pytest.raises(FlowBNNError, match="takes numbers .*, and in this flow it gets all real numbers"):
+        flow.log_prob(torch.ones(2))
+
+
 def test_validation_is_off_unless_asked_for_and_is_torchs():
     bad = torch.full((3,), float("nan"))
     for kind in (DiagonalNormal(LOC, SCALE), NormalMixture(LOC[None], SCALE[None])):

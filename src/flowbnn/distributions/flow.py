@@ -18,7 +18,7 @@ from flowbnn.distributions.support import covers_everything, image, inner_point,
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import checked
-from flowbnn.transforms.base import Transform
+from flowbnn.transforms.base import Transform, check_dense, check_events
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.triangular import BlockTriangular
 
@@ -173,9 +173,6 @@ class Flow(Distribution):
         """
         if self._validate_args:
             self._validate_sample(value)
-        if covers_everything(self.base, self.transform):
-            z, log_det = self.transform.inverse(self._fitted(value), self.context)
-            return self._batch_base(self.base.log_prob(z)) + self._batch_log_det(log_det)
         z, log_det, outside = self._pull_back(value)
         # a base that validates its arguments must not see the points that have no preimage
         moved = outside.reshape(outside.shape + (1,) * len(self._start))
@@ -199,9 +196,12 @@ class Flow(Distribution):
 
     def _fitted(self, value: Tensor) -> Tensor:
         """The value with the batch axes that the context needs."""
+        check_dense(value, self.transform)
+        axes = len(self.event_shape)
+        if value.ndim < axes:
+            check_events(value, self.event_shape, self)
         if self.context is None:
             return value
-        axes = len(self.event_shape)
         batch = _together(value.shape[: value.ndim - axes], self.batch_shape, "the values", "the context")
         return value.expand(batch + value.shape[value.ndim - axes :])
 

@@ -7,23 +7,25 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 from torch.distributions.constraints import Constraint
 
+from flowbnn.errors import FlowBNNError
+from flowbnn.options import Interval
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse, run_part
 from flowbnn.transforms.linear import Permutation
 
-Step = tuple[Transform, bool]  # a transform, and whether it runs backwards
+Step = tuple[Transform, bool, tuple[int, ...]]  # a transform, whether it runs backwards, and its place
 
 _REAL = constraints.real
 
 
-def _steps(transform: Transform, backwards: bool = False) -> list[Step]:
+def _steps(transform: Transform, backwards: bool = False, path: tuple[int, ...] = ()) -> list[Step]:
     """The simple maps that a transform is made of, in the order of application."""
     if isinstance(transform, Inverse):
-        return _steps(transform.part, not backwards)
+        return _steps(transform.part, not backwards, path)
     if isinstance(transform, Compose):
-        parts = list(transform)
-        return [step for part in (parts[::-1] if backwards else parts) for step in _steps(part, backwards)]
-    return [(transform, backwards)]
+        parts = list(enumerate(transform))[:: -1 if backwards else 1]
+        return [step for place, part in parts for step in _steps(part, backwards, (*path, place))]
+    return [(transform, backwards, path)]
 
 
 def _of_numbers(constraint: Any) -> Any:
@@ -35,7 +37,7 @@ def _of_numbers(constraint: Any) -> Any:
 
 def _ends(step: Step) -> tuple[Any, Any] | None:
     """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
-    part, backwards = step
+    part, backwards, _ = step
     ends = part.ends()
     return ends[::-1] if ends is not None and backwards else ends
 
@@ -96,10 +98,15 @@ def image(base: Any, transform: Transform) -> Constraint | None:
     """
     region = _of_numbers(_base_support(base))
     for step in _steps(transform):
+        part, backwards, _ = step
         ends = _ends(step)
         if ends is not None and (_is_real(region) or _same(region, ends[0])):
+            if backwards and _is_real(region) and not _is_real(ends[0]):
+                wanted = Interval(ge=ends[0].lower_bound, le=getattr(ends[0], "upper_bound", torch.inf))
+                text = f"takes numbers {wanted}, and in this flow it gets all real numbers"
+                raise FlowBNNError(f"the inverse of {type(part).__name__} {text}", kind="range")
             region = ends[1]
-        elif not isinstance(step[0], Permutation) and not _is_real(region):
+        elif not isinstance(part, Permutation) and not _is_real(region):
             return None
     return region
 
@@ -122,18 +129,20 @@ def pull_back(
 
     Each range is checked on the way, and what lies outside goes on from a point inside.
     """
-    outside = _any_rightmost(value.isinf(), event_axes)
+    image(base, transform)  # which refuses a base that is larger than what the first maps take
+    far = value.isinf()
+    value, outside = torch.where(far, torch.zeros_like(value), value), _any_rightmost(far, event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
-    steps, axes = _steps(transform), event_axes
-    for place in reversed(range(len(steps))):
-        part, backwards = steps[place]
-        ends = _ends(steps[place])
+    axes = event_axes
+    for step in reversed(_steps(transform)):
+        part, backwards, path = step
+        ends = _ends(step)
         if ends is not None and not _is_real(ends[1]):
             wrong = ~ends[1].check(value) & ~value.isnan()
             outside = outside | _any_rightmost(wrong, axes)
             value = torch.where(wrong, _point_of(ends[1], value), value)
-        after, before = (part.event_dim, part.sample_dim) if backwards else (part.sample_dim, part.event_dim)
-        value, change = run_part(part, value, context, not backwards, axes - after, place)
+        after, before = (part.event_dim, part.sample_dim)[:: 1 if backwards else -1]
+        value, change = run_part(part, value, context, not backwards, axes - after, path or (0,))
         log_det, axes = log_det + change, axes - after + before
     support = _base_support(base)
     if not _is_real(_of_numbers(support)):

@@ -65,11 +65,12 @@ class Transform(nn.Module):
     discrete: bool = False
     takes_integers: bool = False
     lengths: tuple[int, int] | None = None
+    sample_axes: int | None = None
 
     @property
     def sample_dim(self) -> int:
-        """How many trailing axes one event has on the side of the sample."""
-        return self.event_dim
+        """How many trailing axes one event has on the side of the sample: ``sample_axes``, or as many as on the other side."""
+        return self.event_dim if self.sample_axes is None else self.sample_axes
 
     @property
     def stochastic(self) -> bool:
@@ -95,18 +96,21 @@ class Transform(nn.Module):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Sample to base: ``(f^{-1}(x), log|det df^{-1}/dx|)``."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no inverse, so a density is known only at its own draws: use rsample_and_log_prob"
-        )
+        text = "has no inverse, so a density is known only at its own draws: use rsample_and_log_prob"
+        raise NotImplementedError(f"{type(self).__name__} {text}")
 
 
-def check_dense(value: Any, owner: object, kind: str = "dense tensor of real numbers") -> None:
+def refused(owner: object, text: str, kind: str) -> FlowBNNError:
+    """What a transform says of its arguments."""
+    return FlowBNNError(f"{type(owner).__name__} {text}", kind=kind)
+
+
+def check_dense(value: Any, owner: object, wanted: str = "dense tensor of real numbers") -> None:
     """Refuse what is no dense tensor of real numbers or integers."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
-        given = (
-            f"tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        raise FlowBNNError(f"{type(owner).__name__} takes a {kind}, not a {given}", kind="dtype")
+        known = isinstance(value, Tensor)
+        given = f"tensor of {value.dtype}, {value.layout}" if known else type(value).__name__
+        raise refused(owner, f"takes a {wanted}, not a {given}", "dtype")
 
 
 def check_tensor(value: Any, owner: object) -> None:
@@ -114,41 +118,39 @@ def check_tensor(value: Any, owner: object) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
         check_dense(value, owner, "dense floating point tensor")
         hint = "dequantize integers: end the flow with Dequantization, or give it .float()"
-        text = f"takes a dense floating point tensor, not a tensor of {value.dtype}; {hint}"
-        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
+        raise refused(
+            owner, f"takes a dense floating point tensor, not a tensor of {value.dtype}; {hint}", "dtype"
+        )
 
 
 def check_integers(value: Any, owner: object) -> None:
     """Refuse what is no tensor of integers (or booleans)."""
     check_dense(value, owner)
     if value.is_floating_point():
-        text = f"takes a tensor of integers, not of {value.dtype}; floats that hold integers are cast with .long()"
-        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
+        hint = "floats that hold integers are cast with .long()"
+        raise refused(owner, f"takes a tensor of integers, not of {value.dtype}; {hint}", "dtype")
 
 
 def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
     """Refuse numbers outside an interval, where they can be looked at; the ends belong to it."""
-    if readable(value):
-        wrong = (value < low) | (value > high)
-        if bool(wrong.any()):
-            worst = value[wrong][0].item()
-            text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
-            raise FlowBNNError(text, kind="range", value=worst)
+    if readable(value) and bool((wrong := (value < low) | (value > high)).any()):
+        worst = value[wrong][0].item()
+        text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
+        raise FlowBNNError(text, kind="range", value=worst)
 
 
 def check_length(value: Tensor, dim: int, owner: object) -> None:
     """Refuse vectors of another length, which would broadcast to a wrong log-det."""
     if value.ndim == 0 or value.shape[-1] != dim:
         text = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
-        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="shape")
+        raise refused(owner, text, "shape")
 
 
 def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Size:
     """The batch shape; events of another shape are refused."""
     cut = value.ndim - len(shape)
     if cut < 0 or value.shape[cut:] != torch.Size(shape):
-        text = f"takes events of shape {tuple(shape)}, not shape {tuple(value.shape)}"
-        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="shape")
+        raise refused(owner, f"takes events of shape {tuple(shape)}, not shape {tuple(value.shape)}", "shape")
     return value.shape[:cut]
 
 
@@ -158,7 +160,7 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
     check_length(value, dim, owner)
     if parameter is not None and value.dtype != parameter.dtype:
         text = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
-        raise FlowBNNError(f"{type(owner).__name__} {text}", kind="dtype")
+        raise refused(owner, text, "dtype")
 
 
 def warn_of_slow_draws(transform: Transform, owner: object) -> None:

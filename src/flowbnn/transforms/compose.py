@@ -1,7 +1,7 @@
 """Transforms made of transforms."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,19 @@ from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Hint, checked
 from flowbnn.transforms.base import Transform, check_dense, check_tensor
 
+# what a chain declares is the weakest of its parts: the first of these ...
+_WEAKEST = {
+    "linearity": ("none", "affine", "diagonal"),
+    "inverse_kind": ("none", "numerical", "exact"),
+    "log_det_kind": ("estimate", "exact"),
+}
+# ... or, of directions, what neither of two parts would have alone
+_DIRECTIONS = {"draws": ("none", "both"), "solver": ("none", "both"), "cheap": ("both", "none")}
+_TURNED = {"none": "none", "forward": "inverse", "inverse": "forward", "both": "both"}
+
 
 def run_part(
-    part: Transform, value: Tensor, context: Tensor | None, backwards: bool, extra: int, place: int
+    part: Transform, value: Tensor, context: Tensor | None, backwards: bool, extra: int, path: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
     if context is not None and extra:
@@ -24,12 +34,10 @@ def run_part(
     try:
         value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
     except FlowBNNError as error:
-        fields = {"reason": str(error), **error.fields}
-        fields["path"] = (place, *fields.get("path", ()))  # 0.2 is the third part of the first
+        fields = {"reason": str(error), **error.fields, "place": path[0]}
+        fields["path"] = (*path, *error.fields.get("path", ()))  # 0.2 is the third part of the first
         where = ".".join(map(str, fields["path"]))
-        raise FlowBNNError(
-            f"part {where} of the flow: {fields['reason']}", **{**fields, "place": place}
-        ) from None
+        raise FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields) from None
     return value, sum_rightmost(log_det, extra)
 
 
@@ -54,30 +62,22 @@ class Compose(Transform):
         for part in parts:
             need = max(need, part.event_dim - change)
             change += part.sample_dim - part.event_dim
-        self.event_dim, self._sample_dim = need, need + change
+        self.event_dim, self.sample_axes = need, need + change
         self._extra: list[int] = []  # axes of an event that are batch axes to the part
         for part in parts:
             self._extra.append(need - part.event_dim)
             need += part.sample_dim - part.event_dim
-        # the weakest of the parts
-        kinds = [part.linearity for part in parts]
-        self.linearity = min(kinds, key=("none", "affine", "diagonal").index, default="diagonal")
-        inverses = [part.inverse_kind for part in parts]
-        self.inverse_kind = min(inverses, key=("none", "numerical", "exact").index, default="exact")
-        self.draws = _joined({part.draws for part in parts})
-        self.solver = _joined({part.solver for part in parts})
+        for name, order in _WEAKEST.items():
+            setattr(
+                self, name, min((getattr(part, name) for part in parts), key=order.index, default=order[-1])
+            )
+        for name, (least, most) in _DIRECTIONS.items():
+            kinds = {getattr(part, name) for part in parts} - {least}
+            setattr(self, name, most if len(kinds) > 1 else min(kinds, default=least))
         for part in parts:  # the last that says so
             self.discrete = part.discrete or (self.discrete and not part.takes_integers)
         for part in reversed(parts):
             self.takes_integers = part.takes_integers or (self.takes_integers and not part.discrete)
-        estimates = [part.log_det_kind for part in parts]
-        self.log_det_kind = min(estimates, key=("estimate", "exact").index, default="exact")
-        slow = {part.cheap for part in parts} - {"both"}
-        self.cheap = "both" if not slow else slow.pop() if len(slow) == 1 else "none"
-
-    @property
-    def sample_dim(self) -> int:
-        return self._sample_dim
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._run(z, context, backwards=False)
@@ -89,7 +89,7 @@ class Compose(Transform):
         parts = list(enumerate(self))
         total: Tensor | None = None
         for place, part in reversed(parts) if backwards else parts:
-            value, log_det = run_part(part, value, context, backwards, self._extra[place], place)
+            value, log_det = run_part(part, value, context, backwards, self._extra[place], (place,))
             total = log_det if total is None else total + log_det
         if total is None:
             check_tensor(value, self)
@@ -116,20 +116,6 @@ class Compose(Transform):
         return self.parts[index]  # type: ignore[return-value]
 
 
-Directions = Literal["none", "forward", "inverse", "both"]
-_TURNED: dict[str, Directions] = {
-    "none": "none",
-    "forward": "inverse",
-    "inverse": "forward",
-    "both": "both",
-}
-
-
-def _joined(kinds: set[Directions]) -> Directions:
-    kinds = kinds - {"none"}
-    return "both" if len(kinds) > 1 else min(kinds, default="none")
-
-
 class Inverse(Transform):
     r"""The same map run backwards: its forward is the part's inverse.
 
@@ -146,22 +132,12 @@ class Inverse(Transform):
         if part.inverse_kind == "none":
             raise FlowBNNError(f"{type(part).__name__} has no inverse, so Inverse cannot run it backwards")
         self.part = part
-        self.event_dim = part.sample_dim
-        self.linearity = part.linearity
-        self.inverse_kind = part.inverse_kind
-        self.draws = _TURNED[part.draws]
-        self.cheap = _TURNED[part.cheap]
-        self.solver = _TURNED[part.solver]
-        self.log_det_kind = part.log_det_kind
+        self.event_dim, self.sample_axes = part.sample_dim, part.event_dim
+        for name in _WEAKEST:
+            setattr(self, name, getattr(part, name))
+        for name in _DIRECTIONS:
+            setattr(self, name, _TURNED[getattr(part, name)])
         self.discrete, self.takes_integers = part.takes_integers, part.discrete
-
-    def ends(self) -> tuple[Any, Any] | None:
-        ends = self.part.ends()
-        return None if ends is None else ends[::-1]
-
-    @property
-    def sample_dim(self) -> int:
-        return self.part.event_dim
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.part.inverse(z, context)

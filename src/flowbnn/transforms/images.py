@@ -16,7 +16,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, checked, made_by
-from flowbnn.transforms.base import Transform, check_dense, check_events
+from flowbnn.transforms.base import Transform, check_dense, check_events, refused
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
@@ -50,9 +50,7 @@ class Rearrangement(Transform):
         return self.back(torch.empty(torch.Size(shape))).shape
 
     def _refuse(self, value: Tensor, wanted: str) -> None:
-        raise FlowBNNError(
-            f"{type(self).__name__} takes {wanted}, not shape {tuple(value.shape)}", kind="shape"
-        )
+        raise refused(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
 
 
 def _zeros(value: Tensor, axes: int) -> Tensor:
@@ -75,14 +73,9 @@ class Reshape(Rearrangement):
         super().__init__()
         self.before, self.after = tuple(before), tuple(after)
         if math.prod(self.before) != math.prod(self.after):
-            raise FlowBNNError(
-                f"{self.before} and {self.after} hold different numbers of entries", argument="after"
-            )
-        self.event_dim = len(self.before)
-
-    @property
-    def sample_dim(self) -> int:
-        return len(self.after)
+            text = f"{self.before} and {self.after} hold different numbers of entries"
+            raise FlowBNNError(text, argument="after")
+        self.event_dim, self.sample_axes = len(self.before), len(self.after)
 
     def _shaped(self, value: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
         return value.reshape(check_events(value, before, self) + after)

@@ -340,18 +340,14 @@ class VAELayer(Drawing):
     ) -> None:
         super().__init__()
         self.shape = (dim,) if isinstance(dim, int) else tuple(dim)
+        self.sample_axes = len(self.shape)
         self.latent_dim, self.context_dim = latent_dim, context_dim
         if len(self.shape) != 1 and (decoder is None or encoder is None or not self.shape):
-            raise FlowBNNError(
-                "give a shape, and a decoder and an encoder for events of more than one axis", argument="dim"
-            )
+            text = "give a shape, and a decoder and an encoder for events of more than one axis"
+            raise FlowBNNError(text, argument="dim")
         size = self.shape[0]
         self.decoder = decoder or ConditionalNormal(MLP(latent_dim + context_dim, 2 * size, hidden))
         self.encoder = encoder or ConditionalNormal(MLP(size + context_dim, 2 * latent_dim, hidden))
-
-    @property
-    def sample_dim(self) -> int:
-        return len(self.shape)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
