@@ -43,9 +43,11 @@ class Coupling(Conditioned):
     """
 
     mask: Tensor
-    kept_index: Tensor
-    moved_index: Tensor
+    order: Tensor
     restore: Tensor
+    _scattered: bool
+    _turn: int
+    _sizes: list[int]
 
     @checked
     def __init__(
@@ -69,10 +71,10 @@ class Coupling(Conditioned):
         super().__init__(dim, univariate, net, compress)
         self.event_dim = int(getattr(net, "event_dim", 1))
         self.register_buffer("mask", keep)
-        for name in ("kept_index", "moved_index", "restore"):
+        for name in ("order", "restore"):
             self.register_buffer(name, torch.empty(0, dtype=torch.long), persistent=False)
-        self._arrange()
-        self.register_load_state_dict_post_hook(_arrange_after_load)
+        arrange(self)
+        self.register_load_state_dict_post_hook(arrange)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_map(self.univariate.forward, z, context)
@@ -81,40 +83,27 @@ class Coupling(Conditioned):
         return self._apply_map(self.univariate.inverse, x, context)
 
     def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        kept, moved = self._split(value)
+        self._check(value)
+        value = value.index_select(-1, self.order) if self._scattered else value
+        halves = value.split(self._sizes, -1)
+        kept, moved = halves[:: self._turn]
         parameters = self._parameters_for(kept, context, moved.shape[-1])
         moved, log_slope = function(moved, parameters)
-        return self._join(kept, moved), sum_rightmost(log_slope, self.event_dim)
+        value = torch.cat((kept, moved)[:: self._turn], dim=-1)
+        value = value.index_select(-1, self.restore) if self._scattered else value
+        return value, sum_rightmost(log_slope, self.event_dim)
 
-    def _arrange(self) -> None:
-        keep = self.mask.tolist()
-        kept = [i for i, here in enumerate(keep) if here]
-        moved = [i for i, here in enumerate(keep) if not here]
-        device = self.mask.device
-        self.kept_index = torch.tensor(kept, device=device)
-        self.moved_index = torch.tensor(moved, device=device)
-        self.restore = torch.argsort(torch.tensor(kept + moved, device=device))
-        # a split is cheaper than indices, so the usual halves are recognised here, once
-        self._kept_count = len(kept)
-        self._layout = "first" if kept[-1] < moved[0] else "last" if moved[-1] < kept[0] else "scattered"
 
-    def _split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        self._check(value)
-        if self._layout == "scattered":
-            return value.index_select(-1, self.kept_index), value.index_select(-1, self.moved_index)
-        count = self._kept_count
-        if self._layout == "first":
-            kept, moved = value.split((count, self.dim - count), -1)
-        else:
-            moved, kept = value.split((self.dim - count, count), -1)
-        return kept, moved
-
-    def _join(self, kept: Tensor, moved: Tensor) -> Tensor:
-        if self._layout == "first":
-            return torch.cat([kept, moved], dim=-1)
-        if self._layout == "last":
-            return torch.cat([moved, kept], dim=-1)
-        return torch.cat([kept, moved], dim=-1).index_select(-1, self.restore)
+def arrange(coupling: Coupling, loaded: Any = None) -> None:
+    """Read the mask, once: a split is cheaper than indices, so entries are moved only where those kept are scattered."""
+    keep = coupling.mask.long()
+    coupling._scattered = int(keep.diff().abs().sum()) > 1
+    coupling._turn = (
+        1 if coupling._scattered or keep[0] else -1
+    )  # which half comes first: the one that is kept, or the other
+    coupling._sizes = [int(keep.sum()), int((1 - keep).sum())][:: coupling._turn]
+    coupling.order = torch.argsort(1 - keep, stable=True)
+    coupling.restore = torch.argsort(coupling.order)
 
 
 class AdditiveCoupling(Coupling):
@@ -165,7 +154,3 @@ def _read_mask(mask: Mask, dim: int, width: int) -> Tensor:
         text = f"the mask of a coupling has one boolean for each of its {dim} dimensions"
         raise FlowBNNError(f"{text}, at least one true and one false", argument="mask")
     return keep.clone()
-
-
-def _arrange_after_load(module: nn.Module, incompatible: Any) -> None:
-    module._arrange()  # type: ignore[operator]

@@ -73,47 +73,43 @@ class BlockTriangular(Transform):
     def log_scale(self) -> Tensor:
         return soft_clamp(self.raw_log_scale, self.bound)
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Number, diagonal and strictly lower triangle of each block."""
+    def _blocks(self, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Number, diagonal and unit lower triangle of each block, and its part of a value."""
         scales = (self.log_scale.exp() * self.scale).split(self.sizes)
-        for number, scale in enumerate(scales):
-            lower = self.within[str(number)].tril(-1) if len(scale) > 1 else scale.new_zeros(1, 1)
-            yield number, scale, lower
+        for number, (scale, part) in enumerate(zip(scales, value.split(self.sizes, -1), strict=True)):
+            unit = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
+            yield number, scale, unit + self.within[str(number)].tril(-1) if len(scale) > 1 else unit, part
+
+    def _after(self, number: int, z: Tensor, y: Tensor, before: Tensor | None) -> Tensor | None:
+        """What the next block depends on: this one, or what has been read of all so far."""
+        if self.across == "chain":
+            return y
+        if number >= len(self.readers):
+            return None
+        read = z @ self.readers[number]
+        return read if before is None else before + read
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, len(self.shift), self, self.shift)
         results: list[Tensor] = []
-        read: Tensor | None = None
-        for (number, scale, lower), part in zip(self._blocks(), z.split(self.sizes, -1), strict=True):
-            y = (part + part @ lower.mT) * scale
-            if number and self.across == "chain":
-                y = y + results[-1] @ self.links[number - 1].mT
-            elif self.across == "low-rank":
-                y = y if read is None else y + read @ self.links[number - 1].mT
-                if number < len(self.readers):
-                    one = part @ self.readers[number]
-                    read = one if read is None else read + one
+        before: Tensor | None = None
+        for number, scale, unit, part in self._blocks(z):
+            y = (part @ unit.mT) * scale
+            y = y if before is None else y + before @ self.links[number - 1].mT
             results.append(y)
+            before = self._after(number, part, y, before)
         return torch.cat(results, -1) + self.shift, self._log_det().expand(z.shape[:-1])
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, len(self.shift), self, self.shift)
         results: list[Tensor] = []
-        before: Tensor | None = None  # the block before, or what has been read of all before
-        for (number, scale, lower), part in zip(
-            self._blocks(), (x - self.shift).split(self.sizes, -1), strict=True
-        ):
-            y = part if before is None else part - before @ self.links[number - 1].mT
-            unit = lower + torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-            z = torch.linalg.solve_triangular(
-                unit.mT, (y / scale).reshape(-1, len(lower)), upper=True, left=False
-            )
-            results.append(z.reshape(part.shape))
-            if self.across == "chain":
-                before = part
-            elif self.across == "low-rank" and number < len(self.readers):
-                one = results[-1] @ self.readers[number]
-                before = one if before is None else before + one
+        before: Tensor | None = None
+        for number, scale, unit, y in self._blocks(x - self.shift):
+            own = y if before is None else y - before @ self.links[number - 1].mT
+            rows = (own / scale).reshape(-1, len(unit))
+            z = torch.linalg.solve_triangular(unit.mT, rows, upper=True, left=False).reshape(y.shape)
+            results.append(z)
+            before = self._after(number, z, y, before)
         return torch.cat(results, -1), -self._log_det().expand(x.shape[:-1])
 
     def _log_det(self) -> Tensor:
@@ -122,22 +118,17 @@ class BlockTriangular(Transform):
     def variances(self, scale: Tensor) -> Tensor:
         r"""Variances of :math:`x` where the entries of :math:`z` are independent with deviations ``scale``."""
         results: list[Tensor] = []
-        before: Tensor | None = None  # covariance of the block before, or of what has been read
-        for (number, own, lower), width in zip(self._blocks(), scale.split(self.sizes, -1), strict=True):
-            factor = (
-                (lower + torch.eye(len(lower), dtype=lower.dtype, device=lower.device)) * width * own[:, None]
-            )
-            extra = None if before is None else self.links[number - 1] @ before
-            variance = factor.square().sum(-1)
-            if extra is not None:
-                variance = variance + (extra * self.links[number - 1]).sum(-1)
-            results.append(variance)
+        before: Tensor | None = None  # the covariance of what the next block depends on
+        for number, own, unit, width in self._blocks(scale):
+            factor = unit * width * own[:, None]
+            link = None if before is None else self.links[number - 1]
+            shared = 0.0 if link is None else link @ before
+            results.append(factor.square().sum(-1) + (0.0 if link is None else (shared * link).sum(-1)))
             if self.across == "chain":
-                before = factor @ factor.mT
-                before = before if extra is None else before + extra @ self.links[number - 1].mT
-            elif self.across == "low-rank" and number < len(self.readers):
-                one = self.readers[number] * width[:, None]
-                before = one.mT @ one if before is None else before + one.mT @ one
+                before = factor @ factor.mT + (0.0 if link is None else shared @ link.mT)
+            elif number < len(self.readers):
+                read = self.readers[number] * width[:, None]
+                before = read.mT @ read + (0.0 if before is None else before)
         return torch.cat(results)
 
     @torch.no_grad()
@@ -156,7 +147,8 @@ class BlockTriangular(Transform):
             root = factor[low:high, low:high]
             if self.across == "none" and len(self.sizes) > 1:
                 # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
-                root = _inverse_factor(torch.cholesky_inverse(factor)[low:high, low:high])
+                precision = torch.cholesky_inverse(factor)[low:high, low:high]
+                root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
             elif self.across == "chain" and low:
                 last = low - len(roots[-1])
                 beside, own = covariance[last:low, low:high].double(), covariance[low:high, low:high].double()
@@ -169,23 +161,15 @@ class BlockTriangular(Transform):
 
     def _match_low_rank(self, factor: Tensor, starts: list[int]) -> None:
         """The leading directions of what lies below the blocks."""
-        below = factor.clone()
-        for low, high in pairwise(starts):
-            below[low:high, low:high] = 0.0
-        rank = self.readers[0].shape[1]
+        below = factor - torch.block_diag(*(factor[low:high, low:high] for low, high in pairwise(starts)))
         left, size, right = torch.linalg.svd(below, full_matrices=False)
+        keep = min(self.readers[0].shape[1], len(size))
+        root = size[:keep].sqrt()
         for number, (low, high) in enumerate(pairwise(starts)):
-            keep = min(rank, len(size))
-            root = size[:keep].sqrt()
             if number:
                 self.links[number - 1].zero_()[:, :keep] = left[low:high, :keep] * root
             if number < len(self.readers):
                 self.readers[number].zero_()[:, :keep] = right[:keep, low:high].mT * root
-
-
-def _inverse_factor(precision: Tensor) -> Tensor:
-    """The lower triangular factor of the inverse of a precision matrix."""
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
 
 
 @torch.no_grad()
