@@ -4,12 +4,11 @@ import torch
 from case import Case
 from torch import Tensor
 
+from flowbnn.transforms.affine import ActNorm, BatchNorm
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
 from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
-from flowbnn.transforms.glow import GlowStep
 from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
-from flowbnn.transforms.normalization import ActNorm, BatchNorm
 from flowbnn.transforms.triangular import BlockTriangular
 
 __all__ = ["CASES"]

@@ -181,3 +181,7 @@ def test_bad_input_is_one_line() -> None:
     assert flow().log_prob(torch.tensor([0, 3])) == -torch.inf
     with pytest.raises(NotImplementedError, match="integers"):
         flow().rsample()
+
+
+def test_no_draws_are_a_tensor_without_rows() -> None:
+    assert fb.flows.IDF(2)().sample((0,)).shape == fb.flows.DiscreteFlow(2, 3)().sample((0,)).shape == (0, 2)

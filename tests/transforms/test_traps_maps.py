@@ -10,8 +10,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import triangles
 from flowbnn.nets import MLP
 from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling
-from flowbnn.transforms.glow import GlowStep
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
 from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
 
 

@@ -252,3 +252,8 @@ def test_codes_and_their_densities_stay_in_single_precision() -> None:
         base, features = model.posterior(x)
         terms = [model.encode(x), *model.terms(x), model.decode(base.loc)]
     assert {one.dtype for one in (base.loc, base.scale, features, *terms)} == {torch.float32}
+
+
+def test_a_decoder_of_one_level_is_refused() -> None:
+    with pytest.raises(fb.FlowBNNError, match="levels=.*at least 2"):
+        fb.vae.LogisticDecoder(levels=1)

@@ -32,30 +32,30 @@ class _Vectors(Distribution):
     support = constraints.independent(constraints.real, 1)
     has_rsample = True
 
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        each = {"loc": constraints.real, "scale": constraints.positive}
+        return {name: constraints.independent(kind, self.axes) for name, kind in each.items()}
+
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = False) -> None:
+        name = type(self).__name__
         if not isinstance(loc, Tensor) or loc.ndim < self.axes:
             shape = tuple(loc.shape) if isinstance(loc, Tensor) else type(loc).__name__
             wanted = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
-            raise FlowBNNError(
-                f"the loc of {type(self).__name__} is a tensor of shape {wanted}, not {shape}",
-                kind="shape",
-                argument="loc",
-            )
+            text = f"the loc of {name} is a tensor of shape {wanted}, not {shape}"
+            raise FlowBNNError(text, kind="shape", argument="loc")
         if not isinstance(validate_args, bool | None):
-            check("validate_args", validate_args, bool | None, type(self).__name__)
+            check("validate_args", validate_args, bool | None, name)
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):
-            check("scale", scale, Tensor | Positive, type(self).__name__)
+            check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
-        # sums over the last axis would be wrong in silence for a scale that only broadcasts
-        same = loc.shape == scale.shape
-        try:
-            self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
+        try:  # sums over the last axis would be wrong in silence for a scale that only broadcasts
+            self.loc, self.scale = (
+                (loc, scale) if loc.shape == scale.shape else torch.broadcast_tensors(loc, scale)
+            )
         except RuntimeError:
-            raise FlowBNNError(
-                f"the scale of {type(self).__name__}, of shape {tuple(scale.shape)}, does not fit its loc, of {tuple(loc.shape)}",
-                kind="shape",
-                argument="scale",
-            ) from None
+            text = f"the scale of {name}, of shape {tuple(scale.shape)}, does not fit its loc, of {tuple(loc.shape)}"
+            raise FlowBNNError(text, kind="shape", argument="scale") from None
         super().__init__(self.loc.shape[: -self.axes], self.loc.shape[-1:], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
@@ -75,10 +75,6 @@ class Diagonal(_Vectors):
     """Independent numbers on the last axis, each ``loc`` and ``scale`` times a symmetric variable, which a subclass gives."""
 
     axes = 1
-    arg_constraints = {  # noqa: RUF012
-        "loc": constraints.independent(constraints.real, 1),
-        "scale": constraints.independent(constraints.positive, 1),
-    }
     standard_variance: float = 1.0
     standard_entropy: float
 
@@ -94,14 +90,11 @@ class Diagonal(_Vectors):
     def mean(self) -> Tensor:
         return self.loc
 
-    @property
-    def mode(self) -> Tensor:
-        return self.loc
+    mode = mean
 
     @property
     def variance(self) -> Tensor:
-        square = self.scale.square()
-        return square if self.standard_variance == 1.0 else square * self.standard_variance
+        return self.scale.square() * self.standard_variance
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         noise = self.standard(torch.Size(sample_shape) + self.loc.shape, generator)
@@ -164,7 +157,6 @@ class DiagonalStudent(Diagonal):
         self, loc: Tensor, scale: Tensor | Positive, df: Positive, validate_args: bool | None = False
     ) -> None:
         if not torch.compiler.is_compiling():  # in a graph the arguments are a base's own
-            check("scale", scale, Tensor | Positive, "DiagonalStudent")
             check("df", df, Positive, "DiagonalStudent")
         self.df = float(df)
         self.standard_variance = self.df / (self.df - 2.0) if self.df > 2.0 else math.inf
@@ -173,8 +165,7 @@ class DiagonalStudent(Diagonal):
     def like(self, loc: Tensor, scale: Tensor) -> "DiagonalStudent":
         return DiagonalStudent(loc, scale, self.df, self._validate_args)
 
-    def entropy(self) -> Tensor:
-        raise NotImplementedError
+    entropy = Distribution.entropy  # of which there is none
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         u, v = self._uniform((2, *shape), generator)
@@ -249,10 +240,6 @@ class NormalMixture(_Vectors):
     """
 
     axes = 2
-    arg_constraints = {  # noqa: RUF012
-        "loc": constraints.independent(constraints.real, 2),
-        "scale": constraints.independent(constraints.positive, 2),
-    }
 
     @property
     def components(self) -> int:

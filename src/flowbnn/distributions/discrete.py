@@ -5,12 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, constraints
+from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
 from flowbnn.distributions.bases import Base
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Positive, checked
+
+
+def _categories(logits: Tensor, sample_shape: Any) -> Tensor:
+    """Drawn categories: where a logit and a Gumbel variable together are largest."""
+    waits = torch.empty(torch.Size(sample_shape) + logits.shape, dtype=logits.dtype, device=logits.device)
+    return (logits - waits.exponential_().log()).argmax(-1)
 
 
 class DiscretizedLogistic(Distribution):
@@ -42,7 +48,7 @@ class DiscretizedLogistic(Distribution):
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         with torch.no_grad():
-            which = Categorical(logits=self.logits, validate_args=False).sample(sample_shape).unsqueeze(-1)
+            which = _categories(self.logits, sample_shape).unsqueeze(-1)
             shape = which.shape[:-1] + self.loc.shape[-1:]
             loc = self.loc.expand(shape).gather(-1, which).squeeze(-1)
             scale = self.scale.expand(shape).gather(-1, which).squeeze(-1)
@@ -103,7 +109,7 @@ class OneHotVectors(Distribution):
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         with torch.no_grad():
-            which = Categorical(logits=self.logits, validate_args=False).sample(sample_shape)
+            which = _categories(self.logits, sample_shape)
             return F.one_hot(which, self.logits.shape[-1]).to(self.logits.dtype).flatten(-2)
 
     def log_prob(self, value: Tensor) -> Tensor:

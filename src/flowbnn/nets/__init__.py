@@ -4,11 +4,9 @@ Each is called as ``net(value, context)``, reads and writes the last axis, and s
 conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, which are themselves a step or a velocity, start small.
 """
 
-from flowbnn.nets.causal import PixelCNN, WaveNet
-from flowbnn.nets.convolution import GatedConvNet
+from flowbnn.nets.convolution import GatedConvNet, PixelCNN, WaveNet
 from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
-from flowbnn.nets.masked import MaskedMLP
-from flowbnn.nets.mlp import MLP, ConditionalNormal
+from flowbnn.nets.mlp import MLP, ConditionalNormal, MaskedMLP
 from flowbnn.nets.smooth import SmoothMLP
 
 __all__ = [

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.masked import MaskedMLP
-from flowbnn.nets.mlp import Length
+from flowbnn.nets.mlp import Length, MaskedMLP
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, checked
 from flowbnn.transforms.univariate import AffineMap, Conditioned, Direction, Univariate

@@ -6,13 +6,14 @@ example.
 
 import math
 from abc import ABC, abstractmethod
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.options import Count, checked
+from flowbnn.options import Ge, checked
 
 LEAST = -7.0  # of the logarithm of a scale, so that no pixel that is always black takes over
 
@@ -116,7 +117,7 @@ class LogisticDecoder(Decoder):
     per_number = 2
 
     @checked
-    def __init__(self, levels: Count = 256) -> None:
+    def __init__(self, levels: Annotated[int, Ge(2)] = 256) -> None:
         super().__init__()
         self.levels = levels
 
