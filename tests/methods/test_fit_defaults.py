@@ -12,10 +12,12 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNWarning
+from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.methods.variational.base import Pace, late_rise
 from flowbnn.methods.variational.gain import bound_of_given, elbos
 from flowbnn.models import MLP
 from flowbnn.noise import NormalAffine, NormalPlanar
+from flowbnn.training import History
 
 QUIET = {"progress": False, "accelerator": "cpu"}
 
@@ -151,3 +153,75 @@ def test_an_elbo_that_has_not_settled_is_warned_of():
     with pytest.warns(FlowBNNWarning, match="has not settled") as caught:
         fb.fit(model, [rings(300, 1)], schedule=None, weight_lr=1e-3, noise_lr=1e-3, **QUIET)
     assert next(w.message for w in caught if w.message.fields.get("kind") == "settled").fields["rise"] > 0.01
+
+
+class Killed(list):
+    """Batches of a process that dies at one of them."""
+
+    def __init__(self, batches, at):
+        super().__init__(batches)
+        self.left = at
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            yield batch
+
+
+@pytest.mark.filterwarnings(
+    "ignore::flowbnn.errors.FlowBNNWarning"
+)  # of layers back at their prior: so few examples
+def test_a_fit_goes_on_until_the_elbo_has_settled_also_when_it_is_killed(tmp_path):
+    torch.manual_seed(0)
+    inputs, labels = rings(96, 1)
+    batches = list(zip(inputs.split(8), labels.split(8), strict=True))
+    network = MLP(2, (4,), 2)
+
+    def fitted(loader, **more):
+        model = fb.to_stochastic(network, {"*": NormalAffine()})
+        return fb.fit(model, loader, seed=0, **more, **QUIET)
+
+    whole = fitted(batches, checkpoint=tmp_path / "whole")
+    epochs, rates = whole.history.epochs, whole.history["learning_rate"]
+    turn = sum(rate == 2e-4 for rate in rates)  # the epochs with the full rate
+    assert turn >= 8
+    assert epochs == turn + turn // 2 < 84  # of 12 steps; 84 are the budget
+    rises = [late_rise(whole.history["elbo"][:n], 4) for n in range(8, turn + 1)]
+    assert rises[-1] <= 0.01 < min(rises[:-1])
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0.0
+    for name, done in (("early", turn // 2), ("late", turn + 1)):
+        with pytest.raises(KeyboardInterrupt):
+            fitted(Killed(batches, at=12 * done + 7 + 2), checkpoint=tmp_path / name)
+        resumed = fitted(batches, checkpoint=tmp_path / name, resume=True)
+        assert resumed.history.records == whole.history.records
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    again = fitted(batches, checkpoint=tmp_path / "whole", resume=True)  # which is complete
+    assert again.history.records == whole.history.records
+    assert fb.training.checkpoint.unfinished(tmp_path / "whole" / "last.safetensors") is None
+
+
+def test_a_schedule_is_planned_for_half_the_budget_and_given_epochs_are_all_of_a_cosine():
+    batches = [rings(16, 1)] * 100  # 10 epochs are the budget
+    model = fb.to_stochastic(MLP(2, (4,), 2), {"*": NormalAffine()})
+
+    def schedule(optimizer, steps):
+        raise FlowBNNError(f"{steps} steps")
+
+    with pytest.raises(FlowBNNError, match="500 steps"):
+        fb.fit(model, batches, schedule=schedule, **QUIET)
+    rates = fb.fit(model, batches[:2], epochs=3, **QUIET).history["learning_rate"]
+    assert rates == pytest.approx([2e-4 * (0.5 + 0.5 * math.cos(math.pi * t / 3)) for t in (1, 2, 3)])
+
+
+def test_the_elbo_is_not_looked_at_while_the_weight_of_the_kl_grows():
+    record = History([{"elbo": -1.0}] * 60)
+    assert Pace(steps=10, budget=60)(record) == 12
+    assert Pace(steps=10, budget=60, first=15)(record) == 23 + 11
+    assert Pace(steps=10, budget=60, falls=False)(record) == 8
+    rising = Pace(steps=10, budget=60)
+    assert rising(History([{"elbo": 0.1 * epoch} for epoch in range(60)])) == 60
+    assert (rising.turn, rising.rise) == (40, pytest.approx(0.4))

@@ -279,11 +279,19 @@ def test_the_bar_shows_epoch_and_numbers():
     options = TrainingOptions(epochs=7, description="LeNet", early_stop=EarlyStop("validation_nll"))
     with Display(options, steps=10, console=console) as display:
         assert display.due()
-        display.update(1, 10, {"elbo": -2.0, "validation_accuracy": 0.5, "validation_nll": 0.25})
-        display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5})
+        display.update(1, 10, {"elbo": -2.0, "validation_accuracy": 0.5, "validation_nll": 0.25}, 7)
+        display.update(2, 25, {"loss": 9.0, "elbo": -1.5, "log_likelihood": -1.25, "kl": 12.5}, 5)
         assert not display.due()
     text = screen.getvalue()
-    for word in ("LeNet", "epoch 3/7", "ELBO -1.5", "log-lik -1.25", "KL 12.5", "validation nll 0.25"):
+    for word in (
+        "LeNet",
+        "epoch 2/7",
+        "epoch 3/5",
+        "ELBO -1.5",
+        "log-lik -1.25",
+        "KL 12.5",
+        "validation nll 0.25",
+    ):
         assert word in text
     assert "loss" not in text
 

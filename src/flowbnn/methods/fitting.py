@@ -357,6 +357,7 @@ def train_posterior(
     beside: nn.Module | None = None,
     settings: dict[str, Any] | None = None,
     check_batch: Callable[[Any], None] | None = None,
+    until: Callable[[History], int] | None = None,
 ) -> History:
     """Train the network and the likelihood of a posterior as one, and leave the network ready to predict.
 
@@ -365,6 +366,7 @@ def train_posterior(
         around: what is trained where that is more than the network: a module that holds it as ``network`` beside other parameters.
         settings: plain values of the method, kept in the checkpoint, so that a resumed run warns of those that have changed.
         beside, check_batch: as in :class:`Objective`.
+        until: as in :func:`~flowbnn.training.train`.
     """
     validate = validator(posterior, options.validation, samples)
     model = posterior.model if around is None else around
@@ -383,6 +385,7 @@ def train_posterior(
         settings=settings,
         structure={name: _settings_of(layer.recipe) for name, layer in noise_layers(posterior.model).items()},
         names_below="network" if around is None else "network.network",
+        until=until,
     )
     model.eval()
     return history

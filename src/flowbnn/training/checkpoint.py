@@ -100,6 +100,7 @@ class State:
         groups = [group["params"] for group in self.optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group]
         self.path = self.options.checkpoint_path
+        self.epochs = self.options.epochs  # of the run, as planned so far
         self.hyperparameters: dict[str, Any] = {}  # those that the run began with
         for number, group in enumerate(self.optimizer.param_groups):
             of = f" of {group.get('name') or f'group {number}'}" if len(groups) > 1 or "name" in group else ""
@@ -127,7 +128,7 @@ class State:
         contents = {
             "kind": "training",
             "torch": torch.__version__,
-            "epochs": self.options.epochs,
+            "epochs": self.epochs,
             "position": self.position.to_dict(),
             "weights": self.objective.state_dict(),
             "best_weights": self.best_weights,

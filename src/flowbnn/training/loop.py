@@ -42,6 +42,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     structure: Mapping[str, Mapping[str, Any]] | None = None,
     names_below: str = "",
+    until: Callable[[History], int] | None = None,
 ) -> History:
     """Minimise an objective over batches, in place, and return the record of the run.
 
@@ -62,6 +63,8 @@ def train(
         settings: plain values to keep in the checkpoint, such as the weight of the KL; a resumed run warns of those that have changed.
         structure: plain values of each layer that must not change when a run is resumed, such as the recipe of its noise.
         names_below: a submodule's name that messages leave out: with ``"network"``, a layer ``network.fc1`` is called ``fc1``.
+        until: asked after every epoch and when a run is resumed, gives the number of epochs of the run from its record so far;
+            ``options.epochs`` is then the most that there are.
 
     >>> class SquaredError(nn.Module):
     ...     def __init__(self, network):
@@ -81,7 +84,7 @@ def train(
     options = options or TrainingOptions()
     kept = {"settings": settings or {}, "structure": structure or {}, "names_below": names_below}
     check_arguments(objective, optimizer, options, schedule, validate is not None)
-    run = Run(objective, optimizer, loader, options, schedule, validate, kept)
+    run = Run(objective, optimizer, loader, options, schedule, validate, until, kept)
     with run.open() as interrupts:
         while not run.finished:
             with interrupts:
@@ -107,10 +110,11 @@ class Run:
         options: TrainingOptions,
         schedule: LRScheduler | None,
         validate: Validate | None,
+        until: Callable[[History], int] | None,
         kept: dict[str, Any],
     ) -> None:
         self.objective, self.optimizer, self.schedule = objective, optimizer, schedule
-        self.options, self.validate = options, validate
+        self.options, self.validate, self.until = options, validate, until
         self.path: Path | None = options.checkpoint_path
         if self.path is not None:
             check_writable(self.path)
@@ -130,6 +134,7 @@ class Run:
         self.batch: Any = END
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(warn=self.main)
+            self.plan()
             if self.finished and self.state.random_now is not None:
                 self.randomness.restore(self.state.random_now)  # what comes after the run draws on from there
             elif process.processes == 1:
@@ -168,7 +173,12 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether there is no epoch left to do."""
-        return self.position.history.stopped_early or self.position.epoch >= self.options.epochs
+        return self.position.history.stopped_early or self.position.epoch >= self.state.epochs
+
+    def plan(self) -> None:
+        """Ask how many epochs there are to be, which follows from the record alone: in every process, and when resumed, the same."""
+        if self.until is not None:
+            self.state.epochs = min(self.options.epochs, self.until(self.position.history))
 
     def begin_epoch(self) -> Iterator[Any]:
         """The epoch's batches, without those that are done."""
@@ -256,7 +266,7 @@ class Run:
             self.save()
         if self.display is not None and self.display.due():
             self.settle()
-            self.display.update(position.epoch, position.step, self.means())
+            self.display.update(position.epoch, position.step, self.means(), self.state.epochs)
         return True
 
     def count(self, numbers: Mapping[str, Any], rows: int) -> None:
@@ -352,6 +362,7 @@ class Run:
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started
             position.epoch, position.batches = position.epoch + 1, 0
+            self.plan()
             position.totals, position.weights = {}, {}
             self.state.random_start = self.state.random_now = None
             self.updating = False
@@ -361,7 +372,7 @@ class Run:
                 for name, value in record.items():
                     self.tensorboard.add_scalar(name, value, position.epoch)
         if self.display is not None:
-            self.display.update(position.epoch, position.step, record)
+            self.display.update(position.epoch, position.step, record, self.state.epochs)
 
     def save(self) -> None:
         """Write the checkpoint, from the first process."""

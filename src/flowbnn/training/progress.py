@@ -113,7 +113,7 @@ class Display:
         )
         # without rich's refreshing thread, which would compete with the computation
         self.bar = Progress(*columns, console=console, auto_refresh=False)
-        self.epochs, self.steps, self.next_time = options.epochs, steps, 0.0
+        self.steps, self.next_time = steps, 0.0
         shown: dict[str, Any] = {"epoch": 1, "epochs": options.epochs, "numbers": ""}
         self.task = self.bar.add_task(options.description, total=options.epochs * (steps or 1), **shown)
         self.validation: dict[str, float] = {}
@@ -132,15 +132,20 @@ class Display:
         """Whether it is time to show new numbers; reading them may wait for the device, so not at every step."""
         return time.monotonic() >= self.next_time
 
-    def update(self, epoch: int, step: int, means: Mapping[str, float]) -> None:
-        """Show the epoch's means so far, and the last validation."""
+    def update(self, epoch: int, step: int, means: Mapping[str, float], epochs: int) -> None:
+        """Show the epoch's means so far, and the last validation; ``epochs`` is how many there are to be."""
         self.next_time = time.monotonic() + SECONDS_BETWEEN
         self.validation |= {name: means[name] for name in means if name.startswith("validation_")}
         first = [name for name in FIRST if name in means][:3]
         values = {name: means[name] for name in first} | dict(list(self.validation.items())[:2])
         numbers = [f"{SHORT.get(name, name.replace('_', ' '))} {value:.4g}" for name, value in values.items()]
-        done, shown = step if self.steps is not None else epoch, min(epoch + 1, self.epochs)
-        self.bar.update(self.task, completed=done, epoch=shown, numbers="  ".join(numbers))
+        done, total = (epoch, epochs) if self.steps is None else (step, self.steps * epochs)
+        shown: dict[str, Any] = {
+            "epoch": min(epoch + 1, epochs),
+            "epochs": epochs,
+            "numbers": "  ".join(numbers),
+        }
+        self.bar.update(self.task, completed=done, total=total, **shown)
         self.bar.refresh()
 
 

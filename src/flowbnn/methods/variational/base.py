@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from statistics import mean, variance
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,12 +56,15 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
-from flowbnn.training import Clock, is_main_process
+from flowbnn.training import Clock, History, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
 
 VALIDATION_SAMPLES = 8
 FASTEST = 0.05  # rate of the noise by default
+BUDGET = 1000  # steps of a run by default, at most
+WINDOW = 40  # steps over which the ELBO is averaged
+SETTLED = 0.01  # nats per example by which it may still rise
 FlowName = Literal[
     "gaussian", "planar", "radial", "sylvester", "coupling", "invconv", "glow",
     "nice", "realnvp", "iaf", "nsf", "naf", "flowpp", "householder", "residualflow",
@@ -178,16 +181,21 @@ def fit(
     Args:
         model: from :func:`~flowbnn.to_stochastic`; it is trained in place.
         loader: batches of ``(inputs, targets)``.
-        epochs: passes over the loader; by default as many as make 500 steps, at least 5; with fewer than 10 batches 50, or as
-            many as make 200 steps, at most 100.
+        epochs: passes over the loader. By default the fit goes on until the ELBO has settled: until it rises by at most 0.01 nats
+            per example from 40 steps to the next 40, by the means of whole epochs, at least two each. The rates then fall to zero
+            within half as many epochs again. The budget for all of it is 1,000 steps, at least 10 epochs and at most 200. With a
+            ``schedule`` of your own, which is planned ahead, half the budget is spent.
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
-            noise's is by default 10 over the number of steps, within 0.002 and 0.05: enough for the noise to settle, whatever the
-            number of steps. For real-valued targets it is 0.05, since precise ones leave the noise far narrower than it begins.
+            noise's is by default 10 over the number of steps, or 20 over that of the budget, within 0.002 and 0.05: enough for the
+            noise to settle, whatever the number of steps. For real-valued targets it is 0.05, since precise ones leave the noise far
+            narrower than it begins.
         weight_decay: of the weights, by the optimizer.
-        beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run.
+        beta, warmup, gamma: weights of KL and entropy; the KL's weight grows from 0 over the first ``warmup`` share of the run, or
+            of the budget.
         samples: draws per example and step.
         optimizer: a function from parameter groups to an optimizer; Adam unless given.
-        schedule: ``"cosine"``, from the full rates to zero; None, constant rates; or a function from ``(optimizer, total steps)`` to a
+        schedule: ``"cosine"``, from the full rates to zero, at once where ``epochs`` is given and else when the ELBO has settled; None,
+            constant rates; or a function from ``(optimizer, total steps)`` to a
             learning-rate schedule, stepped at every batch.
         validation_samples: draws for the negative log-likelihood of the validation data, recorded as ``validation_nll``.
         given: as in :class:`~flowbnn.methods.FitOptions`: ``likelihood``, ``num_data``, ``validation``, ``checkpoint``, ``resume``,
@@ -199,13 +207,23 @@ def fit(
         its prior is warned of by name, all of one kind in one warning. Its ``bound`` compares the ELBO on ten batches of the loader
         with that of the network that was given, its noise as it began, with the same draws; with ``validation``, its ``gain``
         compares the held-out log-likelihood. A loss, and weights that have memorised the loader, are warned of.
-        So is an ELBO that has not settled within the default number of epochs.
+        So is an ELBO that has not settled within the budget.
     """
-    own_epochs = epochs is not None
-    automatic = noise_lr is None
-    epochs, noise_lr = pace(loader, epochs, noise_lr)
-    if schedule == "cosine":
-        schedule = cosine if length_of(loader) else None
+    automatic, length, pace = noise_lr is None, length_of(loader), None
+    steps = length or 25
+    if epochs is None:
+        epochs = min(200, max(10, math.ceil(BUDGET / steps)))
+        if callable(schedule):  # which plans its steps ahead
+            epochs //= 2
+        else:
+            falls = schedule is not None and length is not None
+            pace = Pace(steps, epochs, falls, math.ceil(warmup * epochs))
+            schedule = pace.schedule if falls else None
+    elif schedule == "cosine":
+        schedule = cosine if length else None
+    if noise_lr is None:
+        # under Adam a parameter moves by about its rate in a step: so far may the logarithm of a standard deviation have to go
+        noise_lr = min(FASTEST, max(0.002, (10 if pace is None else 20) / (steps * epochs)))
     run = FitOptions(**{"epochs": epochs, "description": "fitting the noise", **given})
     reason = None
     if not noise_layers(model):
@@ -277,6 +295,7 @@ def fit(
             validation_samples,
             settings=settings,
             check_batch=check_batch,
+            until=pace,
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
@@ -290,13 +309,12 @@ def fit(
         called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):
             warn(str(ailment), **ailment.fields)
-    rise = 0.0 if own_epochs else late_rise(posterior.history["elbo"])
-    if rise > 0.01 and is_main_process():
+    if pace is not None and pace.rise > SETTLED and not posterior.history.stopped_early and is_main_process():
         warn(
-            f"the ELBO has not settled: it rose by {rise:.3f} per example in the last fifth of {posterior.history.epochs} epochs; "
-            f"fit longer (epochs={2 * posterior.history.epochs})",
+            f"the ELBO has not settled within {epochs} epochs: it rose by {pace.rise:.3f} per example in {pace.window} of them; "
+            f"fit longer (epochs={2 * epochs})",
             kind="settled",
-            rise=rise,
+            rise=pace.rise,
         )
     lines = []
     if bound is not None:
@@ -310,38 +328,69 @@ def fit(
     return posterior
 
 
-def pace(loader: Any, epochs: int | None, noise_lr: float | None) -> tuple[int, float]:
-    """Epochs, and the learning rate of the noise, where they are not given.
+class Pace:
+    """The length of a run and its rates, where they are not given: constant until the ELBO has settled, then falling to zero.
 
-    Under Adam a parameter moves by about its rate in a step. A rate of 10 over the number of steps lets the logarithm of a
-    standard deviation travel as far as it may have to in any run.
+    The ELBO has settled when its mean over the last epochs, as many as make 40 steps, exceeds that over as many before by no more
+    than 0.01 nats per example. The rates then fall along half a cosine, for half as many epochs again. All of it follows from the
+    record of the run, so that every process, and a resumed run, decides alike.
 
-    >>> pace([None] * 50, None, None), pace([None] * 50, 2, None), pace([None] * 500, None, 0.01)
-    ((10, 0.02), (2, 0.05), (5, 0.01))
-    >>> [pace([None] * batches, None, None)[0] for batches in (1, 4, 10)]
-    [100, 50, 50]
+    Args:
+        steps: batches of an epoch.
+        budget: the most epochs there are.
+        falls: whether the rates fall; else the run ends as soon as the ELBO has settled.
+        first: epochs that are not looked at, while the weight of the KL grows.
+
+    >>> from flowbnn.training import History
+    >>> pace, record = Pace(steps=25, budget=30), [{"elbo": -1 / epoch**2} for epoch in range(1, 31)]
+    >>> [pace(History(record[:epochs])) for epochs in (1, 9, 10, 15)]
+    [30, 30, 15, 15]
+    >>> [round(pace.rate(25 * epoch), 2) for epoch in (0, 10, 12.5, 15)]
+    [1.0, 1.0, 0.5, 0.0]
     """
-    steps = length_of(loader) or 25
-    if epochs is None:
-        wanted = min(
-            500, max(200, 50 * steps)
-        )  # small data: in about the time that their plain training takes
-        epochs = min(100, max(5, math.ceil(wanted / steps)))
-    return epochs, min(FASTEST, max(0.002, 10 / (steps * epochs))) if noise_lr is None else noise_lr
+
+    def __init__(self, steps: int, budget: int, falls: bool = True, first: int = 0) -> None:
+        self.steps, self.budget, self.falls = steps, budget, falls
+        self.window = max(2, math.ceil(WINDOW / steps))
+        self.soonest, self.latest = first + 2 * self.window, budget - budget // 3 if falls else budget
+        self.turn, self.rise = (
+            self.latest,
+            0.0,
+        )  # the epoch at which the rates begin to fall, and the ELBO's rise there
+
+    def __call__(self, history: History) -> int:
+        """The number of epochs, as far as it is known."""
+        values = history["elbo"]
+        for turn in range(min(self.soonest, self.latest), min(len(values), self.latest) + 1):
+            self.turn, self.rise = turn, late_rise(values[:turn], self.window)
+            if self.rise <= SETTLED:
+                break
+        else:
+            self.turn = self.latest
+        return self.turn + self.tail
+
+    @property
+    def tail(self) -> int:
+        """Epochs over which the rates fall."""
+        return min(self.budget - self.turn, max(1, self.turn // 2)) if self.falls else 0
+
+    def rate(self, step: int) -> float:
+        """The share of the full rates."""
+        done = (step / self.steps - self.turn) / max(1, self.tail)
+        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, done)))
+
+    def schedule(self, optimizer: torch.optim.Optimizer, _: int) -> torch.optim.lr_scheduler.LRScheduler:
+        """The rates of all groups."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
 
 
-def late_rise(values: Sequence[float]) -> float:
-    """By how much the mean over the last fifth of a run exceeds that over the fifth before, less three of its standard errors.
+def late_rise(values: Sequence[float], window: int) -> float:
+    """By how much the mean of the last values exceeds that of as many before them.
 
-    >>> late_rise([-1 / epoch for epoch in range(1, 21)]) < 0.01 < late_rise([float(epoch) for epoch in range(20)])
-    True
+    >>> late_rise([0.0, 1.0, 3.0, 4.0, 6.0], 2)
+    3.0
     """
-    size = len(values) // 5
-    if size < 2:
-        return 0.0
-    late, earlier = values[-size:], values[-2 * size : -size]
-    error = ((variance(late) + variance(earlier)) / size) ** 0.5
-    return mean(late) - mean(earlier) - 3 * error
+    return fmean(values[-window:]) - fmean(values[-2 * window : -window])
 
 
 def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
