@@ -1,6 +1,7 @@
 """Noise of a trained network, fitted on data that its weights have not seen: what each structure of the posterior is worth."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
@@ -377,32 +378,29 @@ def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPoster
 
 def answer(settings: Settings, parts: Parts) -> str:
     """The answer, put together from the numbers."""
+    cases = [case for some in settings.cases().values() for case in some] + list(settings.tables)
     lines = []
-    for case in [case for some in settings.cases().values() for case in some] + list(settings.tables):
-        nll = f"nll_{case}"
-        means = {key: parts.mean(key, nll) for key in ROWS if parts.values(key, nll)}
-        if "joint" not in means or "factorized" not in means:
-            continue
-        against = paired(*parts.common("joint", "factorized", nll))
-        if case.endswith("same"):
-            verdict = "better" if against.mean < 0 else "worse"
-            lines.append(
-                f"On images that the weights have memorised a joint posterior is {verdict} than a factorized one: NLL "
-                f"{means['joint']:.3f} against {means['factorized']:.3f}, {against.words(3)}."
+    for rival, label in (("temperature", "temperature scaling"), ("factorized", "factorized noise")):
+        verdicts: dict[str, list[str]] = {}
+        for case in cases:
+            values = parts.common("joint", rival, f"nll_{case}")
+            if case.endswith("same") or not values[0]:
+                continue
+            found = paired(*values)
+            verdict = ("better" if found.mean < 0 else "worse") if found.clear else found.even
+            numbers = f"{statistics.fmean(values[0]):.3f} against {statistics.fmean(values[1]):.3f}"
+            verdicts.setdefault(verdict, []).append(f"{title(case)} ({numbers})")
+        if verdicts:
+            told = "; ".join(
+                f"{verdict} on {', '.join(where)}" for verdict, where in sorted(verdicts.items())
             )
-            continue
-        tempered = paired(*parts.common("joint", "temperature", nll))
-        rivals = {key: means[key] for key in ("vector", "laplace") if key in means}
-        beside = "".join(
-            f", {value:.3f} by {ROWS[key][0][0].lower()}{ROWS[key][0][1:]}" for key, value in rivals.items()
-        )
-        fits = {key: value for key, value in means.items() if key in FITS}
-        best = min(fits, key=lambda key: fits[key])
-        seeds = counted(len(parts.common("joint", "temperature", nll)[0]))
-        lines.append(
-            f"{title(case)}{'' if case in settings.tables else ' images'}, {seeds}: NLL {means['plain']:.3f} plain, "
-            f"{means['temperature']:.3f} by temperature{beside}, {means['factorized']:.3f} with factorized and {means['joint']:.3f} "
-            f"with joint noise ({tempered.words(3)} from temperature, {against.words(3)} from factorized); the best noise: "
-            f"{FITS[best][0].partition(', ')[2]} ({fits[best]:.3f})."
-        )
+            lines.append(f"Test NLL of joint noise against {label}, {counted(len(parts.seeds))}: {told}.")
+    for case in (case for case in cases if case.endswith("same")):
+        joint, factorized = parts.common("joint", "factorized", f"nll_{case}")
+        if joint:
+            against = paired(joint, factorized)
+            lines.append(
+                f"On images that the weights have memorised a joint posterior is {'better' if against.mean < 0 else 'worse'} than a "
+                f"factorized one: {statistics.fmean(joint):.3f} against {statistics.fmean(factorized):.3f}, {against.words(3)}."
+            )
     return "\n".join(lines) or "Too little has been trained for an answer."
