@@ -33,10 +33,8 @@ def divergence(q: Any, prior: Any, samples: int = 16, generator: torch.Generator
     0.0
     """
     if q.event_shape != prior.event_shape:
-        raise FlowBNNError(
-            f"a KL compares distributions of one space, not of events {tuple(q.event_shape)} and {tuple(prior.event_shape)}",
-            kind="shape",
-        )
+        text = f"a KL compares distributions of one space, not of events {tuple(q.event_shape)} and {tuple(prior.event_shape)}"
+        raise FlowBNNError(text, kind="shape")
     known = _closed_form(q, prior)
     if known is not None:
         return known
@@ -85,9 +83,8 @@ def _kl(q: Any, p: Any) -> Tensor:
         known = _closed_form(q, p)
         if known is not None:
             return known.kl
-    raise NotImplementedError(
-        f"no closed form for the KL of {q!r} to {p!r}; flowbnn.distributions.divergence(q, p, samples=...) estimates it"
-    )
+    text = f"no closed form for the KL of {q!r} to {p!r}; flowbnn.distributions.divergence(q, p, samples=...) estimates it"
+    raise NotImplementedError(text)
 
 
 for _q in (DiagonalNormal, Independent, Flow):

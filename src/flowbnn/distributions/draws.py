@@ -122,7 +122,7 @@ def reparameterized(
     try:
         return distribution.rsample(torch.Size(sample_shape), generator=generator)
     except TypeError as error:
-        raise FlowBNNError(
-            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture",
-            kind="unsupported",
-        ) from error
+        text = (
+            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
+        )
+        raise FlowBNNError(text, kind="unsupported") from error

@@ -106,9 +106,8 @@ class Flow(Distribution):
     def _need_closed_form(self, what: str, estimate: str, known: bool = True) -> None:
         if self.transform.linearity == "none" or not known:
             through = type(self.base if self.transform.linearity != "none" else self.transform).__name__
-            raise NotImplementedError(
-                f"the {what} of a flow with {through} has no closed form; estimate it by {estimate}"
-            )
+            text = f"the {what} of a flow with {through} has no closed form; estimate it by {estimate}"
+            raise NotImplementedError(text)
 
     @property
     def mean(self) -> Tensor:
@@ -144,9 +143,8 @@ class Flow(Distribution):
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         """Reparameterized draws of shape ``sample_shape + batch_shape + event_shape``."""
         if self.transform.discrete:
-            raise NotImplementedError(
-                "samples of this flow are integers, which no gradient passes: use sample"
-            )
+            text = "samples of this flow are integers, which no gradient passes: use sample"
+            raise NotImplementedError(text)
         z = reparameterized(self.base, sample_shape, generator)
         with self._seeded(generator):
             return self.transform(z, self.context)[0]
@@ -243,11 +241,8 @@ def _together(first: torch.Size, second: torch.Size, *names: str) -> torch.Size:
     try:
         return torch.broadcast_shapes(first, second)
     except RuntimeError:
-        raise FlowBNNError(
-            f"the batch shapes of {names[0]}, {tuple(first)}, and of {names[1]}, {tuple(second)}, do not fit each other",
-            kind="shape",
-            argument="context",
-        ) from None
+        text = f"the batch shapes of {names[0]}, {tuple(first)}, and of {names[1]}, {tuple(second)}, do not fit each other"
+        raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
 class _Image(constraints.Constraint):

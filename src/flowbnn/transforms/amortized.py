@@ -42,10 +42,8 @@ class Amortized(Transform):
         self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         if transform.event_dim != 1 or transform.stochastic or not sum(sizes):
-            raise FlowBNNError(
-                f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}",
-                argument="transform",
-            )
+            text = f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}"
+            raise FlowBNNError(text, argument="transform")
         ways: dict[str, Any] = {"forward": (transform, "")}
         if transform.inverse_kind != "none":
             ways["inverse"] = Inverse(transform), "part."

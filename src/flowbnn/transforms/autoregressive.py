@@ -67,10 +67,8 @@ class Autoregressive(Conditioned):
         super().__init__(dim, univariate, net, compress)
         self.event_dim = event_dim
         if not callable(getattr(self.net, "passes", None)):
-            raise FlowBNNError(
-                f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not",
-                argument="net",
-            )
+            text = f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not"
+            raise FlowBNNError(text, argument="net")
         self.reads = cheap  # the input of which direction the net reads
         self.cheap = cheap if event_dim > 1 or self._passes(torch.Size([dim])) > 1 else "both"
 

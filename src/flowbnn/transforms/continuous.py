@@ -125,10 +125,8 @@ class NeuralODE(Transform):
     ) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if torch._C._functorch.maybe_current_level() is not None:
-            raise FlowBNNError(
-                "NeuralODE is not for torch.func: its solver looks at values; use torch.autograd",
-                kind="functorch",
-            )
+            text = "NeuralODE is not for torch.func: its solver looks at values; use torch.autograd"
+            raise FlowBNNError(text, kind="functorch")
         at, tensors = self._field(value, context)
         if context is not None and self.context_dim:
             value = value.expand(
@@ -306,10 +304,8 @@ def flow_matching_loss(
     if isinstance(transform, Compose) and len(transform) == 1:
         transform = transform[0]
     if not isinstance(transform, NeuralODE):
-        raise FlowBNNError(
-            f"flow matching trains the vector field of one NeuralODE, not {type(transform).__name__}; any flow takes likelihood",
-            argument="transform",
-        )
+        text = f"flow matching trains the vector field of one NeuralODE, not {type(transform).__name__}; any flow takes likelihood"
+        raise FlowBNNError(text, argument="transform")
     check_vectors(data, transform.dim, transform, next(transform.net.parameters(), None))
     rows = data.shape[: data.ndim - len(base.batch_shape) - len(base.event_shape)]
     z = base.sample(rows).to(data)

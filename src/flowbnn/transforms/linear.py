@@ -148,9 +148,8 @@ class Permutation(Transform):
         super().__init__()
         index = torch.as_tensor(order)
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
-            raise FlowBNNError(
-                "a permutation names every position from 0 to dim - 1 exactly once", argument="order"
-            )
+            text = "a permutation names every position from 0 to dim - 1 exactly once"
+            raise FlowBNNError(text, argument="order")
         index = index.to(torch.long)
         self.register_buffer("order", index.clone())
         self.register_buffer("restore", torch.argsort(index))

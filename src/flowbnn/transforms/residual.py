@@ -167,10 +167,8 @@ class Residual(Transform):
             last, z = z, x - step(z)
             if count % 4 == 3 and bool((((z - last).abs() <= tolerance) | ~x.isfinite()).all()):
                 return z
-        raise FlowBNNError(
-            "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps",
-            kind="convergence",
-        )
+        text = "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps"
+        raise FlowBNNError(text, kind="convergence")
 
     def extra_repr(self) -> str:
         return f"{self.dim if self.event_dim == 1 else tuple(self.shape)}, log_det={self.log_det!r}"

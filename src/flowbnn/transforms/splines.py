@@ -47,10 +47,8 @@ class SplineMap(Univariate):
 
     def __post_init__(self) -> None:
         if self.smallest * self.bins >= 1:
-            raise FlowBNNError(
-                f"{self.bins} bins of at least {self.smallest} of the interval do not fit into it",
-                argument="smallest",
-            )
+            text = f"{self.bins} bins of at least {self.smallest} of the interval do not fit into it"
+            raise FlowBNNError(text, argument="smallest")
 
     @property
     def per_entry(self) -> int:

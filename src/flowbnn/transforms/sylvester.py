@@ -57,9 +57,8 @@ class Sylvester(Transform):
         super().__init__()
         size = size or dim
         if basis == "orthogonal" and size > dim:
-            raise FlowBNNError(
-                f"an orthogonal basis has between 1 and {dim} (its dim) columns, not {size}", argument="size"
-            )
+            text = f"an orthogonal basis has between 1 and {dim} (its dim) columns, not {size}"
+            raise FlowBNNError(text, argument="size")
         self.dim, self.basis = dim, basis
         self.hidden = hidden = size if basis == "orthogonal" else dim
         self.triangles = nn.Parameter(0.05 * torch.randn(hidden, hidden, generator=generator))

@@ -69,10 +69,8 @@ class Conditioned(Transform):
         parameters = self.net(self.univariate.read(known) if self.compress else known, context)
         wanted = (*known.shape[:-1], self.univariate.per_entry * count)
         if parameters.shape != wanted:
-            raise FlowBNNError(
-                f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}",
-                kind="shape",
-            )
+            text = f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}"
+            raise FlowBNNError(text, kind="shape")
         return parameters
 
 
