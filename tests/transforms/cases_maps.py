@@ -8,8 +8,7 @@ from flowbnn.transforms.affine import ActNorm, BatchNorm
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
 from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
-from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
-from flowbnn.transforms.triangular import BlockTriangular
+from flowbnn.transforms.linear import BlockTriangular, LULinear, Permutation, Reverse, Shuffle
 
 __all__ = ["CASES"]
 

@@ -4,8 +4,7 @@ from case import Case
 
 from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.compose import Compose, Inverse
-from flowbnn.transforms.planar import Planar, PlanarLU, Radial
-from flowbnn.transforms.sylvester import Sylvester
+from flowbnn.transforms.planar import Planar, PlanarLU, Radial, Sylvester
 
 __all__ = ["CASES"]
 

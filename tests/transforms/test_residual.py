@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Flow, NormalBase
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.lipschitz import LipschitzMLP
-from flowbnn.nets.smooth import applied
+from flowbnn.nets.smooth import LipschitzMLP, applied
 from flowbnn.transforms import Inverse, Residual, residual
 from flowbnn.transforms.base import Transform
 

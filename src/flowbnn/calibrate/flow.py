@@ -20,7 +20,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.quality.target import NoiseTarget
 from flowbnn.training.progress import track
-from flowbnn.transforms.triangular import BlockTriangular
+from flowbnn.transforms.linear import BlockTriangular
 
 STEPS, DRAWS = 300, 32  # of the training, and in a step
 CHECKS = 12  # of the ELBO on the same draws, along the training

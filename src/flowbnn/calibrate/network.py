@@ -36,7 +36,7 @@ from flowbnn.training.launch import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
 from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.triangular import BlockTriangular, assign
+from flowbnn.transforms.linear import BlockTriangular, assign
 
 __all__ = ["Calibration", "calibrate"]
 

@@ -21,8 +21,7 @@ from flowbnn.distributions.discrete import (
     DiscretizedLogisticBase,
     OneHotVectors,
 )
-from flowbnn.distributions.divergence import Divergence, divergence
-from flowbnn.distributions.flow import Flow
+from flowbnn.distributions.flow import Divergence, Flow, divergence
 
 __all__ = [
     "Base",

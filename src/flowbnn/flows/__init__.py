@@ -18,8 +18,7 @@ from inspect import signature
 from typing import Any
 
 from flowbnn.flows.base import FlowModel
-from flowbnn.flows.discrete import IDF, DiscreteFlow
-from flowbnn.flows.images import FlowPP, Glow, ResidualFlow
+from flowbnn.flows.images import IDF, DiscreteFlow, FlowPP, Glow, ResidualFlow
 from flowbnn.flows.vectors import (
     FFJORD,
     IAF,

@@ -5,9 +5,8 @@ conditions starts at the identity. Lipschitz networks and :class:`SmoothMLP`, wh
 """
 
 from flowbnn.nets.convolution import GatedConvNet, PixelCNN, WaveNet
-from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
 from flowbnn.nets.mlp import MLP, ConditionalNormal, MaskedMLP
-from flowbnn.nets.smooth import SmoothMLP
+from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, SmoothMLP
 
 __all__ = [
     "MLP",

@@ -1,19 +1,17 @@
 """The zoo of transforms: one file for each family, all under the contract of :mod:`flowbnn.transforms.base`."""
 
 from flowbnn.transforms.affine import ActNorm, Affine, BatchNorm
-from flowbnn.transforms.amortized import Amortized
 from flowbnn.transforms.autoregressive import Autoregressive
 from flowbnn.transforms.base import Transform
-from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.compose import Amortized, Compose, Inverse
 from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling, GlowStep
 from flowbnn.transforms.discrete import Argmax, Integers, IntegerShiftMap, ModularMap, OneHot
 from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
-from flowbnn.transforms.linear import Householder, LULinear, Permutation, Reverse, Shuffle
-from flowbnn.transforms.planar import Planar, PlanarLU, Radial
+from flowbnn.transforms.linear import BlockTriangular, Householder, LULinear, Permutation, Reverse, Shuffle
+from flowbnn.transforms.planar import Planar, PlanarLU, Radial, Sylvester
 from flowbnn.transforms.residual import Residual
-from flowbnn.transforms.splines import CircularSplineMap, SplineMap
 from flowbnn.transforms.surjective import (
     AbsoluteValue,
     Augment,
@@ -22,9 +20,15 @@ from flowbnn.transforms.surjective import (
     Slice,
     VAELayer,
 )
-from flowbnn.transforms.sylvester import Sylvester
-from flowbnn.transforms.triangular import BlockTriangular
-from flowbnn.transforms.univariate import AffineMap, LogisticMixtureMap, ShiftMap, SigmoidalMap, Univariate
+from flowbnn.transforms.univariate import (
+    AffineMap,
+    CircularSplineMap,
+    LogisticMixtureMap,
+    ShiftMap,
+    SigmoidalMap,
+    SplineMap,
+    Univariate,
+)
 
 __all__ = [
     "AbsoluteValue",

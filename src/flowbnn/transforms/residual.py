@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.lipschitz import LipschitzConv, LipschitzMLP
 from flowbnn.nets.mlp import Length
-from flowbnn.nets.smooth import Product, SmoothMLP, Traced
+from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
 from flowbnn.numerics import readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_events, check_tensor, check_vectors
