@@ -5,7 +5,7 @@ without an inverse.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from flowbnn.distributions.support import covers_everything, image, inner_point,
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import checked
-from flowbnn.transforms.base import Transform, check_dense, check_events
+from flowbnn.transforms.base import Transform, check_dense, check_events, refused
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.linear import BlockTriangular
 
@@ -82,11 +82,10 @@ class Flow(Distribution):
     ) -> None:
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            raise FlowBNNError(
-                f"{type(transform).__name__} works on events of {transform.event_dim} axes, but the base draws have shape "
-                f"{tuple(shape)}; give the base a vector of parameters",
-                kind="shape",
+            text = (
+                f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}"
             )
+            raise refused(transform, f"{text}; give the base a vector of parameters", "shape")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
@@ -152,23 +151,20 @@ class Flow(Distribution):
         if self.transform.discrete:
             text = "samples of this flow are integers, which no gradient passes: use sample"
             raise NotImplementedError(text)
-        z = reparameterized(self.base, sample_shape, generator)
-        with self._seeded(generator):
-            return self.transform(z, self.context)[0]
+        return self._push(reparameterized(self.base, sample_shape, generator), generator)[0]
 
-    def _seeded(self, generator: torch.Generator | None) -> AbstractContextManager[None]:
-        """While a transform draws, the global generator follows the given one."""
+    def _push(self, z: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """The transform; while it draws, the global generator follows the given one."""
         known = generator is None or not self.transform.stochastic
-        return nullcontext() if known else _following(generator)
+        with nullcontext() if known else _following(generator):
+            return self.transform(z, self.context)
 
     def sample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         with torch.no_grad():
             if self.has_rsample:
                 return self.rsample(sample_shape, generator)
             named: dict[str, Any] = {} if generator is None else {"generator": generator}
-            z = self.base.sample(torch.Size(sample_shape), **named)
-            with self._seeded(generator):
-                return self.transform(z, self.context)[0]
+            return self._push(self.base.sample(torch.Size(sample_shape), **named), generator)[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density anywhere, by the transform's inverse (numerical where it has no formula).
@@ -189,15 +185,15 @@ class Flow(Distribution):
     @torch.no_grad()
     def check(self, value: Tensor) -> None:
         """Refuse values where the density is zero, in a line that names the part of the flow that does not reach them."""
-        if not covers_everything(self.base, self.transform) and bool(
-            (outside := self._pull_back(value)[2]).any()
-        ):
+        if covers_everything(self.base, self.transform):
+            return
+        outside = self._pull_back(value)[2]
+        if bool(outside.any()):
             self.transform.inverse(self._fitted(value), self.context)
-            raise FlowBNNError(
-                f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's base, "
-                f"{type(self.base).__name__}",
-                kind="range",
+            text = (
+                f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's base"
             )
+            raise FlowBNNError(f"{text}, {type(self.base).__name__}", kind="range")
 
     def _fitted(self, value: Tensor) -> Tensor:
         """The value with the batch axes that the context needs."""
@@ -223,8 +219,7 @@ class Flow(Distribution):
     def _draw(self, sample_shape: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         """Draws, the base's log-density at their preimages, and the log-det."""
         z = reparameterized(self.base, sample_shape, generator)
-        with self._seeded(generator):
-            x, log_det = self.transform(z, self.context)
+        x, log_det = self._push(z, generator)
         return x, self._batch_base(self.base.log_prob(z)), self._batch_log_det(log_det)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "Flow":
@@ -316,15 +311,14 @@ def _closed_form(q: Any, p: Any) -> Divergence | None:
     base = as_diagonal_normal(q.base if isinstance(q, Flow) else q, len(q.event_shape))
     if prior is None or base is None or (isinstance(q, Flow) and q.transform.linearity == "none"):
         return None
-    mean, variance, log_det = base.loc, base.variance, None
+    mean, variance, log_det = base.loc, base.variance, torch.zeros_like(base.loc[..., 0])
     if isinstance(q, Flow):
         mean, log_det = q.transform(base.loc, q.context)
         variance = spread(q.transform, q.context, mean, base.loc, base.scale)
         log_det = q._batch_log_det(log_det)
     square = (variance + (mean - prior.loc).square()) / prior.scale.square()
     kl = (0.5 * (square - 1.0) + prior.scale.log() - base.scale.log()).sum(-1)
-    entropy = base.entropy()
-    return Divergence(kl, entropy) if log_det is None else Divergence(kl - log_det, entropy + log_det)
+    return Divergence(kl - log_det, base.entropy() + log_det)
 
 
 def _as_normal(p: Any) -> DiagonalNormal | None:

@@ -1,6 +1,6 @@
 """The support of a flow: domain and range of each map, and an inverse that notices points without a preimage."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,17 @@ from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Compose, Inverse, run_part
 from flowbnn.transforms.linear import Permutation
 
-Step = tuple[Transform, bool, tuple[int, ...]]  # a transform, whether it runs backwards, and its place
-
 _REAL = constraints.real
+
+
+class Step(NamedTuple):
+    """A transform, whether it runs backwards, its place, and what a number is before and after."""
+
+    part: Transform
+    backwards: bool
+    path: tuple[int, ...]
+    domain: Any
+    range: Any
 
 
 def _steps(transform: Transform, backwards: bool = False, path: tuple[int, ...] = ()) -> list[Step]:
@@ -25,7 +33,7 @@ def _steps(transform: Transform, backwards: bool = False, path: tuple[int, ...] 
     if isinstance(transform, Compose):
         parts = list(enumerate(transform))[:: -1 if backwards else 1]
         return [step for place, part in parts for step in _steps(part, backwards, (*path, place))]
-    return [(transform, backwards, path)]
+    return [Step(transform, backwards, path, *transform.ends()[:: -1 if backwards else 1])]
 
 
 def _of_numbers(constraint: Any) -> Any:
@@ -33,13 +41,6 @@ def _of_numbers(constraint: Any) -> Any:
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     return constraint
-
-
-def _ends(step: Step) -> tuple[Any, Any] | None:
-    """Domain and range of an elementwise map of numbers; None for any other, which is taken to map a space onto itself."""
-    part, backwards, _ = step
-    ends = part.ends()
-    return ends[::-1] if ends is not None and backwards else ends
 
 
 def _is_real(constraint: Any) -> bool:
@@ -98,24 +99,20 @@ def image(base: Any, transform: Transform) -> Constraint | None:
     """
     region = _of_numbers(_base_support(base))
     for step in _steps(transform):
-        part, backwards, _ = step
-        ends = _ends(step)
-        if ends is not None and (_is_real(region) or _same(region, ends[0])):
-            if backwards and _is_real(region) and not _is_real(ends[0]):
-                wanted = Interval(ge=ends[0].lower_bound, le=getattr(ends[0], "upper_bound", torch.inf))
-                text = f"takes numbers {wanted}, and in this flow it gets all real numbers"
-                raise FlowBNNError(f"the inverse of {type(part).__name__} {text}", kind="range")
-            region = ends[1]
-        elif not isinstance(part, Permutation) and not _is_real(region):
+        if step.backwards and _is_real(region) and not _is_real(step.domain):
+            wanted = Interval(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
+            text = f"takes numbers {wanted}, and in this flow it gets all real numbers"
+            raise FlowBNNError(f"the inverse of {type(step.part).__name__} {text}", kind="range")
+        if _is_real(region) or _same(region, step.domain):
+            region = step.range
+        elif not isinstance(step.part, Permutation):
             return None
     return region
 
 
 def covers_everything(base: Any, transform: Transform) -> bool:
     """Whether every point has a preimage, so that :func:`pull_back` has nothing to notice."""
-    return is_everywhere(base) and all(
-        ends is None or _is_real(ends[1]) for ends in map(_ends, _steps(transform))
-    )
+    return is_everywhere(base) and all(_is_real(step.range) for step in _steps(transform))
 
 
 def _any_rightmost(wrong: Tensor, axes: int) -> Tensor:
@@ -134,13 +131,11 @@ def pull_back(
     value, outside = torch.where(far, torch.zeros_like(value), value), _any_rightmost(far, event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
     axes = event_axes
-    for step in reversed(_steps(transform)):
-        part, backwards, path = step
-        ends = _ends(step)
-        if ends is not None and not _is_real(ends[1]):
-            wrong = ~ends[1].check(value) & ~value.isnan()
+    for part, backwards, path, _, range_ in reversed(_steps(transform)):
+        if not _is_real(range_):
+            wrong = ~range_.check(value) & ~value.isnan()
             outside = outside | _any_rightmost(wrong, axes)
-            value = torch.where(wrong, _point_of(ends[1], value), value)
+            value = torch.where(wrong, _point_of(range_, value), value)
         after, before = (part.event_dim, part.sample_dim)[:: 1 if backwards else -1]
         value, change = run_part(part, value, context, not backwards, axes - after, path or (0,))
         log_det, axes = log_det + change, axes - after + before

@@ -172,14 +172,14 @@ class PixelCNN(nn.Module):
         self.down, self.across = nn.ModuleList(), nn.ModuleList()
         self.joins, self.outs = nn.ModuleList(), nn.ModuleList()
         for layer in range(layers):
-            before, first = (colours, True) if layer == 0 else (inside, False)
+            before, itself = (
+                (colours, 0) if layer == 0 else (inside, 1)
+            )  # data see neither their row nor themselves
             rows = torch.zeros(len(pairs), len(before), kernel, kernel)
-            rows[:, :, : kernel // 2 + (not first)] = 1.0
+            rows[:, :, : kernel // 2 + itself] = 1.0
             row = torch.zeros(len(pairs), len(before), 1, kernel)
             row[..., : kernel // 2] = 1.0
-            row[..., 0, kernel // 2] = (
-                pairs[:, None] > before if first else pairs[:, None] >= before
-            ).float()
+            row[..., 0, kernel // 2] = (pairs[:, None] + itself > before).float()
             self.down.append(MaskedConv2d(rows))
             self.across.append(MaskedConv2d(row))
             self.joins.append(nn.Conv2d(len(pairs), len(pairs), 1))

@@ -49,6 +49,12 @@ def zeroed(layer: Any) -> Any:
     return layer
 
 
+def _stacked(layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]) -> nn.Module:
+    """Layers with activations after each, and a last one of zeros."""
+    pairs = ((layer, made_by(activation, name="activation", kind=nn.Module)) for layer in layers)
+    return nn.Sequential(*(part for pair in pairs for part in pair), zeroed(last))
+
+
 class MLP(nn.Module):
     r"""Fully connected network on the last axis, :math:`y = W_n\,\sigma(\dots\sigma(W_1 [x, c] + b_1)\dots) + b_n`.
 
@@ -78,10 +84,8 @@ class MLP(nn.Module):
         super().__init__()
         widths = [dim_in + context_dim, *hidden, dim_out]
         self.context_dim = context_dim
-        layers: list[nn.Module] = []
-        for before, after in pairwise(widths[:-1]):
-            layers += [nn.Linear(before, after), made_by(activation, name="activation", kind=nn.Module)]
-        self.layers = nn.Sequential(*layers, zeroed(nn.Linear(widths[-2], dim_out)))
+        layers = [nn.Linear(before, after) for before, after in pairwise(widths[:-1])]
+        self.layers = _stacked(layers, nn.Linear(widths[-2], dim_out), activation)
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """``value`` is ``(..., dim_in)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
@@ -123,7 +127,7 @@ class MaskedLinear(nn.Linear):
         return F.linear(value, self.weight * self.mask, self.bias)
 
 
-class MaskedMLP(nn.Module):
+class MaskedMLP(MLP):
     r"""The masked autoencoder MADE: output :math:`i` depends on the inputs that come before :math:`i` in an order, and on the context.
 
     Germain, Gregor, Murray & Larochelle 2015, https://arxiv.org/abs/1502.03509. Every unit has a degree: an input its place
@@ -157,7 +161,7 @@ class MaskedMLP(nn.Module):
         interleaved: bool = False,
         features: Count = 1,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         order = range(dim) if order is None else order
         if sorted(order) != list(range(dim)):
             text = f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}"
@@ -169,17 +173,10 @@ class MaskedMLP(nn.Module):
         degrees = [torch.cat([place.repeat_interleave(features), place.new_zeros(context_dim)])]
         for width in hidden:
             degrees.append(torch.linspace(0 if context_dim else 1, dim - 1, width).floor().long())
-        layers: list[nn.Module] = []
-        for before, after in pairwise(degrees):
-            layers += [MaskedLinear(after[:, None] >= before)]
-            layers += [made_by(activation, name="activation", kind=nn.Module)]
         outputs = place.repeat_interleave(per_entry) if interleaved else place.repeat(per_entry)
-        self.layers = nn.Sequential(*layers, zeroed(MaskedLinear(outputs[:, None] > degrees[-1])))
+        layers = [MaskedLinear(after[:, None] >= before) for before, after in pairwise(degrees)]
+        self.layers = _stacked(layers, MaskedLinear(outputs[:, None] > degrees[-1]), activation)
 
     def passes(self, shape: Any) -> int:
         """The longest chain of entries that depend on each other, for events of this shape."""
         return self.dim
-
-    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """``value`` is ``(..., features * dim)``; ``context`` is ``(..., context_dim)`` and broadcasts to its batch axes."""
-        return self.layers(with_context(value, context, self.context_dim))

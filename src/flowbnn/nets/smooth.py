@@ -1,6 +1,5 @@
 """Smooth networks that know their Jacobian in closed form, and those of them whose outputs move less than their inputs."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -122,19 +121,17 @@ class SmoothMLP(nn.Module):
         widths = [dim_in, *hidden, dim_out]
         self._build([nn.Linear(before, after) for before, after in pairwise(widths)], context_dim, start)
 
+    start_rate = 0.0  # the power of the number of units at which the rate of a layer starts
+
     def _build(self, layers: Sequence[nn.Module], context_dim: int, start: float) -> None:
         self.layers, self.context_dim = nn.ModuleList(layers), context_dim
         first, last = layers[0].weight, layers[-1]
         self.condition = nn.Linear(context_dim, len(first), bias=False) if context_dim else None  # type: ignore[arg-type]
-        rates = torch.tensor([self._start_rate(len(layer.weight)) for layer in layers[:-1]])  # type: ignore[arg-type]
+        rates = torch.tensor([len(layer.weight) ** self.start_rate for layer in layers[:-1]])  # type: ignore[arg-type]
         self.raw_rate = nn.Parameter(inverse_softplus(rates))
         with torch.no_grad():
             last.weight.mul_(start)  # type: ignore[operator]
             last.bias.zero_()  # type: ignore[operator]
-
-    @staticmethod
-    def _start_rate(width: int) -> float:
-        return 1.0
 
     def weights(self) -> list[Tensor]:
         """The matrices of the layers, as the network applies them."""
@@ -219,9 +216,7 @@ class LipschitzMLP(SmoothMLP):
         super().__init__(dim_in, dim_out, hidden, context_dim, start)
         self._limit(lipschitz, ())
 
-    @staticmethod
-    def _start_rate(width: int) -> float:
-        return math.sqrt(width)
+    start_rate = 0.5
 
     def _limit(self, lipschitz: float, size: Sequence[int]) -> None:
         self.lipschitz = lipschitz
@@ -248,7 +243,11 @@ class LipschitzMLP(SmoothMLP):
 
     def _size(self, index: int, weight: Tensor, floor: float) -> Tensor:
         if weight.shape[2:].numel() == 1:  # a matrix, or a convolution that is one at each pixel
-            return largest_singular_value(weight.flatten(1), floor)
+            matrix = weight.flatten(1)
+            gram = (
+                matrix @ matrix.mT if len(matrix) <= matrix.shape[1] else matrix.mT @ matrix
+            )  # the smaller one
+            return torch.linalg.eigvalsh(gram)[-1].clamp(min=floor**2).sqrt()
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
             for _ in range(STEPS):
@@ -286,10 +285,7 @@ class LipschitzConv(LipschitzMLP):
         *size, channels = shape
         widths = list(pairwise([channels, *hidden, channels]))
         kernels = [3 if index in (0, len(widths) - 1) else 1 for index in range(len(widths))]
-        layers = [
-            nn.Conv2d(*ends, kernel, padding=kernel // 2)
-            for ends, kernel in zip(widths, kernels, strict=True)
-        ]
+        layers = [nn.Conv2d(*ends, k, padding=k // 2) for ends, k in zip(widths, kernels, strict=True)]
         self._build(layers, context_dim, start)
         self._limit(lipschitz, size)
 
@@ -301,13 +297,5 @@ def power_step(weight: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         right = right / torch.linalg.vector_norm(right).clamp(min=1e-12)
     image = applied(right, weight)
     size = torch.linalg.vector_norm(image)
-    return size, torch.where(
-        size > 0, image / size.clamp(min=1e-12), left
-    ).detach()  # zeros have no vector to find
-
-
-def largest_singular_value(weight: Tensor, floor: float) -> Tensor:
-    """Largest singular value of a matrix, or the floor if that is larger; from the smaller of its two Gram matrices."""
-    wide = weight.shape[0] <= weight.shape[1]
-    gram = weight @ weight.mT if wide else weight.mT @ weight
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=floor**2).sqrt()
+    # zeros have no vector to find
+    return size, torch.where(size > 0, image / size.clamp(min=1e-12), left).detach()

@@ -46,6 +46,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.numerics import readable
@@ -82,9 +83,9 @@ class Transform(nn.Module):
         """Whether log-densities are one-sample estimates of a lower bound."""
         return self.draws in ("inverse", "both")
 
-    def ends(self) -> tuple[Any, Any] | None:
-        """What each number is before and after, as torch's constraints; None: a real number both times."""
-        return None
+    def ends(self) -> tuple[Any, Any]:
+        """What each number is before and after, as torch's constraints."""
+        return constraints.real, constraints.real
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         """The shape of ``forward(z)`` for a ``z`` of this shape, whose last ``event_dim`` axes are one event."""

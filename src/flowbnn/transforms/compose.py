@@ -184,21 +184,18 @@ class Amortized(Transform):
         if transform.event_dim != 1 or transform.stochastic or not sum(sizes):
             text = f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}"
             raise FlowBNNError(text, argument="transform")
-        ways: dict[str, Any] = {"forward": (transform, "")}
+        # in a dictionary, so that its parameters are not counted twice
+        self._ways: dict[str, Any] = {"forward": (transform, "")}
         if transform.inverse_kind != "none":
-            ways["inverse"] = Inverse(transform), "part."
-        self._ways = ways  # in a dictionary, so that its parameters are not counted twice
+            self._ways["inverse"] = Inverse(transform), "part."
         self.net = MLP(context_dim, sum(sizes), hidden)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._apply_rows(z, context, "forward")
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return (
-            self._apply_rows(x, context, "inverse")
-            if "inverse" in self._ways
-            else super().inverse(x, context)
-        )
+        known = "inverse" in self._ways
+        return self._apply_rows(x, context, "inverse") if known else super().inverse(x, context)
 
     def _apply_rows(self, value: Tensor, context: Tensor | None, direction: str) -> tuple[Tensor, Tensor]:
         context = check_context(context, self.context_dim)

@@ -15,9 +15,9 @@ from flowbnn.transforms.base import Transform, check_vectors
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.residual import EXACT_IN_EVAL, EXACT_IN_TRAINING
 
-Dynamics = Callable[
-    [Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]
-]  # time, place, weights: velocity and divergence
+# time, place, weights: velocity and divergence
+Dynamics = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+Ends = tuple[float, float]
 
 
 class NeuralODE(Transform):
@@ -129,14 +129,12 @@ class NeuralODE(Transform):
             raise FlowBNNError(text, kind="functorch")
         at, tensors = self._field(value, context)
         if context is not None and self.context_dim:
-            value = value.expand(
-                torch.broadcast_shapes(value.shape[:-1], context.shape[:-1]) + value.shape[-1:]
-            )
+            batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
+            value = value.expand(*batch, self.dim)
         if not value.numel():
             return value.clone(), value.new_zeros(value.shape[:-1])
-        exact = self.log_det_kind == "exact" or (
-            self.trace is None and not self.training and self.dim <= EXACT_IN_EVAL
-        )
+        small = self.trace is None and not self.training and self.dim <= EXACT_IN_EVAL
+        exact = small or self.log_det_kind == "exact"
         closed = exact and self.closed_form
         if closed:
             signs = value
@@ -156,20 +154,18 @@ class NeuralODE(Transform):
             return velocity, product.sum(0) if exact else product
 
         if not self.adjoint or not torch.is_grad_enabled():
-            return self._integrate(dynamics, value, tensors, start, end)
-        return _Adjoint.apply(self, dynamics, start, end, value, *tensors)
+            return self._integrate(dynamics, (start, end), value, tensors)
+        return _Adjoint.apply(self, dynamics, (start, end), value, *tensors)
 
     def _integrate(
-        self, dynamics: Dynamics, value: Tensor, tensors: Sequence[Tensor], start: float, end: float
+        self, dynamics: Dynamics, ends: Ends, value: Tensor, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         state = value, value.new_zeros(value.shape[:-1])
-        (value, total), self.evaluations = self._run(
-            lambda time, state: dynamics(time, state[0], tensors), state, start, end
-        )
-        return value, total
+        found, self.evaluations = self._run(lambda time, at: dynamics(time, at[0], tensors), state, ends)
+        return found[0], found[1]
 
     def _run(
-        self, function: Callable[..., Any], state: tuple[Tensor, ...], start: float, end: float
+        self, function: Callable[..., Any], state: tuple[Tensor, ...], ends: Ends
     ) -> tuple[tuple[Tensor, ...], int]:
         """The state at the end, and the number of evaluations; the first two parts, which have rows, keep to the tolerances."""
         from torchdiffeq import odeint  # which imports scipy.integrate
@@ -184,35 +180,24 @@ class NeuralODE(Transform):
             return function(time, state)
 
         def worst_row(errors: tuple[Tensor, ...]) -> Tensor:
-            sizes = [
-                error.abs() if error.ndim < state[0].ndim else error.square().mean(-1).sqrt()
-                for error in errors[:2]
-            ]
-            return torch.maximum(*(size.amax() for size in sizes))
+            rows = (error if error.ndim == state[0].ndim else error.unsqueeze(-1) for error in errors[:2])
+            return torch.maximum(*(row.square().mean(-1).sqrt().amax() for row in rows))
 
         least = 16 * torch.finfo(state[0].dtype).eps
-        times = torch.tensor([start, end], dtype=state[0].dtype, device=state[0].device)
+        times = torch.tensor(ends, dtype=state[0].dtype, device=state[0].device)
+        steps = {"norm": worst_row, "step_t": times[1:]}
+        tolerances = {"rtol": max(self.rtol, least), "atol": max(self.atol, least)}
         try:
-            path = odeint(
-                counted,
-                state,
-                times,
-                rtol=max(self.rtol, least),
-                atol=max(self.atol, least),
-                method="dopri5",
-                options={"norm": worst_row, "step_t": times[1:]},
-            )
+            path = odeint(counted, state, times, method="dopri5", options=steps, **tolerances)
         except AssertionError:  # torchdiffeq's: a step of no length, or a value that is not finite
             raise self._failure(count) from None
         return tuple(part[-1] for part in path), count
 
     def _failure(self, count: int) -> FlowBNNError:
-        return FlowBNNError(
-            f"NeuralODE: the solver did not converge in {count} evaluations: its field is too steep or not finite at these points; "
-            "lower the learning rate, loosen rtol and atol, or raise most_evaluations",
-            kind="convergence",
-            evaluations=count,
-        )
+        why = f"in {count} evaluations: its field is too steep or not finite at these points"
+        remedy = "lower the learning rate, loosen rtol and atol, or raise most_evaluations"
+        text = f"NeuralODE: the solver did not converge {why}; {remedy}"
+        return FlowBNNError(text, kind="convergence", evaluations=count)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, trace={self.trace!r}, rtol={self.rtol}, atol={self.atol}"
@@ -223,16 +208,10 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        owner: NeuralODE,
-        dynamics: Dynamics,
-        start: float,
-        end: float,
-        value: Tensor,
-        *tensors: Tensor,
+        ctx: Any, owner: NeuralODE, dynamics: Dynamics, ends: Ends, value: Tensor, *tensors: Tensor
     ) -> Any:
-        solution = owner._integrate(dynamics, value, tensors, start, end)
-        ctx.owner, ctx.dynamics, ctx.ends = owner, dynamics, (start, end)
+        solution = owner._integrate(dynamics, ends, value, tensors)
+        ctx.owner, ctx.dynamics, ctx.ends = owner, dynamics, ends
         ctx.save_for_backward(value, solution[0], *tensors)
         return solution
 
@@ -240,39 +219,33 @@ class _Adjoint(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         value, end, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # gradients of this gradient are asked for
-            solution = ctx.owner._integrate(ctx.dynamics, value, tensors, *ctx.ends)
+            solution = ctx.owner._integrate(ctx.dynamics, ctx.ends, value, tensors)
             sources = [one for one in (value, *tensors) if one.requires_grad]
             found = iter(torch.autograd.grad(solution, sources, grads, create_graph=True, allow_unused=True))
             return (
                 None,
                 None,
                 None,
-                None,
                 *(next(found) if one.requires_grad else None for one in (value, *tensors)),
             )
-        scale = max(grad.abs().max() for grad in grads).clamp(
-            min=torch.finfo(end.dtype).tiny
-        )  # the equation is linear
+        # the equation is linear
+        scale = max(grad.abs().max() for grad in grads).clamp(min=torch.finfo(end.dtype).tiny)
         volume = grads[1] / scale
 
         def backwards(time: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             with torch.enable_grad():
                 place, *leaves = sources = [one.detach().requires_grad_() for one in (state[0], *tensors)]
                 velocity, divergence = ctx.dynamics(time, place, leaves)
-                outputs = [
-                    out for out in ((velocity, -state[1]), (divergence, -volume)) if out[0].requires_grad
-                ]
-                values, weights = zip(*outputs, strict=True)
-                slopes = torch.autograd.grad(values, sources, weights, allow_unused=True)
-            known = (
-                torch.zeros_like(one) if slope is None else slope
-                for one, slope in zip(sources, slopes, strict=True)
-            )
-            return velocity.detach(), *known
+                both = (velocity, -state[1]), (divergence, -volume)
+                values, weights = zip(*(pair for pair in both if pair[0].requires_grad), strict=True)
+                slopes = torch.autograd.grad(
+                    values, sources, weights, allow_unused=True, materialize_grads=True
+                )
+            return velocity.detach(), *slopes
 
         state = end, grads[0] / scale, *(torch.zeros_like(one) for one in tensors)
-        found, ctx.owner.adjoint_evaluations = ctx.owner._run(backwards, state, *ctx.ends[::-1])
-        return None, None, None, None, *(scale * slope for slope in found[1:])
+        found, ctx.owner.adjoint_evaluations = ctx.owner._run(backwards, state, ctx.ends[::-1])
+        return None, None, None, *(scale * slope for slope in found[1:])
 
 
 @checked

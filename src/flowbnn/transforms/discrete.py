@@ -14,7 +14,7 @@ from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
 from flowbnn.transforms.base import check_length, check_tensor, check_vectors
 from flowbnn.transforms.surjective import Several, ToIntegers
-from flowbnn.transforms.univariate import Univariate
+from flowbnn.transforms.univariate import ShiftMap, Univariate
 
 
 class _Categories(ToIntegers):
@@ -149,7 +149,7 @@ class OneHot(_Categories):
 
 
 @options
-class IntegerShiftMap(Univariate):
+class IntegerShiftMap(ShiftMap):
     r"""Integers moved by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
     Rounding passes gradients straight through. Networks read :math:`z / r`.
@@ -162,21 +162,16 @@ class IntegerShiftMap(Univariate):
     """
 
     reach: Positive = 256.0
-    per_entry = 1
 
     def read(self, value: Tensor) -> Tensor:
         return value / self.reach
 
-    def _shift(self, parameters: Tensor) -> Tensor:
-        shift = self.reach * parameters
-        return shift + (shift.round() - shift).detach()
-
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         # rounded once more, since a straight-through shift is an integer but for a rounding error
-        return _whole(value + self._shift(parameters)), torch.zeros_like(value)
+        return _whole(value + _whole(self.reach * parameters)), torch.zeros_like(value)
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _whole(value - self._shift(parameters)), torch.zeros_like(value)
+        return _whole(value - _whole(self.reach * parameters)), torch.zeros_like(value)
 
 
 def _whole(value: Tensor) -> Tensor:

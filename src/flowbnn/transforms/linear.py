@@ -112,17 +112,21 @@ class Householder(Transform):
         self.mirrors = nn.Parameter(pairs[:reflections] + noise)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._reflect(z, range(len(self.mirrors)))
+        return self._reflect(z, unit_rows(self.mirrors))
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._reflect(x, range(len(self.mirrors) - 1, -1, -1))
+        return self._reflect(x, unit_rows(self.mirrors).flip(0))
 
-    def _reflect(self, value: Tensor, order: range) -> tuple[Tensor, Tensor]:
+    def _reflect(self, value: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.mirrors)
-        units = unit_rows(self.mirrors)
-        for index in order:
-            value = value - 2.0 * (value * units[index]).sum(-1, keepdim=True) * units[index]
-        return value, value.new_zeros(value.shape[:-1])
+        return reflected(value, units), value.new_zeros(value.shape[:-1])
+
+
+def reflected(value: Tensor, units: Tensor) -> Tensor:
+    """Vectors reflected by one unit vector after the other."""
+    for unit in units:
+        value = value - 2.0 * (value * unit).sum(-1, keepdim=True) * unit
+    return value
 
 
 def unit_rows(rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
 from flowbnn.options import Count, Ge, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
-from flowbnn.transforms.linear import LULinear, unit_rows
+from flowbnn.transforms.linear import LULinear, reflected, unit_rows
 
 
 class PlanarLU(Transform):
@@ -246,18 +246,13 @@ class Sylvester(Transform):
         elif basis == "householder":
             self.mirrors = nn.Parameter(torch.randn(size, dim, generator=generator))
 
-    def _basis(self) -> Tensor | None:
-        """:math:`Q`; ``None`` for the identity."""
+    def _basis(self) -> Tensor:
         if self.basis == "orthogonal":
             return torch.linalg.qr(self.frame).Q
-        if self.basis == "identity":
-            return None
         basis = torch.eye(self.dim, dtype=self.bias.dtype, device=self.bias.device)
-        if self.basis == "reversal":
-            return basis.flip(0)
-        for unit in unit_rows(self.mirrors):
-            basis = basis - 2 * torch.outer(basis @ unit, unit)
-        return basis
+        if self.basis == "householder":
+            return reflected(basis, unit_rows(self.mirrors))
+        return basis.flip(0) if self.basis == "reversal" else basis
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
@@ -271,16 +266,16 @@ class Sylvester(Transform):
         check_vectors(z, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         basis = self._basis()
-        a = _down(z, basis) @ left.mT + self.bias
+        a = z @ basis @ left.mT + self.bias
         tanh = torch.tanh(a)
-        return z + _up(tanh @ right.mT, basis), _log_slopes(a, tanh, slopes)
+        return z + tanh @ right.mT @ basis.mT, _log_slopes(a, tanh, slopes)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         basis = self._basis()
         # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
-        rest = _down(x, basis)
+        rest = x @ basis
         known = self.bias.expand_as(rest)
         rows: list[Tensor] = []
         for i in reversed(range(self.hidden)):
@@ -292,15 +287,7 @@ class Sylvester(Transform):
             rows.append(a)
         a = torch.stack(rows[::-1], -1)
         tanh = torch.tanh(a)
-        return x - _up(tanh @ right.mT, basis), -_log_slopes(a, tanh, slopes)
-
-
-def _down(vectors: Tensor, basis: Tensor | None) -> Tensor:
-    return vectors if basis is None else vectors @ basis
-
-
-def _up(vectors: Tensor, basis: Tensor | None) -> Tensor:
-    return vectors if basis is None else vectors @ basis.mT
+        return x - tanh @ right.mT @ basis.mT, -_log_slopes(a, tanh, slopes)
 
 
 def _log_slopes(a: Tensor, tanh: Tensor, slopes: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from flowbnn.nets.mlp import Length
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
 from flowbnn.numerics import readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_events, check_tensor, check_vectors
+from flowbnn.transforms.base import Transform, check_events, check_vectors
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
 EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
@@ -107,12 +107,8 @@ class Residual(Transform):
         return z, -self._log_det(pull, moved)
 
     def _check(self, value: Tensor) -> None:
-        parameter = next(self.net.parameters(), None)
-        if self.event_dim == 1:
-            check_vectors(value, self.dim, self, parameter)
-        else:
-            check_tensor(value, self)
-            check_events(value, self.shape, self)
+        check_vectors(value, self.shape[-1], self, next(self.net.parameters(), None))
+        check_events(value, self.shape, self)
 
     def _given(self, context: Tensor | None) -> Any:
         return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)
@@ -132,17 +128,12 @@ class Residual(Transform):
     def _series(self, pull: Product, like: Tensor, weights: Sequence[float]) -> Tensor:
         sign = torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
         with torch.no_grad():
-            power, total, neumann = (
-                sign,
-                sum_rightmost(torch.zeros_like(like), self.event_dim),
-                torch.zeros_like(like),
-            )
+            power, neumann, traces = sign, torch.zeros_like(like), torch.zeros_like(like)
             for k, weight in enumerate(weights):
                 neumann = neumann.add(power, alpha=(-1) ** k * weight)
                 power = pull(power)
-                total = total.add(
-                    sum_rightmost(power * sign, self.event_dim), alpha=(-1) ** k * weight / (k + 1)
-                )
+                traces = traces.addcmul(power, sign, value=(-1) ** k * weight / (k + 1))
+            total = sum_rightmost(traces, self.event_dim)
         if not torch.is_grad_enabled():
             return total
         slope = sum_rightmost(pull(neumann) * sign, self.event_dim)

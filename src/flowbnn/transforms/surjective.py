@@ -267,9 +267,9 @@ class Dequantization(ToIntegers):
         self.levels, self.noise, self.context_dim = levels, noise, context_dim
         self.event_dim = 0 if noise is None else _event_dim(noise)
 
-    def ends(self) -> tuple[Any, Any] | None:
+    def ends(self) -> tuple[Any, Any]:
         if self.levels is None:
-            return None
+            return super().ends()
         return constraints.unit_interval, constraints.integer_interval(0, self.levels - 1)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -149,13 +149,10 @@ class SigmoidalMap(Univariate):
         return 3 * self.units
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _mixture(value, *self._read(value, parameters))
+        return _mixture(value, *_units(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound))
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _unmixed(value, *self._read(value, parameters))
-
-    def _read(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _units(parameters.unflatten(-1, (value.shape[-1], 3 * self.units)), self.bound)
+        return _unmixed(value, *_units(parameters.unflatten(-1, (value.shape[-1], -1)), self.bound))
 
 
 def _units(each: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
