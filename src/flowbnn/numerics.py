@@ -32,6 +32,15 @@ def soft_clamp(value: Tensor, bound: float) -> Tensor:
     return bound * torch.tanh(value / bound)
 
 
+def inverse_soft_clamp(value: Tensor, bound: float, share: float = 0.99) -> Tensor:
+    """What :func:`soft_clamp` carries to a value, or, for those beyond this share of the bound, to the share.
+
+    >>> soft_clamp(inverse_soft_clamp(torch.tensor([0.5, 9.0]), 2.0), 2.0)
+    tensor([0.5000, 1.9800])
+    """
+    return bound * torch.atanh((value / bound).clamp(-share, share))
+
+
 def inverse_softplus(value: Tensor) -> Tensor:
     r""":math:`\log(e^y - 1)` for :math:`y > 0`, written as :math:`y + \log(-\mathrm{expm1}(-y))`.
 

@@ -4,10 +4,9 @@ import torch
 from case import Case
 from torch import Tensor
 
-from flowbnn.transforms.affine import ActNorm, BatchNorm
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
-from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.elementwise import ActNorm, BatchNorm, Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.linear import BlockTriangular, LULinear, Permutation, Reverse, Shuffle
 
 __all__ = ["CASES"]

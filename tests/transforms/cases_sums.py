@@ -2,8 +2,8 @@
 
 from case import Case
 
-from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.elementwise import Affine
 from flowbnn.transforms.planar import Planar, PlanarLU, Radial, Sylvester
 
 __all__ = ["CASES"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.transforms.affine import ActNorm, BatchNorm
 from flowbnn.transforms.compose import Inverse
+from flowbnn.transforms.elementwise import ActNorm, BatchNorm
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:

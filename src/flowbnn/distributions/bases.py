@@ -7,7 +7,7 @@ that owns those tensors, moves with the model and is saved with it; calling it g
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -77,14 +77,8 @@ class Diagonal(_Vectors):
     axes = 1
     standard_variance: float = 1.0
     standard_entropy: float
-
-    def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-        """Draws of the standard variable."""
-        raise NotImplementedError
-
-    def standard_log_prob(self, value: Tensor) -> Tensor:
-        """Its log-density."""
-        raise NotImplementedError
+    standard: Callable[[torch.Size, torch.Generator | None], Tensor]  # draws of the standard variable
+    standard_log_prob: Callable[[Tensor], Tensor]  # its log-density
 
     @property
     def mean(self) -> Tensor:
@@ -127,10 +121,6 @@ class DiagonalNormal(Diagonal):
     """
 
     standard_entropy = 0.5 * (1.0 + _LOG_2PI)
-
-    @property
-    def stddev(self) -> Tensor:
-        return self.scale
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         return standard_normal(shape, self.loc.dtype, self.loc.device, generator)
@@ -262,8 +252,7 @@ class NormalMixture(_Vectors):
             return chosen_normal(self.loc, self.scale, which, noise)
         index = which[..., None, None].expand(*shape, 1, self.event_shape[0])
         full = shape + self.loc.shape[-2:]
-        loc = self.loc.expand(full).gather(-2, index).squeeze(-2)
-        scale = self.scale.expand(full).gather(-2, index).squeeze(-2)
+        loc, scale = (part.expand(full).gather(-2, index).squeeze(-2) for part in (self.loc, self.scale))
         return loc + scale * noise
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -271,6 +260,11 @@ class NormalMixture(_Vectors):
             self._validate_sample(value)
         each = DiagonalNormal(self.loc, self.scale).log_prob(value.unsqueeze(-2))
         return torch.logsumexp(each, -1) - math.log(self.components)
+
+
+def numbers_of(distribution: Any) -> Any:
+    """What stands inside of torch's ``Independent``."""
+    return numbers_of(distribution.base_dist) if isinstance(distribution, Independent) else distribution
 
 
 def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal | None:
@@ -283,9 +277,7 @@ def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal
     """
     if isinstance(distribution, DiagonalNormal):
         return distribution if event_axes <= 1 else None
-    numbers = distribution
-    while isinstance(numbers, Independent):
-        numbers = numbers.base_dist
+    numbers = numbers_of(distribution)
     if type(numbers) is not Normal or max(len(distribution.event_shape), event_axes) != 1:
         return None
     return DiagonalNormal(numbers.loc, numbers.scale)

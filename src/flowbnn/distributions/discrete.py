@@ -50,8 +50,7 @@ class DiscretizedLogistic(Distribution):
         with torch.no_grad():
             which = _categories(self.logits, sample_shape).unsqueeze(-1)
             shape = which.shape[:-1] + self.loc.shape[-1:]
-            loc = self.loc.expand(shape).gather(-1, which).squeeze(-1)
-            scale = self.scale.expand(shape).gather(-1, which).squeeze(-1)
+            loc, scale = (p.expand(shape).gather(-1, which).squeeze(-1) for p in (self.loc, self.scale))
             tiny = torch.finfo(loc.dtype).eps
             return (loc + scale * torch.logit(torch.rand_like(loc).clamp(tiny, 1.0 - tiny))).round()
 

@@ -38,9 +38,8 @@ def standard_normal(
 
 
 def _by_numpy(count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    if not _SCALAR_FILL or device.type != "cpu" or dtype != torch.float32 or count < _WORTH_A_SEED:
-        return False
-    return not torch.compiler.is_compiling()
+    fits = _SCALAR_FILL and device.type == "cpu" and dtype == torch.float32 and count >= _WORTH_A_SEED
+    return fits and not torch.compiler.is_compiling()
 
 
 def _ziggurat(generator: torch.Generator | None) -> numpy.random.Generator:

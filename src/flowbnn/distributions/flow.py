@@ -19,9 +19,15 @@ from torch.distributions import (
     register_kl,
 )
 
-from flowbnn.distributions.bases import Diagonal, DiagonalNormal, NormalMixture, as_diagonal_normal
+from flowbnn.distributions.bases import (
+    Diagonal,
+    DiagonalNormal,
+    NormalMixture,
+    as_diagonal_normal,
+    numbers_of,
+)
 from flowbnn.distributions.draws import reparameterized
-from flowbnn.distributions.support import covers_everything, image, inner_point, pull_back
+from flowbnn.distributions.support import any_rightmost, covers_everything, image, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import checked
@@ -42,12 +48,6 @@ def spread(transform: Transform, context: Tensor | None, mean: Tensor, loc: Tens
     factor = torch.diag_embed(scale) if scale.ndim == loc.ndim else scale
     # the columns stand on a leading axis, where draws would, so that a context broadcasts
     return (transform(loc + factor.movedim(-1, 0), context)[0] - mean).square().sum(0)
-
-
-def _independent(base: Any) -> bool:
-    while isinstance(base, Independent):
-        base = base.base_dist
-    return isinstance(base, Diagonal) or not base.event_shape
 
 
 class Flow(Distribution):
@@ -124,7 +124,8 @@ class Flow(Distribution):
     def variance(self) -> Tensor:
         base, diagonal = self.base, self.transform.linearity == "diagonal"
         joint = isinstance(base, NormalMixture | MultivariateNormal)
-        known = diagonal or joint or _independent(base)
+        numbers = numbers_of(base)
+        known = diagonal or joint or isinstance(numbers, Diagonal) or not numbers.event_shape
         self._need_closed_form("variance", "flow.sample((10_000,)).var(0)", known)
         if isinstance(base, NormalMixture) and not diagonal:
             loc, scale = base.loc.movedim(-2, 0), base.scale.movedim(-2, 0)
@@ -175,9 +176,6 @@ class Flow(Distribution):
         if self._validate_args:
             self._validate_sample(value)
         z, log_det, outside = self._pull_back(value)
-        # a base that validates its arguments must not see the points that have no preimage
-        moved = outside.reshape(outside.shape + (1,) * len(self._start))
-        z = torch.where(moved, inner_point(self.base, z), z)
         log_prob = self._batch_base(self.base.log_prob(z)) + log_det
         return torch.where(outside, torch.full_like(log_prob, -torch.inf), log_prob)
 
@@ -256,9 +254,7 @@ class _Image(constraints.Constraint):
 
     def check(self, value: Tensor) -> Tensor:
         z, _, outside = self.flow._pull_back(value)
-        axes = len(self.flow._start)
-        unknown = z.isnan() if not axes else z.isnan().flatten(-axes).any(-1)
-        return ~outside & ~unknown
+        return ~outside & ~any_rightmost(z.isnan(), len(self.flow._start))
 
 
 def _title(transform: Transform) -> str:

@@ -72,16 +72,8 @@ def is_everywhere(distribution: Any) -> bool:
     return _is_real(_of_numbers(_base_support(distribution)))
 
 
-def inner_point(base: Any, like: Tensor) -> Tensor:
-    """A point where the base has a density, as often as ``like`` has room for it.
-
-    >>> inner_point(torch.distributions.Uniform(2.0, 4.0), torch.zeros(2))
-    tensor([3., 3.])
-    """
-    return _point_of(_of_numbers(_base_support(base)), like)
-
-
 def _point_of(constraint: Any, like: Tensor) -> Tensor:
+    """A number that a constraint allows, as often as ``like`` has room for it."""
     if not like.is_floating_point():
         return torch.full_like(like, constraint.lower_bound)
     try:
@@ -115,7 +107,7 @@ def covers_everything(base: Any, transform: Transform) -> bool:
     return is_everywhere(base) and all(_is_real(step.range) for step in _steps(transform))
 
 
-def _any_rightmost(wrong: Tensor, axes: int) -> Tensor:
+def any_rightmost(wrong: Tensor, axes: int) -> Tensor:
     return wrong.flatten(-axes).any(-1) if axes > 1 else wrong.any(-1) if axes else wrong
 
 
@@ -124,23 +116,25 @@ def pull_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The preimage, the log-det of the inverse, and whether there is no preimage; the latter two without event axes.
 
-    Each range is checked on the way, and what lies outside goes on from a point inside.
+    Each range is checked on the way, and what lies outside goes on from a point inside, of the base's support in the end.
     """
     image(base, transform)  # which refuses a base that is larger than what the first maps take
     far = value.isinf()
-    value, outside = torch.where(far, torch.zeros_like(value), value), _any_rightmost(far, event_axes)
+    value, outside = torch.where(far, torch.zeros_like(value), value), any_rightmost(far, event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
     axes = event_axes
     for part, backwards, path, _, range_ in reversed(_steps(transform)):
         if not _is_real(range_):
             wrong = ~range_.check(value) & ~value.isnan()
-            outside = outside | _any_rightmost(wrong, axes)
+            outside = outside | any_rightmost(wrong, axes)
             value = torch.where(wrong, _point_of(range_, value), value)
         after, before = (part.event_dim, part.sample_dim)[:: 1 if backwards else -1]
         value, change = run_part(part, value, context, not backwards, axes - after, path or (0,))
         log_det, axes = log_det + change, axes - after + before
     support = _base_support(base)
     if not _is_real(_of_numbers(support)):
-        wrong = ~support.check(value) & ~_any_rightmost(value.isnan(), support.event_dim)
-        outside = outside | _any_rightmost(wrong, axes - support.event_dim)
-    return value, log_det, outside
+        wrong = ~support.check(value) & ~any_rightmost(value.isnan(), support.event_dim)
+        outside = outside | any_rightmost(wrong, axes - support.event_dim)
+    # a base that validates its arguments must not see the points that have no preimage
+    moved = outside.reshape(outside.shape + (1,) * axes)
+    return torch.where(moved, _point_of(_of_numbers(support), value), value), log_det, outside

@@ -116,7 +116,6 @@ class Glow(PixelFlow):
         data_start: ActNorm normalises the first training batch, for densities of data; noise starts at the identity.
         context_dim, base: as in :class:`NICE`.
 
-    >>> import torch
     >>> flow = Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
     torch.Size([5])
@@ -169,7 +168,6 @@ class FlowPP(PixelFlow):
         components: of the mixture of each :class:`~flowbnn.transforms.LogisticMixtureMap`.
         dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
 
-    >>> import torch
     >>> flow = FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,))
     >>> flow().log_prob(torch.randint(256, (5, 1, 4, 4))).shape
     torch.Size([5])

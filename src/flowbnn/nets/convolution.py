@@ -22,7 +22,6 @@ class GatedConvNet(nn.Module):
         blocks: number of residual blocks.
         context_dim: length of the context vectors, which are seen at every pixel; 0 ignores any context.
 
-    >>> import torch
     >>> net = GatedConvNet(2, 6, hidden=8, blocks=1)
     >>> net(torch.ones(5, 4, 4, 2)).shape
     torch.Size([5, 4, 4, 6])

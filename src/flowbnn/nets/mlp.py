@@ -34,14 +34,6 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
     return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
 
 
-def first_parameter(net: nn.Module) -> tuple[nn.Module, str] | None:
-    """Where a network's first parameter is, once and for all: looking for it takes as long as a layer does."""
-    places = (
-        (module, name) for module in net.modules() for name, _ in module.named_parameters(recurse=False)
-    )
-    return next(places, None)
-
-
 def zeroed(layer: Any) -> Any:
     """A last layer that starts at zero, so that what it conditions starts at the identity."""
     nn.init.zeros_(layer.weight)

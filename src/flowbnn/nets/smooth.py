@@ -152,11 +152,12 @@ class SmoothMLP(nn.Module):
         return self.given(context)(x)
 
 
+@dataclass(frozen=True)
 class Traced:
     """A user's net, whose products with the Jacobian are traced."""
 
-    def __init__(self, net: Callable[..., Tensor], context: Tensor | None) -> None:
-        self.net, self.context = net, context
+    net: Callable[..., Tensor]
+    context: Tensor | None
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.net(z, self.context)

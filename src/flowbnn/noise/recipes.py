@@ -27,8 +27,8 @@ from flowbnn.transforms import (
     Sylvester,
     Transform,
 )
-from flowbnn.transforms.affine import Affine
 from flowbnn.transforms.base import warn_of_slow_draws
+from flowbnn.transforms.elementwise import Affine
 
 Size = Annotated[int, Interval(ge=1, le=10_000)]
 Length = Annotated[int, Interval(ge=0, le=10_000)]

@@ -1,25 +1,16 @@
 """The zoo of transforms: one file for each family, all under the contract of :mod:`flowbnn.transforms.base`."""
 
-from flowbnn.transforms.affine import ActNorm, Affine, BatchNorm
-from flowbnn.transforms.autoregressive import Autoregressive
 from flowbnn.transforms.base import Transform
 from flowbnn.transforms.compose import Amortized, Compose, Inverse
 from flowbnn.transforms.continuous import NeuralODE, flow_matching_loss
-from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Coupling, GlowStep
+from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, Autoregressive, Coupling, GlowStep
 from flowbnn.transforms.discrete import Argmax, Integers, IntegerShiftMap, ModularMap, OneHot
-from flowbnn.transforms.elementwise import Exp, Logit, Sigmoid, Softplus, Tanh
+from flowbnn.transforms.elementwise import ActNorm, Affine, BatchNorm, Exp, Logit, Sigmoid, Softplus, Tanh
 from flowbnn.transforms.images import ChannelsFirst, Checkerboard, MultiScale, Reshape, Squeeze
 from flowbnn.transforms.linear import BlockTriangular, Householder, LULinear, Permutation, Reverse, Shuffle
 from flowbnn.transforms.planar import Planar, PlanarLU, Radial, Sylvester
 from flowbnn.transforms.residual import Residual
-from flowbnn.transforms.surjective import (
-    AbsoluteValue,
-    Augment,
-    Dequantization,
-    MaxPool,
-    Slice,
-    VAELayer,
-)
+from flowbnn.transforms.surjective import AbsoluteValue, Augment, Dequantization, MaxPool, Slice, VAELayer
 from flowbnn.transforms.univariate import (
     AffineMap,
     CircularSplineMap,

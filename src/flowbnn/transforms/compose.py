@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Annotated, Any
 
 import torch
@@ -61,15 +62,13 @@ class Compose(Transform):
     def __init__(self, *parts: Annotated[Transform, Hint("for a list write Compose(*parts)")]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        need, change = (0 if parts else 1), 0
-        for part in parts:
-            need = max(need, part.event_dim - change)
-            change += part.sample_dim - part.event_dim
-        self.event_dim, self.sample_axes = need, need + change
-        self._extra: list[int] = []  # axes of an event that are batch axes to the part
-        for part in parts:
-            self._extra.append(need - part.event_dim)
-            need += part.sample_dim - part.event_dim
+        changes = list(accumulate((part.sample_dim - part.event_dim for part in parts), initial=0))
+        beyond = [part.event_dim - change for part, change in zip(parts, changes, strict=False)]
+        self.event_dim = max(beyond, default=1)
+        self.sample_axes = self.event_dim + changes[-1]
+        self._extra = [
+            self.event_dim - axes for axes in beyond
+        ]  # axes of an event that are batch axes to the part
         for name, order in _WEAKEST.items():
             setattr(
                 self, name, min((getattr(part, name) for part in parts), key=order.index, default=order[-1])

@@ -79,10 +79,10 @@ class NeuralODE(Transform):
         self.adjoint_evaluations = 0  #: of the network, in the last gradient by the adjoint equation
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._solve(z, context, 0.0, 1.0)
+        return self._solve(z, context, (0.0, 1.0))
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._solve(x, context, 1.0, 0.0)
+        return self._solve(x, context, (1.0, 0.0))
 
     def velocity(self, time: Tensor | float, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The vector field; ``time`` is a number, or ``(..., 1)`` for a time of each row."""
@@ -120,9 +120,7 @@ class NeuralODE(Transform):
 
         return traced, [*self.net.parameters(), behind]
 
-    def _solve(
-        self, value: Tensor, context: Tensor | None, start: float, end: float
-    ) -> tuple[Tensor, Tensor]:
+    def _solve(self, value: Tensor, context: Tensor | None, ends: Ends) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if torch._C._functorch.maybe_current_level() is not None:
             text = "NeuralODE is not for torch.func: its solver looks at values; use torch.autograd"
@@ -154,8 +152,8 @@ class NeuralODE(Transform):
             return velocity, product.sum(0) if exact else product
 
         if not self.adjoint or not torch.is_grad_enabled():
-            return self._integrate(dynamics, (start, end), value, tensors)
-        return _Adjoint.apply(self, dynamics, (start, end), value, *tensors)
+            return self._integrate(dynamics, ends, value, tensors)
+        return _Adjoint.apply(self, dynamics, ends, value, *tensors)
 
     def _integrate(
         self, dynamics: Dynamics, ends: Ends, value: Tensor, tensors: Sequence[Tensor]
@@ -198,9 +196,6 @@ class NeuralODE(Transform):
         remedy = "lower the learning rate, loosen rtol and atol, or raise most_evaluations"
         text = f"NeuralODE: the solver did not converge {why}; {remedy}"
         return FlowBNNError(text, kind="convergence", evaluations=count)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, trace={self.trace!r}, rtol={self.rtol}, atol={self.atol}"
 
 
 class _Adjoint(torch.autograd.Function):

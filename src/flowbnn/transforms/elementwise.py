@@ -1,23 +1,22 @@
-r"""Monotone maps of single numbers, without parameters.
+r"""Maps of single numbers: affine ones of a vector's entries, learned or by the statistics of a batch, and monotone ones.
 
-All have ``event_dim = 0``: the log-det has the shape of the value. What a float cannot hold is saturated, not passed
-on as infinity: inverses move values on the border of the image to the nearest number inside it, so that a
+The monotone maps have no parameters and ``event_dim = 0``: the log-det has the shape of the value. What a float cannot hold is
+saturated, not passed on as infinity: inverses move values on the border of the image to the nearest number inside it, so that a
 sample that was rounded onto the border (``tanh(10)`` is exactly 1 in float32) still has a finite inverse and log-det.
 Values beyond the border are refused where they can be looked at; a compiled graph takes them for the border.
 """
 
 import math
-from abc import abstractmethod
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from flowbnn.numerics import inverse_softplus
-from flowbnn.options import checked
-from flowbnn.transforms.base import Transform, check_range, check_tensor
+from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
+from flowbnn.options import Count, Interval, Positive, checked
+from flowbnn.transforms.base import Transform, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
 
 
@@ -32,32 +31,21 @@ def _positive(value: Tensor) -> Tensor:
 
 
 class _Monotone(Transform):
-    """A map of the line onto an interval; a subclass gives both directions and the interval."""
+    """A map of the line onto an interval; a subclass gives both directions."""
 
     event_dim = 0
     onto: Any
     inverse_name = ""
 
-    @abstractmethod
-    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``forward`` returns."""
-
-    @abstractmethod
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``inverse`` returns, for numbers of the interval."""
-
     def ends(self) -> tuple[Any, Any]:
         return constraints.real, self.onto
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(z, self)
-        return self._there(z)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _checked(self, x: Tensor) -> Tensor:
+        """An argument of ``inverse``, if it is of the interval."""
         check_tensor(x, self)
         low, high = self.onto.lower_bound, getattr(self.onto, "upper_bound", math.inf)
         check_range(x, low, high, self.inverse_name or f"the inverse of {type(self).__name__}")
-        return self._back(x)
+        return x
 
 
 class Tanh(_Monotone):
@@ -69,11 +57,12 @@ class Tanh(_Monotone):
 
     onto = constraints.interval(-1.0, 1.0)
 
-    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         return torch.tanh(z), self._log_slope(z)
 
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        limit = _below_one(x)
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        limit = _below_one(self._checked(x))
         z = torch.atanh(x.clamp(-limit, limit))
         return z, -self._log_slope(z)
 
@@ -92,10 +81,12 @@ class Sigmoid(_Monotone):
     onto = constraints.unit_interval
     inverse_name = "Logit (the inverse of Sigmoid)"
 
-    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         return torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
 
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = self._checked(x)
         x = x.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
         log_x, log_rest = torch.log(x), torch.log1p(-x)
         return log_x - log_rest, -(log_x + log_rest)
@@ -122,12 +113,13 @@ class Softplus(_Monotone):
 
     onto = constraints.positive
 
-    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         # torch's softplus turns into the identity at 20, an error of 2e-9 that float64 would show
         return -F.logsigmoid(-z), F.logsigmoid(z)
 
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = _positive(x)
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = _positive(self._checked(x))
         return inverse_softplus(x), -torch.log(-torch.expm1(-x))
 
 
@@ -142,12 +134,198 @@ class Exp(_Monotone):
 
     onto = constraints.positive
 
-    def _there(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tensor(z, self)
         limits = torch.finfo(z.dtype)
         # a few roundings inside the logarithm of the largest number, so that exp cannot round up to infinity
         z = z.clamp(math.log(limits.tiny), math.log(limits.max) * (1.0 - 4.0 * limits.eps))
         return z.exp(), z
 
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = _positive(x).log()
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z = _positive(self._checked(x)).log()
         return z, -z
+
+
+class Affine(Transform):
+    r"""Elementwise affine map :math:`x = c + t + e^{s} \odot (z - c)` with :math:`\log|\det| = \sum_i s_i`.
+
+    Starts at the identity. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`, so that neither direction can overflow.
+    Applied to a normal base it is the learnable Gaussian of an implicit Bayesian network.
+
+    Args:
+        dim: length of the vectors.
+        bound: largest size :math:`b` of the log-scale.
+        center: the fixed point :math:`c` of the scaling. At the mean of the base, shift and scale move the mean and the
+            spread of the result apart from each other, which optimizers reward.
+
+    >>> x, log_det = Affine(3)(torch.ones(2, 3))
+    >>> x.shape, log_det
+    (torch.Size([2, 3]), tensor([0., 0.], grad_fn=<ExpandBackward0>))
+    """
+
+    linearity = "diagonal"
+
+    @checked
+    def __init__(self, dim: Count, bound: Positive = 8.0, center: float = 0.0) -> None:
+        super().__init__()
+        self.bound, self.center = bound, center
+        self.shift = nn.Parameter(torch.zeros(dim))
+        self.raw_log_scale = nn.Parameter(torch.zeros(dim))
+
+    @property
+    def log_scale(self) -> Tensor:
+        return soft_clamp(self.raw_log_scale, self.bound)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, len(self.shift), self)
+        log_scale = self.log_scale
+        scale = log_scale.exp()
+        return torch.addcmul(self._offset(scale), z, scale), log_scale.sum().expand(z.shape[:-1])
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(x, len(self.shift), self)
+        log_scale = self.log_scale
+        return (x - self._offset(log_scale.exp())) * (-log_scale).exp(), -log_scale.sum().expand(x.shape[:-1])
+
+    @torch.no_grad()
+    def start(self, loc: float, scale: float) -> None:
+        """Become the map of standard normal numbers to normal ones of this mean and deviation, as far as the bound allows."""
+        self.raw_log_scale.copy_(inverse_soft_clamp(torch.tensor(scale).log(), self.bound))
+        self.shift.fill_(loc).sub_((1.0 - scale) * self.center)
+
+    def push_normal(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, deviation and log-scale of the image of a diagonal normal: fewer steps than two forward passes."""
+        log_scale = self.log_scale
+        factor = log_scale.exp()
+        return torch.addcmul(self._offset(factor), loc, factor), scale * factor, log_scale
+
+    def _offset(self, scale: Tensor) -> Tensor:
+        return self.shift - self.center * (scale - 1.0) if self.center else self.shift
+
+
+class ActNorm(Affine):
+    r"""Elementwise affine map, :math:`x = e^{s} \odot z + t`, that starts by normalising its data.
+
+    In training mode the first batch of two rows or more sets :math:`s, t` so that what comes out has mean zero and variance one, in the
+    direction it was called (Kingma & Dhariwal 2018, section 3.1). From then on they are ordinary parameters. A column that does not
+    vary is only centred. ``initialized`` is in the ``state_dict``, so that a loaded map does not start again. With several processes,
+    make the first call before the parameters are shared out, else each starts from its own batch.
+
+    Args:
+        dim: length of the vectors.
+        bound: largest size of the log-scale; the start stays within 0.95 of it, where gradients still pass.
+        data_start: start from the first batch; if not, at the identity, and this is :class:`Affine`.
+
+    >>> norm = ActNorm(2)
+    >>> x, log_det = norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+    >>> x.detach()
+    tensor([[-1.,  0.],
+            [ 1.,  0.]])
+    """
+
+    initialized: Tensor
+
+    @checked
+    def __init__(self, dim: Count, bound: Positive = 8.0, data_start: bool = True) -> None:
+        super().__init__(dim, bound)
+        self.dim = dim
+        self.register_buffer("initialized", torch.tensor(not data_start))
+        # the same fact for Python, because a compiled graph must not branch on a tensor
+        self.started = not data_start
+        self.register_load_state_dict_post_hook(_read_started)
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._start(z, backwards=False)
+        return super().forward(z, context)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._start(x, backwards=True)
+        return super().inverse(x, context)
+
+    @torch.no_grad()
+    def _start(self, value: Tensor, backwards: bool) -> None:
+        check_vectors(value, self.dim, self)
+        if self.started or not self.training or value.shape[:-1].numel() < 2:
+            return
+        rows = value.detach().reshape(-1, self.dim)
+        mean = rows.mean(0)
+        deviation = (rows - mean).square().mean(0).sqrt()
+        # a constant column has a deviation of rounding errors only
+        varies = deviation > 8.0 * torch.finfo(rows.dtype).eps * mean.abs()
+        mean = torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))
+        deviation = torch.where(varies & torch.isfinite(deviation), deviation, torch.ones_like(deviation))
+        raw = inverse_soft_clamp(deviation.log() if backwards else -deviation.log(), self.bound, 0.95)
+        self.raw_log_scale.copy_(raw)
+        self.shift.copy_(mean if backwards else -mean * self.log_scale.exp())
+        self.initialized.fill_(True)
+        self.started = True
+
+
+def _read_started(module: nn.Module, incompatible: Any) -> None:
+    module.started = bool(module.initialized)  # type: ignore[assignment]
+
+
+class BatchNorm(Transform):
+    r"""Batch norm, :math:`x = \alpha \odot (z - \hat\mu) / \sqrt{\hat\sigma^2 + \epsilon} + \beta`, as a flow.
+
+    Its log-det is :math:`\sum_i \log\alpha_i - \tfrac12\log(\hat\sigma_i^2 + \epsilon)`, the statistics taken as given
+    (Dinh, Sohl-Dickstein & Bengio 2017, appendix E). **Forward normalises**: to normalise data on their way to the base,
+    as RealNVP does, write ``Inverse(BatchNorm(dim))``.
+
+    In training it takes the batch's own statistics (over all axes but the last), which the running ones follow; in evaluation, for
+    fewer than two rows, and backwards always the running ones. :math:`\alpha = e^{a}`, with :math:`a` bounded softly. It starts at the
+    identity but for :math:`\epsilon`. Use evaluation mode under ``vmap``, which cannot write buffers.
+
+    Args:
+        dim: length of the vectors.
+        momentum: weight of a new batch in the running statistics.
+        eps: :math:`\epsilon > 0`, added to the variance.
+        bound: largest size of :math:`\log\alpha`.
+
+    >>> norm = BatchNorm(1, eps=1e-12)
+    >>> x, log_det = norm(torch.tensor([[1.0], [5.0]]))
+    >>> x.detach().flatten(), norm.running_mean
+    (tensor([-1.,  1.]), tensor([0.3000]))
+    """
+
+    running_mean: Tensor
+    running_variance: Tensor
+
+    @checked
+    def __init__(
+        self,
+        dim: Count,
+        momentum: Annotated[float, Interval(gt=0, le=1)] = 0.1,
+        eps: Positive = 1e-5,
+        bound: Positive = 8.0,
+    ) -> None:
+        super().__init__()
+        self.dim, self.momentum, self.eps, self.bound = dim, momentum, eps, bound
+        self.shift = nn.Parameter(torch.zeros(dim))
+        self.raw_log_scale = nn.Parameter(torch.zeros(dim))
+        self.register_buffer("running_mean", torch.zeros(dim))
+        self.register_buffer("running_variance", torch.ones(dim))
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(z, self.dim, self)
+        own = self.training and z.shape[:-1].numel() >= 2
+        mean, log_scale = self._statistics(z if own else None)
+        return (z - mean) * log_scale.exp() + self.shift, log_scale.sum().expand(z.shape[:-1])
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_vectors(x, self.dim, self)
+        mean, log_scale = self._statistics()
+        return (x - self.shift) * (-log_scale).exp() + mean, -log_scale.sum().expand(x.shape[:-1])
+
+    def _statistics(self, batch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean and log-scale: of a batch, which the running ones then follow, or the running ones."""
+        # copies, so that the next batch's update does not overwrite what a pending backward pass remembers
+        mean, variance = self.running_mean.clone(), self.running_variance.clone()
+        if batch is not None:
+            rows = batch.reshape(-1, self.dim)
+            mean = rows.mean(0)
+            variance = (rows - mean).square().mean(0)
+            with torch.no_grad():
+                self.running_mean.copy_(torch.lerp(self.running_mean, mean, self.momentum))
+                self.running_variance.copy_(torch.lerp(self.running_variance, variance, self.momentum))
+        return mean, soft_clamp(self.raw_log_scale, self.bound) - 0.5 * torch.log(variance + self.eps)

@@ -6,7 +6,6 @@ is a :class:`~flowbnn.nets.GatedConvNet` the coupling of channels, and after a :
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +19,8 @@ from flowbnn.transforms.base import Transform, check_dense, check_events, refuse
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
+IMAGES = "images (..., height, width, channels)"
+
 
 class Rearrangement(Transform):
     """A bijection that only moves numbers, integers as well; a subclass gives both directions."""
@@ -27,13 +28,8 @@ class Rearrangement(Transform):
     linearity = "affine"
     event_dim = 3
 
-    @abstractmethod
-    def there(self, z: Tensor) -> Tensor:
-        """What ``forward`` makes of it."""
-
-    @abstractmethod
-    def back(self, x: Tensor) -> Tensor:
-        """What ``inverse`` makes of it."""
+    there: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_dense(z, self)
@@ -49,8 +45,9 @@ class Rearrangement(Transform):
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.back(torch.empty(torch.Size(shape))).shape
 
-    def _refuse(self, value: Tensor, wanted: str) -> None:
-        raise refused(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
+    def _need(self, fits: bool, value: Tensor, wanted: str) -> None:
+        if not fits:
+            raise refused(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
 
 
 def _zeros(value: Tensor, axes: int) -> Tensor:
@@ -101,8 +98,7 @@ class ChannelsFirst(Rearrangement):
         return self._moved(x, -3, -1)
 
     def _moved(self, value: Tensor, axis: int, to: int) -> Tensor:
-        if value.ndim < 3:
-            self._refuse(value, "images of three axes")
+        self._need(value.ndim >= 3, value, "images of three axes")
         return value.movedim(axis, to)
 
 
@@ -126,16 +122,16 @@ class Squeeze(Rearrangement):
 
     def there(self, z: Tensor) -> Tensor:
         f = self.factor
-        if z.ndim < 3 or z.shape[-3] % f or z.shape[-2] % f:
-            self._refuse(z, f"images (..., height, width, channels) with sides divisible by {f}")
+        fits = z.ndim >= 3 and z.shape[-3] % f == z.shape[-2] % f == 0
+        self._need(fits, z, f"{IMAGES} with sides divisible by {f}")
         height, width, channels = z.shape[-3:]
         squares = z.reshape(*z.shape[:-3], height // f, f, width // f, f, channels)
         return squares.movedim((-4, -2), (-2, -1)).flatten(-3)
 
     def back(self, x: Tensor) -> Tensor:
         f = self.factor
-        if x.ndim < 3 or x.shape[-1] % (f * f):
-            self._refuse(x, f"images (..., height, width, channels) with channels divisible by {f * f}")
+        fits = x.ndim >= 3 and x.shape[-1] % (f * f) == 0
+        self._need(fits, x, f"{IMAGES} with channels divisible by {f * f}")
         height, width, channels = x.shape[-3:]
         squares = x.reshape(*x.shape[:-1], channels // (f * f), f, f).movedim((-2, -1), (-4, -2))
         return squares.reshape(*x.shape[:-3], height * f, width * f, channels // (f * f))
@@ -153,13 +149,11 @@ class Checkerboard(Rearrangement):
     """
 
     def there(self, z: Tensor) -> Tensor:
-        if z.ndim < 3 or z.shape[-2] % 2:
-            self._refuse(z, "images (..., height, width, channels) of even width")
+        self._need(z.ndim >= 3 and z.shape[-2] % 2 == 0, z, f"{IMAGES} of even width")
         return _turned(z.unflatten(-2, (z.shape[-2] // 2, 2))).flatten(-2)
 
     def back(self, x: Tensor) -> Tensor:
-        if x.ndim < 3 or x.shape[-1] % 2:
-            self._refuse(x, "images (..., height, width, channels) with an even number of channels")
+        self._need(x.ndim >= 3 and x.shape[-1] % 2 == 0, x, f"{IMAGES} with an even number of channels")
         return _turned(x.unflatten(-1, (2, x.shape[-1] // 2))).flatten(-3, -2)
 
 

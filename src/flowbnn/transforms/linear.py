@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
-from flowbnn.numerics import soft_clamp
+from flowbnn.numerics import inverse_soft_clamp, soft_clamp
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
@@ -56,9 +56,7 @@ class LULinear(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.bound = bound
-        self.permute = permute
+        self.dim, self.bound, self.permute = dim, bound, permute
         factors = torch.randn(dim, dim, generator=generator) * spread
         self.factors = nn.Parameter(factors.fill_diagonal_(0.0))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
@@ -158,8 +156,7 @@ class Permutation(Transform):
         if index.ndim != 1 or index.numel() == 0 or sorted(index.tolist()) != list(range(index.numel())):
             text = "a permutation names every position from 0 to dim - 1 exactly once"
             raise FlowBNNError(text, argument="order")
-        index = index.to(torch.long)
-        self.register_buffer("order", index.clone())
+        self.register_buffer("order", index.to(torch.long, copy=True))
         self.register_buffer("restore", torch.argsort(index))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -367,5 +364,4 @@ def assign(
     for own, link in zip(map_.links, links, strict=False):
         own.copy_(link)
     logs = (torch.cat([root.diagonal() for root in roots]) / map_.scale).log()
-    limit = 0.99 * map_.bound
-    map_.raw_log_scale.copy_(map_.bound * torch.atanh(logs.clamp(-limit, limit) / map_.bound))
+    map_.raw_log_scale.copy_(inverse_soft_clamp(logs, map_.bound))

@@ -84,9 +84,6 @@ class PlanarLU(Transform):
         z, total = reference.inverse(chain.plan, chain.weights, x.reshape(-1, self.dim))
         return z.view(x.shape), total.view(x.shape[:-1])
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, {[('planar' if planar else 'lu', size) for planar, size in self.plan.runs]}"
-
 
 def _planar_start(dim: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
     """``w``, ``u`` and ``b`` of a map near the identity."""

@@ -114,10 +114,8 @@ class Residual(Transform):
         return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)
 
     def _log_det(self, pull: Product, like: Tensor) -> Tensor:
-        how = self.log_det
-        if how is None:
-            exact = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
-            how = "exact" if exact else "roulette"
+        small = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
+        how = self.log_det or ("exact" if small else "roulette")
         if how == "exact":
             return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet
         terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
@@ -159,9 +157,6 @@ class Residual(Transform):
                 return z
         text = "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps"
         raise FlowBNNError(text, kind="convergence")
-
-    def extra_repr(self) -> str:
-        return f"{self.dim if self.event_dim == 1 else tuple(self.shape)}, log_det={self.log_det!r}"
 
 
 class _Solve(torch.autograd.Function):

@@ -60,10 +60,6 @@ class Drawing(Transform):
         return value, sum_rightmost(log_prob, log_prob.ndim - known.ndim + axes)
 
 
-def _event_dim(module: Any, otherwise: int = 1) -> int:
-    return int(getattr(module, "event_dim", otherwise))
-
-
 class Augment(Drawing):
     r"""Noise is put behind the vector, :math:`x = (z, e)` with :math:`e \sim p(e \mid z)`; backwards it is sliced off.
 
@@ -96,7 +92,7 @@ class Augment(Drawing):
         self.kept, self.added, self.context_dim = kept, added, context_dim
         self.lengths = kept, kept + added
         self.noise = noise or ConditionalNormal(MLP(kept + context_dim, 2 * added, hidden))
-        self.event_dim = _event_dim(noise)
+        self.event_dim = int(getattr(noise, "event_dim", 1))
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.kept, self, next(self.noise.parameters(), None))
@@ -148,7 +144,7 @@ class AbsoluteValue(Transform):
     def __init__(self, net: nn.Module | None = None, context_dim: Length = 0) -> None:
         super().__init__()
         self.net, self.context_dim = net, context_dim
-        self.event_dim = 0 if net is None else _event_dim(net)
+        self.event_dim = 0 if net is None else int(getattr(net, "event_dim", 1))
 
     def ends(self) -> tuple[Any, Any]:
         return constraints.real, constraints.nonnegative
@@ -265,7 +261,7 @@ class Dequantization(ToIntegers):
     ) -> None:
         super().__init__()
         self.levels, self.noise, self.context_dim = levels, noise, context_dim
-        self.event_dim = 0 if noise is None else _event_dim(noise)
+        self.event_dim = 0 if noise is None else int(getattr(noise, "event_dim", 1))
 
     def ends(self) -> tuple[Any, Any]:
         if self.levels is None:

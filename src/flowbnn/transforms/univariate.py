@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import first_parameter
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
 from flowbnn.transforms.base import Transform, check_vectors
@@ -59,7 +58,9 @@ class Conditioned(Transform):
         super().__init__()
         self.dim, self.univariate, self.net, self.compress = dim, univariate, net, compress
         self.inverse_kind = univariate.inverse_kind
-        self.first = first_parameter(net)
+        # where the first parameter is, once and for all: looking for it takes as long as a layer does
+        places = ((part, name) for part in net.modules() for name, _ in part.named_parameters(recurse=False))
+        self.first = next(places, None)
 
     def _check(self, value: Tensor) -> None:
         """Refuse vectors of another length or precision."""
@@ -301,9 +302,8 @@ class SplineMap(Univariate):
         sizes = F.softmax(parameters[..., : 2 * bins].unflatten(-1, (2, bins)), -1)
         sizes = 2.0 * self.bound * (self.smallest + (1.0 - self.smallest * bins) * sizes[..., :-1])
         # the ends are exact, so that the slopes outside are
-        knots = F.pad(
-            F.pad(sizes.cumsum(-1) - self.bound, (1, 0), value=-self.bound), (0, 1), value=self.bound
-        )
+        knots = F.pad(sizes.cumsum(-1) - self.bound, (1, 0), value=-self.bound)
+        knots = F.pad(knots, (0, 1), value=self.bound)
         index = (value.unsqueeze(-1) >= knots[..., side, 1:-1]).sum(-1)
         table = torch.cat([knots, self._slopes(parameters[..., 2 * bins :]).unsqueeze(-2)], -2)
         index = torch.stack([index, index + 1], -1).unsqueeze(-2)
