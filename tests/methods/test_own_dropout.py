@@ -1,6 +1,7 @@
 """A network's own dropout: the masks belong to a sampled network, not to the rows of a batch."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,15 @@ from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods.dropout import DropoutPosterior, MaskedDropout, example_axes
+from flowbnn.methods.layers import without_dropout
+
+
+@pytest.fixture(autouse=True)
+def _attention():
+    """Every transformer here drops attention weights in training, which is warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "dropout of .*self_attn.* is not sampled")
+        yield
 
 
 class Twice(nn.Module):
@@ -43,6 +53,14 @@ CASES = {
         (9, 1, 6, 6),
     ),
     "twice": (Twice, (9, 5, 6)),
+    "fast path": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), 2),
+            nn.Flatten(),
+            nn.Linear(30, 3),
+        ),
+        (9, 5, 6),
+    ),
 }
 
 
@@ -86,6 +104,7 @@ def test_one_network_is_handed_out(case):
     posterior, x = case
     first = posterior.predict(x, 4, seed=5).log_samples[0]
     one = posterior.sample(5)
+    torch.testing.assert_close(one(x).log_softmax(-1), first, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(one(x).log_softmax(-1), first, rtol=1e-5, atol=1e-6)
@@ -120,11 +139,11 @@ def test_masks_have_the_moments_of_dropout():
     for part in (nn.Dropout(0.3), nn.AlphaDropout(0.3)):
         masked = MaskedDropout(part, [0])
         masked.seed = 1
-        drawn, truth = masked(x), part(torch.ones(200, 2000))
+        drawn, truth = masked(part, (x,), x), part(torch.ones(200, 2000))
         assert torch.equal(drawn[0], drawn[1])
         assert set(drawn.unique().mul(1e4).round().tolist()) == set(truth.unique().mul(1e4).round().tolist())
         assert abs(float(drawn[0].mean() - truth.mean())) < 4 * float(truth.std()) / 2000**0.5
-    maps = MaskedDropout(nn.Dropout2d(0.5), [0])(torch.ones(2, 50, 4, 4))
+    maps = MaskedDropout(nn.Dropout2d(0.5), [0])(None, (), torch.ones(2, 50, 4, 4))
     assert torch.equal(maps, maps[:1, :, :1, :1].expand_as(maps))
 
 
@@ -161,3 +180,46 @@ def test_a_sampled_network_serves_threads():
     for thread in threads:
         thread.join()
     assert all(torch.equal(each, wanted) for each in found)
+
+
+class Inside(nn.Module):
+    """Dropout between the layers of a recurrent one, in attention, and of a layer that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 6, 2, dropout=0.5, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.4, batch_first=True)
+        self.drop, self.idle, self.last = nn.Dropout(0.3), nn.Dropout(0.2), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.recurrent(x)[0]
+        h = self.drop(self.attention(h, h, h)[0].mean(1))
+        return self.last(nn.functional.dropout(h, self.idle.p, self.training))
+
+
+def test_dropout_that_is_not_sampled_is_named():
+    x = torch.randn(6, 5, 6)
+    with pytest.warns(fb.FlowBNNWarning) as told:
+        posterior = posterior_of(Inside(), x)
+    assert [each.message.fields["layers"] for each in told] == [["recurrent", "attention", "idle"]]
+    assert posterior.predict(x, 4, seed=0).log_samples.std(0).max() > 0
+    with without_dropout(network := Inside().train()):
+        assert torch.equal(network(x), network(x))
+    assert (network.recurrent.dropout, network.attention.dropout, network.drop.p) == (0.5, 0.4, 0.3)
+
+
+def test_padded_positions_are_no_way_past_the_masks():
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True)
+            self.encoder, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.encoder(x, src_key_padding_mask=x[..., 0] > 1.5)[:, 0])
+
+    torch.manual_seed(0)
+    x = torch.rand(6, 4, 6)
+    x[:, 3, 0] = 2.0
+    posterior = posterior_of(Padded(), x)
+    assert posterior.predict(x, 4, seed=0).log_samples.std(0).max() > 0.01

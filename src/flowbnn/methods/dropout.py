@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take
 from flowbnn.convert import to_stochastic
+from flowbnn.errors import some_of, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
-from flowbnn.methods.layers import own_dropout
+from flowbnn.methods.layers import inner_dropout, own_dropout, without_nested
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.fixed import constant
@@ -38,7 +39,7 @@ from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.posterior.recording import outcome
-from flowbnn.posterior.weights import StandIns, generator_of
+from flowbnn.posterior.weights import generator_of
 from flowbnn.training import History
 
 
@@ -47,8 +48,9 @@ from flowbnn.training import History
 class MCDropout(Method):
     r"""Dropout kept on at prediction.
 
-    A network with dropout of its own keeps that on. One without gets dropout before its layers. Either way the masks of a sample are
-    shared by all inputs, so that it is one network.
+    A network with dropout layers of its own keeps these on. One without gets dropout before its layers. Either way the masks of a
+    sample are shared by all inputs, so that it is one network. Dropout inside of torch's attention and recurrent layers, and that of
+    functions (``F.dropout``), is not sampled; a warning names it where it can be seen.
 
     Args:
         rate: the share that is dropped; where it is given, dropout is added whatever the network has. 0.1 for networks without dropout.
@@ -73,10 +75,13 @@ class MCDropout(Method):
         rate = sum(rates) / len(rates) if own else 0.1 if self.rate is None else self.rate
         decay = (1.0 - rate) / (self.prior_scale**2 * run.count(loader))
         if own:
-            point = self.start(model, loader, run, decay)
+            point = self.start(without_nested(model), loader, run, decay)
             inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))
             axes = example_axes(point.model, inputs)
+            warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
             return DropoutPosterior(point.model, point.likelihood, point.history, axes)
+        if self.rate is None and self.layers is None:
+            warn_of_unsampled(model)
         if not self.epochs:
             likelihood = self.start(deepcopy(model), loader, run).likelihood
             return NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
@@ -89,6 +94,17 @@ class MCDropout(Method):
         names = [name for name, part in model.named_modules() if wrappable(part) and id(part) not in inner]
         chosen = [self.layers] if self.layers is not None else names[1:] or names or ["*"]
         return to_stochastic(model, {name: Dropout(rate) for name in chosen}, inplace=True)
+
+
+def warn_of_unsampled(model: nn.Module, uncalled: Sequence[str] = ()) -> None:
+    """Name the dropout that predictions do not sample: that inside of layers, and layers that the network does not call."""
+    names = [*inner_dropout(model), *uncalled]
+    if names:
+        line = (
+            f"dropout of {some_of(names, 3)} is not sampled in predictions: only that of layers such as nn.Dropout, which the network "
+            "calls, is"
+        )
+        warn(line, kind="dropout", layers=names)
 
 
 class DropoutPosterior(Posterior):
@@ -108,21 +124,21 @@ class DropoutPosterior(Posterior):
         history: History | None = None,
         axes: Mapping[str, list[int | None]] | None = None,
     ) -> None:
-        super().__init__(model, likelihood, history)
+        super().__init__(without_nested(model), likelihood, history)
         self.axes = axes
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the masks of one sample after the other."""
         if self.axes is None:
-            self.axes = example_axes(self.model, move(inputs, prediction.device, prediction.dtype))
-        masks = prediction.keep("masks", lambda: Masks(self.model, self.axes or {}))
+            self.axes = example_axes(prediction.model, move(inputs, prediction.device, prediction.dtype))
+        masks = prediction.keep("masks", lambda: Masks(prediction.model, self.axes or {}))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:
                 masks.hold(prediction.seed, index, None if prediction.shared else prediction.batch)
                 yield prediction.network
 
-        with masks, self.model.register_forward_pre_hook(masks.begin):
+        with masks:
             return prediction.run(inputs, networks(), len(samples))
 
     def sample(self, seed: int | None = None) -> nn.Module:
@@ -131,7 +147,8 @@ class DropoutPosterior(Posterior):
         masks = Masks(network, self.axes or {})
         masks.hold(new_seed() if seed is None else seed, 0)
         masks.__enter__()
-        network.register_forward_pre_hook(masks.begin)
+        for part in own_dropout(network):
+            part.p = 0.0  # nothing more is dropped in training mode
         return network
 
     def settings(self) -> dict[str, Any]:
@@ -150,9 +167,11 @@ NEGATIVE = -1.7580993408473766  # what alpha dropout puts in the place of what i
 def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
     """The axis of the examples at each call of each dropout: the one that grows with the batch.
 
-    It is None where none does; nothing is known of a network that fails on one input, or takes no single ones.
+    It is None where none does, and a dropout that is not called has no calls; nothing is known of a network that fails on one input,
+    or takes no single ones.
     """
-    names = {id(part): name for name, part in model.named_modules()}
+    own = {id(part) for part in own_dropout(model)}
+    names = {id(part): name for name, part in model.named_modules() if id(part) in own}
     seen: list[dict[str, list[torch.Size]]] = [{}, {}]
     for count, shapes in enumerate(seen, start=2):
 
@@ -167,25 +186,26 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
                 outcome(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
             ):
                 return {}
-    axes: dict[str, list[int | None]] = {}
+    axes: dict[str, list[int | None]] = {name: [] for name in names.values()}
     for name, first in seen[0].items():
-        axes[name] = []
         for two, three in zip(first, seen[1].get(name, []), strict=False):
             growing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a * 3 == b * 2]
             axes[name].append(growing[0] if growing else None)
     return axes
 
 
-class MaskedDropout(nn.Module):
-    """Dropout with the masks of one sample, each drawn at the first input of its size.
+class MaskedDropout:
+    """The masks of one sample for one dropout, each drawn at the first input of its size.
+
+    It is a forward hook of the dropout, which lets everything through where it is not training. A hook also keeps torch's transformer
+    layers from their fast path, which calls no dropout: they look for hooks of all their modules.
 
     Args:
-        part: the dropout whose place it takes.
+        part: the dropout.
         axes: of the examples, at each of its calls in a pass; the first axis where that is not known.
     """
 
     def __init__(self, part: Any, axes: Sequence[int | None]) -> None:
-        super().__init__()
         self.rate, self.axes = float(part.p), axes
         self.alpha = isinstance(part, nn.AlphaDropout | nn.FeatureAlphaDropout)
         maps = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -195,7 +215,7 @@ class MaskedDropout(nn.Module):
         self.source: torch.Generator | None = None  # where every example has a mask of its own
         self.masks: dict[Any, Tensor] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, part: nn.Module | None, args: Any, x: Tensor) -> Tensor:
         number = _calls.of.get(self, 0)
         _calls.of[self] = number + 1
         axis = self.axes[number] if number < len(self.axes) else 0
@@ -224,36 +244,50 @@ class MaskedDropout(nn.Module):
         return mask
 
 
-class Masks(StandIns):
-    """Dropout with masks, which stands in for a network's own dropout.
+class Masks:
+    """Masks on a network's own dropout, for the length of a ``with`` block.
 
     Args:
-        model: the network; :meth:`begin` is to be a forward pre-hook of it.
+        model: the network.
         axes: as :func:`example_axes` gives them.
     """
 
     def __init__(self, model: nn.Module, axes: Mapping[str, list[int | None]]) -> None:
         own = {id(part) for part in own_dropout(model)}
-        named = [(name, part) for name, part in model.named_modules() if id(part) in own]
-        stands = {id(part): MaskedDropout(part, axes.get(name, [])) for name, part in named}
-        self.parts = list(stands.values())
-        held = [
-            (module._modules, key, part)
-            for module in model.modules()
-            for key, part in module._modules.items()
-        ]
-        super().__init__((each, key, stands[id(part)]) for each, key, part in held if id(part) in stands)
+        self.model, self.stack = model, ExitStack()
+        self.parts = {
+            part: MaskedDropout(part, axes.get(name, []))
+            for name, part in model.named_modules()
+            if id(part) in own
+        }
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.model.register_forward_pre_hook(_Beginning(list(self.parts.values()))))
+            for part, masked in self.parts.items():
+                stack.enter_context(part.register_forward_hook(masked))
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
 
     def hold(self, seed: int, index: int, batch: int | None = None) -> None:
         """Take the masks of a sample; those of a batch are drawn for each of its examples."""
         first = generator_of(seed, index).initial_seed()
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.parts.values()):
             part.seed, part.masks = first * 10_007 + number, {}
             if batch is not None:
                 part.source = torch.Generator().manual_seed((part.seed * 10_007 + batch) % 2**63)
 
-    def begin(self, model: nn.Module, args: Any) -> None:
-        """A pass begins: the next call of each dropout is its first."""
+
+class _Beginning:
+    """A hook of the network: where a pass begins, the next call of each dropout is its first."""
+
+    def __init__(self, parts: list[MaskedDropout]) -> None:
+        self.parts = parts
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
         for part in self.parts:
             _calls.of[part] = 0
 
@@ -261,7 +295,7 @@ class Masks(StandIns):
 class _Calls(threading.local):
     def __init__(self) -> None:
         # how often a dropout has been called in the pass of this thread
-        self.of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self.of: WeakKeyDictionary[MaskedDropout, int] = WeakKeyDictionary()
 
 
 _calls = _Calls()

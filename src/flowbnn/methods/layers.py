@@ -15,22 +15,42 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 def own_dropout(model: nn.Module) -> list[Any]:
-    """The dropout that a network brings."""
+    """The dropout layers that a network brings."""
     return [part for part in model.modules() if isinstance(part, DROPOUT) and part.p > 0]
+
+
+def inner_dropout(model: nn.Module) -> dict[str, Any]:
+    """Layers that drop inside of themselves, by name: attention its weights, recurrent layers what passes from one to the next."""
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.MultiheadAttention | nn.RNNBase)
+        and part.dropout > 0
+        and getattr(part, "num_layers", 2) > 1
+    }
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Dropout at rate 0; the network's own rates come back."""
-    parts: list[Any] = own_dropout(model)
-    rates = [part.p for part in parts]
-    for part in parts:
-        part.p = 0.0
+    places = [(part, "p") for part in own_dropout(model)]
+    places += [(part, "dropout") for part in inner_dropout(model).values()]
+    rates = [getattr(part, name) for part, name in places]
+    for part, name in places:
+        setattr(part, name, 0.0)
     try:
         yield
     finally:
-        for part, rate in zip(parts, rates, strict=True):
-            part.p = rate
+        for (part, name), rate in zip(places, rates, strict=True):
+            setattr(part, name, rate)
+
+
+def without_nested(model: nn.Module) -> nn.Module:
+    """The network with its transformers kept to ordinary tensors: nested ones bypass the layers' hooks."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return model
 
 
 def normalizers(model: nn.Module) -> list[nn.Module]:

@@ -135,10 +135,10 @@ class Run:
         if options.resume and self.path is not None and process.agree(self.path.exists()):
             self.state.load(warn=self.main)
             self.plan()
+            if process.processes == 1:
+                self.state.compare_data(lambda: next(self.batches(0), END))
             if self.finished and self.state.random_now is not None:
                 self.randomness.restore(self.state.random_now)  # what comes after the run draws on from there
-            elif process.processes == 1:
-                self.state.compare_data(lambda: next(self.batches(0), END))
         else:
             if options.seed is not None:
                 seed_all(options.seed)

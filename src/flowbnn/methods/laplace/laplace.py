@@ -18,10 +18,11 @@ from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
 from flowbnn.methods.laplace.curvature import Problem
-from flowbnn.methods.laplace.layers import choose_layers, survey, without_nested
+from flowbnn.methods.laplace.layers import choose_layers, survey
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, with_prior
+from flowbnn.methods.layers import without_nested
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.training import is_main_process, track

@@ -50,14 +50,6 @@ def holders(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def without_nested(model: nn.Module) -> nn.Module:
-    """The network with its transformers kept to ordinary tensors: nested ones bypass the layers' hooks."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-    return model
-
-
 def survey(model: nn.Module, inputs: Any) -> Survey:
     """Run up to three rows and see which layers are called."""
     layers, results = holders(model), dict[str, Any]()
