@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of
-from flowbnn.diagnostics.pareto import pareto_smoothed
+from flowbnn.diagnostics.pareto import log_mean
 from flowbnn.distributions.draws import reparameterized
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import FlowModel
@@ -45,17 +45,17 @@ class TargetFit:
         r"""The ELBO :math:`E_q[\log \tilde p - \log q] \le \log Z`, :math:`\log Z` by importance sampling, and how far to trust it.
 
         ``k_hat`` is the shape of the weights' tail: below 0.7 ``log_evidence`` and the flow are usable, above not
-        (:func:`flowbnn.diagnostics.pareto.pareto_smoothed`).
+        (:func:`flowbnn.diagnostics.pareto.log_mean`).
         """
         with drawing(device_of(self.flow), seed):
             x, log_prob = _draw(self.flow(), samples)
         log_weights = (self.log_density(x).double() - log_prob.double()).cpu()
-        smoothed, k_hat = pareto_smoothed(log_weights)
+        found = log_mean(log_weights)
         return {
             "elbo": float(log_weights.mean()),
             "elbo_error": float(log_weights.std()) / math.sqrt(samples),
-            "log_evidence": float(smoothed.logsumexp(0)) - math.log(samples),
-            "k_hat": k_hat,
+            "log_evidence": found.value,
+            "k_hat": found.k,
         }
 
 

@@ -11,7 +11,6 @@ from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
 from flowbnn.diagnostics.gaussian import sliced_wasserstein
-from flowbnn.diagnostics.pareto import generalized_pareto, pareto_smoothed
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import MemberPosterior
@@ -95,35 +94,6 @@ class Known:
 @pytest.fixture(scope="module")
 def known() -> Known:
     return Known()
-
-
-def test_a_generalized_pareto_distribution_is_found():
-    source = torch.Generator().manual_seed(0)
-    for k in (0.2, 0.7, 1.2):
-        uniform = torch.rand(20_000, generator=source, dtype=torch.float64)
-        excess = (torch.expm1(-k * torch.log1p(-uniform)) * 1.5 / k).sort().values
-        found, scale = generalized_pareto(excess)
-        assert abs(found - k) < 0.04
-        assert abs(scale - 1.5) < 0.1
-        # weights of which one in five has that tail
-        assert abs(pareto_smoothed((1.0 + excess).log())[1] - k) < 0.15
-
-
-@pytest.mark.parametrize("rate", [1.5, 2.0, 4.0])
-def test_weights_have_the_tail_that_their_densities_give_them(rate):
-    """Exp(1) by draws of Exp(r): the weights exceed t with probability proportional to t^(-r / (r - 1)), so k is 1 - 1 / r."""
-    source, found, evidence = torch.Generator().manual_seed(1), [], []
-    for _ in range(10):
-        uniform = torch.rand(100_000, generator=source, dtype=torch.float64)
-        weights = -(rate - 1.0) / rate * torch.log1p(-uniform) - math.log(rate)
-        smoothed, k = pareto_smoothed(weights)
-        found.append(k)
-        evidence.append(float(smoothed.exp().mean()))
-    true = 1.0 - 1.0 / rate
-    error = (1.0 + true) / math.sqrt(10 * 949)  # of maximum likelihood, in tails of 949 weights
-    assert sum(found) / 10 == pytest.approx(true, abs=3 * error)
-    if true < 0.7:
-        assert sum(evidence) / 10 == pytest.approx(1.0, abs=0.01)
 
 
 def test_the_exact_posterior_has_equal_weights(known):

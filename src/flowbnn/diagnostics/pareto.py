@@ -7,6 +7,7 @@ Yao et al. 2018 (https://arxiv.org/abs/1802.02538).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,24 @@ from flowbnn.options import checked
 
 GOOD, USABLE = 0.5, 0.7  # of k-hat
 FEWEST = 25  # weights, of which the five largest make a tail
+HEAVIEST = 0.95  # tail whose mean is computed: from k = 1 on there is none
+
+
+def usable(samples: int) -> float:
+    r"""The largest :math:`\hat k` for which so many draws suffice, :math:`\min(0.7, 1 - 1 / \log_{10} S)` (Vehtari et al. 2024).
+
+    >>> [round(usable(samples), 2) for samples in (100, 400, 10_000)]
+    [0.5, 0.62, 0.7]
+    """
+    return min(USABLE, 1.0 - 1.0 / math.log10(samples))
 
 
 @checked
 def pareto_smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
     r"""Log-weights with a smoothed tail, and :math:`\hat k`.
 
-    Below 0.5 the weights are reliable, below 0.7 usable, above not; from 1 on they have no mean that draws could find.
+    Below 0.5 the weights are reliable, below :func:`usable` usable, above not; from 1 on they have no mean that draws could find.
+    It is infinite where the weights of the tail are too far apart for floating point, and 0 where they are equal.
 
     Args:
         log_weights: ``[S]``.
@@ -32,6 +44,44 @@ def pareto_smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
     >>> bool(k < 0.5), bool((smoothed.logsumexp(0) - log_weights.logsumexp(0)).abs() < 0.05)
     (True, True)
     """
+    return _smoothed(log_weights)[:2]
+
+
+class LogMean(NamedTuple):
+    """The logarithm of the mean of weights, and how far to trust it.
+
+    Args:
+        value, error: of the smoothed weights, and its standard error.
+        k: of the tail.
+        effective: number of equal weights that they are worth.
+    """
+
+    value: float
+    error: float
+    k: float
+    effective: float
+
+
+def log_mean(log_weights: Tensor) -> LogMean:
+    r"""The logarithm of the mean of weights by Pareto smoothing.
+
+    Smoothed weights end at the largest that was drawn, and a few draws of a heavy tail look lighter than it is. So the error has,
+    beside the spread of the weights, what a tail of :math:`\hat k + (1 + \hat k) / \sqrt{T}`, one standard error above the shape of the
+    :math:`T` largest weights, has beyond them. It is infinite from :math:`\hat k = 1` on.
+
+    >>> log_weights = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    >>> found = log_mean(log_weights)  # the exact one is 0.5
+    >>> abs(found.value - 0.5) < 2 * found.error < 0.5
+    True
+    """
+    smoothed, k, beyond = _smoothed(log_weights)
+    count, effective = len(smoothed), float(1.0 / torch.softmax(smoothed, 0).square().sum())
+    spread = math.sqrt(max(0.0, 1.0 / effective - 1.0 / count))
+    return LogMean(float(smoothed.logsumexp(0)) - math.log(count), spread + beyond, k, effective)
+
+
+def _smoothed(log_weights: Tensor) -> tuple[Tensor, float, float]:
+    """Smoothed log-weights, k-hat, and what a heavier tail has beyond the weights, as a share of their mean."""
     if log_weights.ndim != 1 or len(log_weights) < FEWEST or not bool(torch.isfinite(log_weights).all()):
         raise FlowBNNError(
             f"log_weights must be a vector of at least {FEWEST} finite numbers, got {tuple(log_weights.shape)}",
@@ -42,15 +92,21 @@ def pareto_smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
     values = (order.values - top).exp()
     tail = math.ceil(min(0.2 * count, 3.0 * math.sqrt(count)))
     cutoff = values[-tail - 1]
-    if not bool(values[-tail] > cutoff):  # as many equals as there are weights in the tail
-        return log_weights.double(), 0.0
+    if bool(order.values[-tail - 1] == top):
+        return log_weights.double(), 0.0, 0.0
+    if not bool(cutoff >= torch.finfo(cutoff.dtype).tiny):
+        return log_weights.double(), math.inf, math.inf
     k, scale = generalized_pareto(values[-tail:] - cutoff)
     places = (torch.arange(tail, dtype=torch.float64, device=values.device) + 0.5) / tail
     far = -torch.log1p(-places)
     excess = scale * (torch.expm1(k * far) / k if abs(k) > 1e-8 else far)
     smoothed = order.values.clone()
     smoothed[-tail:] = (cutoff + excess).log().clamp(max=0.0) + top
-    return torch.empty_like(smoothed).index_copy_(0, order.indices, smoothed), k
+    heavier = min(HEAVIEST, k + (1.0 + k) / math.sqrt(tail))
+    new = (smoothed - top).exp()
+    beyond = float((cutoff + scale / (1.0 - heavier)) * tail - new[-tail:].sum()) / float(new.sum())
+    beyond = max(0.0, beyond) if k < 1.0 else math.inf
+    return torch.empty_like(smoothed).index_copy_(0, order.indices, smoothed), k, beyond
 
 
 def generalized_pareto(excess: Tensor) -> tuple[float, float]:

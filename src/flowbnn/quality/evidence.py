@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowbnn.diagnostics.bridge import bridge_sampling
 from flowbnn.diagnostics.gaussian import correlation_nats
-from flowbnn.diagnostics.pareto import FEWEST, GOOD, USABLE, pareto_smoothed
+from flowbnn.diagnostics.pareto import FEWEST, GOOD, log_mean, usable
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.options import Interval, Seed, checked
@@ -31,9 +31,9 @@ class ParetoK:
     r"""What importance sampling from a posterior says of it.
 
     Args:
-        k: :math:`\hat k`, below 0.5 good, below 0.7 usable.
+        k: :math:`\hat k`, below 0.5 good, usable below 0.7, or below less where draws are few (``usable``).
         elbo, elbo_error: mean and standard error of the log-weights, in nats.
-        evidence, evidence_error: the log-evidence by Pareto-smoothed weights, trusted where ``k`` is below 0.7.
+        evidence, evidence_error: the log-evidence by Pareto-smoothed weights, trusted where ``k`` is usable.
         effective: number of draws of the exact posterior that the draws are worth.
         samples: draws.
     """
@@ -48,12 +48,17 @@ class ParetoK:
 
     @property
     def verdict(self) -> Literal["good", "usable", "bad"]:
-        return "good" if self.k < GOOD else "usable" if self.k < USABLE else "bad"
+        return "bad" if self.k >= self.usable else "good" if self.k < GOOD else "usable"
+
+    @property
+    def usable(self) -> float:
+        """The k-hat up to which so many draws suffice."""
+        return usable(self.samples)
 
     @property
     def smoothed(self) -> "Evidence":
         """The log-evidence by Pareto-smoothed weights."""
-        return Evidence(self.evidence, self.evidence_error, "psis", self.k < USABLE)
+        return Evidence(self.evidence, self.evidence_error, "psis", self.k < self.usable)
 
 
 @checked
@@ -85,16 +90,14 @@ def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, 
 def _importance(target: NoiseTarget, samples: int) -> ParetoK:
     vectors, density = target.draw(samples)
     weights = target.log_joint(vectors) - density
-    smoothed, k = pareto_smoothed(weights)
-    share = torch.softmax(smoothed, 0)
-    effective = float(1.0 / share.square().sum())
+    found = log_mean(weights)
     return ParetoK(
-        k,
+        found.k,
         float(weights.mean()),
         float(weights.std()) / math.sqrt(samples),
-        float(smoothed.logsumexp(0)) - math.log(samples),
-        math.sqrt(max(0.0, 1.0 / effective - 1.0 / samples)),
-        effective,
+        found.value,
+        found.error,
+        found.effective,
         samples,
     )
 
@@ -106,7 +109,7 @@ class Evidence:
     Args:
         value, error: in nats.
         method: how it was found.
-        trusted: whether k-hat is below 0.7 (``"psis"``), or R-hat at most 1.01 (``"bridge"``).
+        trusted: whether k-hat is usable (``"psis"``), or R-hat at most 1.01 (``"bridge"``).
     """
 
     value: float
@@ -128,7 +131,7 @@ def evidence(
 
     ==============  =========================================================================================================
     ``"bridge"``    bridge sampling between long chains and a Gaussian that is fitted to one half of them; the most accurate
-    ``"psis"``      the mean of Pareto-smoothed weights of the posterior's own draws; no chains, right where k-hat is below 0.7
+    ``"psis"``      the mean of Pareto-smoothed weights of the posterior's own draws; no chains, right where k-hat is usable
     ``"tempered"``  particles from the prior, through :math:`p(z)\, p(D \mid z)^\beta` with :math:`\beta` from 0 to 1, moved by HMC (Del
                     Moral et al. 2006, https://doi.org/10.1111/j.1467-9868.2006.00553.x); finds what chains around one mode miss
     ==============  =========================================================================================================

@@ -79,7 +79,7 @@ class Report:
         k, gap, chains, near = self.pareto, self.gap, self.chains, self.agreement
         rows = [
             ("noise", f"{self.dimensions:,} dimensions", f"{self.examples:,} examples"),
-            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below 0.7 usable"),
+            ("Pareto k-hat", f"{k.k:.2f}", f"{k.verdict}: below 0.5 good, below {k.usable:.2f} usable"),
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]
         if gap is None or chains is None or near is None:
