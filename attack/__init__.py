@@ -15,14 +15,14 @@ __all__ = ["Budget", "Tally", "short"]
 
 
 class Budget:
-    """Seconds to spend, or a number of tries, whichever is over first."""
+    """Seconds to spend, or a number of tries, whichever is over first; one try is made in any case."""
 
     def __init__(self, seconds: float, tries: float = float("inf")) -> None:
         self.end, self.tries = time.monotonic() + seconds, tries
 
     def allows(self, tally: "Tally") -> bool:
         """Whether there is more to try."""
-        return tally.tries < self.tries and time.monotonic() < self.end
+        return not tally.tries or (tally.tries < self.tries and time.monotonic() < self.end)
 
 
 @dataclass

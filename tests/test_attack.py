@@ -52,6 +52,10 @@ def test_fuzz_finds_no_trace():
     assert tally.tries == 100
 
 
+def test_a_part_without_time_makes_one_try():
+    assert fuzz.attack(seed=0, budget=Budget(0.0), opened=False).tries == 1
+
+
 def test_hostile_files_are_refused():
     tally = files.attack(seed=0, budget=Budget(60.0, tries=50))
     assert tally.failures == []

@@ -260,7 +260,12 @@ def test_auto_looks_at_the_targets():
         (lambda: Gaussian(0.0), "above 0, got 0.0"),
         (lambda: Gaussian("guess"), "'learned' or 'predicted' or a number"),
         (lambda: make_likelihood("categorial"), "did you mean 'categorical'"),
+        (lambda: Bernoulli().canonical(torch.tensor([0.0, 0.9])), "have fractions"),
         (lambda: ELBO(Categorical(), 0), "at least 1, got 0"),
+        (
+            lambda: ELBO(Categorical(), 5)(nn.Linear(3, 2), torch.zeros(4, 3), torch.zeros(3).long()),
+            r"outputs of shape \(4, 2\) and targets of shape \(3,\)",
+        ),
         (lambda: ELBO(Categorical(), 5, beta=-1.0), "at least 0, got -1.0"),
     ],
 )

@@ -67,6 +67,14 @@ class Likelihood(nn.Module, ABC):
         return {"likelihood": type(self).__name__}
 
 
+def _integers(targets: Tensor, advice: str) -> Tensor:
+    """Class labels as integers; floating-point numbers without fractions are taken."""
+    if targets.is_floating_point() and not bool((targets == targets.round()).all()):
+        line = f"class labels must be integers, but these have fractions; {advice}"
+        raise FlowBNNError(line, kind="targets", argument="targets")
+    return targets.long()
+
+
 class Categorical(Likelihood):
     r"""Classes: :math:`\log p(y \mid x) = \log \mathrm{softmax}(f(x))_y`, minus the cross entropy.
 
@@ -80,13 +88,7 @@ class Categorical(Likelihood):
         return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=-(2**62))
 
     def canonical(self, targets: Tensor) -> Tensor:
-        if targets.is_floating_point() and not bool((targets == targets.round()).all()):
-            raise FlowBNNError(
-                "class labels must be integers, but these have fractions; of probabilities give argmax(1)",
-                kind="targets",
-                argument="targets",
-            )
-        return targets.long()
+        return _integers(targets, "of probabilities give argmax(1)")
 
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
@@ -130,7 +132,7 @@ class Bernoulli(Likelihood):
         return -F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
     def canonical(self, targets: Tensor) -> Tensor:
-        return targets.flatten().long()
+        return _integers(targets.flatten(), "of probabilities give (targets > 0.5).long()")
 
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         logits = _stacked(outputs)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, repeat_each, tensors_of
 from flowbnn.distributions import Divergence
+from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import Divergences, ahead, divergences
@@ -137,6 +138,10 @@ class ELBO:
             known = divergences(layers) if known is None else known
         if state.asked and not torch.compiler.is_compiling():
             self._asked[whole] = state.asked
+        if isinstance(targets, Tensor) and targets.shape[:1] != outputs.shape[:1]:
+            sizes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
+            line = f"{sizes} do not have the same number of examples on their first axis"
+            raise FlowBNNError(line, kind="shape", argument="targets")
         if check:
             self.likelihood.check(outputs, targets)
         return self.terms(outputs, targets, known, scale)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowbnn.batches import device_of
 from flowbnn.diagnostics.pareto import log_mean
 from flowbnn.distributions.draws import reparameterized
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, shown
 from flowbnn.flows import FlowModel
 from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
 from flowbnn.training import Clock, History, TrainingOptions, train
@@ -111,9 +111,10 @@ class _Reverse(nn.Module):
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         x, log_prob = _draw(self.flow(), self.samples)
         log_density = self.log_density(x)
-        if log_density.shape != log_prob.shape:
+        if getattr(log_density, "shape", None) != log_prob.shape:
+            found = tuple(log_density.shape) if isinstance(log_density, Tensor) else shown(log_density)
             raise FlowBNNError(
-                f"log_density must give one number for each point, {tuple(log_prob.shape)} here, not {tuple(log_density.shape)}",
+                f"log_density must give a tensor with one number for each point, {tuple(log_prob.shape)} here, not {found}",
                 kind="shape",
                 argument="log_density",
             )

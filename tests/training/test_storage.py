@@ -270,6 +270,16 @@ def test_a_huge_file_is_refused_before_its_tensors_are_read(tmp_path, monkeypatc
     one_line(caught, "a.safetensors")
 
 
+@pytest.mark.parametrize("kind", ["chains", "noise-chains", "members"])
+def test_a_list_of_no_networks_is_refused(tmp_path, kind):
+    network, path = nn.Linear(2, 2), tmp_path / "a.safetensors"
+    fit = fb.MLE(epochs=1).fit(network, [(torch.zeros(2, 2), torch.zeros(2, 2))], progress=False)
+    save_tensors(path, fit.tensors(), {**fit.document(), "kind": kind})
+    with pytest.raises(FlowBNNError) as caught:
+        fb.load_posterior(path, network)
+    one_line(caught, "at least one, of every weight")
+
+
 def test_too_many_names_are_refused_at_once(tmp_path):
     sparse(tmp_path / "a.safetensors", {str(number): (0,) for number in range(100_001)}, {})
     with pytest.raises(FlowBNNError) as caught:
@@ -305,7 +315,9 @@ def test_nested_state_keeps_its_types():
     assert isinstance(back[1], tuple)
 
 
-def test_a_flipped_bit_is_noticed_by_one_checksum(tmp_path):
+@pytest.mark.parametrize("piece", [5, 2**24])
+def test_a_flipped_bit_is_noticed_by_one_checksum(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(storage, "PIECE", piece)  # bytes are checked in pieces from the disk
     tensors = {
         "weight": torch.randn(40, 3),
         "half": torch.randn(7).bfloat16(),
@@ -315,6 +327,7 @@ def test_a_flipped_bit_is_noticed_by_one_checksum(tmp_path):
     }
     path = save_tensors(tmp_path / "a.safetensors", tensors, {"epoch": 3})
     whole = path.read_bytes()
+    assert torch.equal(load_tensors(path)[0]["weight"], tensors["weight"])
     for name in ("weight", "half", "flag", "complex"):
         where = whole.rindex(raw_bytes(tensors[name]))
         spoilt = bytearray(whole)

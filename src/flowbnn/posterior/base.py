@@ -352,8 +352,12 @@ def reading(path: Any) -> Iterator[None]:
     """Whatever goes wrong inside says that the file cannot be loaded."""
     try:
         yield
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+    except Exception as error:
+        why = (
+            f"it has no {error}"
+            if isinstance(error, KeyError)
+            else " ".join(str(error).split()) or type(error).__name__
+        )
         raise FlowBNNError(f"'{path}' cannot be loaded: {why}", kind="file") from None
 
 

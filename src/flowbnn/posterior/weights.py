@@ -294,7 +294,7 @@ def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, 
     sizes = {len(value) for value in members.values()}
     wrong = [name for name, value in members.items() if name not in own or value.shape[1:] != own[name].shape]
     trouble = f"the members' weights '{wrong[0]}' do not fit the network" if wrong else ""
-    if len(sizes) > 1 or 0 in sizes:
+    if len(sizes) != 1 or 0 in sizes:
         trouble = "a list of networks needs the same number, at least one, of every weight"
     if trouble:
         raise FlowBNNError(trouble, kind="shape")

@@ -12,10 +12,10 @@ import socket
 import zipfile
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
+from functools import cached_property, reduce
 from glob import escape
 from itertools import count
 from pathlib import Path
@@ -35,7 +35,9 @@ KIND = "__kind__"
 NUMBERS = count()
 MOST_HEADER = 100_000_000  # bytes, safetensors' own limit
 MOST_NAMES = 100_000
+PIECE = 2**24  # bytes that are checked at once
 MOST_NETWORKS = 100_000  # as many weights as so many networks have are no posterior or checkpoint any more
+Bytes = Callable[[str], Iterable[bytes]]  # those of a tensor, by its name, in pieces
 SEQUENCES = {"tuple": tuple, "deque": deque}
 
 
@@ -114,12 +116,11 @@ class TensorFile:
         are of two files: then both are opened anew.
         """
         for _ in range(10):
-            before = self.path.stat()
+            self.identity = _identity(self.path)
             with safe_open(self.path, framework="pt", device="cpu") as file:
                 header = json.loads((file.metadata() or {}).get(HEADER, "null"))
                 self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            now = self.path.stat()
-            if (before.st_ino, before.st_mtime_ns) == (now.st_ino, now.st_mtime_ns):
+            if self.identity == _identity(self.path):
                 break
         return header
 
@@ -130,11 +131,31 @@ class TensorFile:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, read and checked."""
         with self.reading():
-            if self.checksum != _checksum(self.stored, self.content):  # of the views, which take no memory
+            if self.checksum != _checksum(self.stored, self.content, self._bytes()):
                 text = f"'{self.path}' is damaged: its bytes are not those that were written"
                 raise FlowBNNError(text, kind="file")
             read = {name: view.clone() for name, view in self.stored.items()}
             return read | {name: read[of] for name, of in self.aliases.items()}
+
+    def _bytes(self) -> Bytes | None:
+        """Gives the bytes of a stored tensor in pieces from the disk, since a view that is walked through stays in memory.
+
+        None where another file has taken the name since: then the views are all there is.
+        """
+        if _identity(self.path) != self.identity:
+            return None
+        with self.path.open("rb") as file:
+            start = int.from_bytes(file.read(8), "little")
+            places = json.loads(file.read(start))
+
+        def pieces(name: str) -> Iterator[bytes]:
+            first, last = places[name]["data_offsets"]
+            with self.path.open("rb") as file:
+                file.seek(8 + start + first)
+                for begin in range(first, last, PIECE):
+                    yield file.read(min(PIECE, last - begin))
+
+        return pieces
 
     def check_names(self, known: Iterable[str]) -> None:
         """Refuse a file that has other tensors besides."""
@@ -347,13 +368,22 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     return stored, aliases
 
 
-def _checksum(tensors: Mapping[str, Tensor], content: str) -> int:
-    """CRC-32 of the document and of all tensors: their names, kinds, shapes and bytes."""
+def _checksum(tensors: Mapping[str, Tensor], content: str, pieces: Bytes | None = None) -> int:
+    """CRC-32 of the document and of all tensors: their names, kinds, shapes and bytes, which ``pieces`` may give by the name."""
     value = zlib.crc32(content.encode())
     for name, tensor in sorted(tensors.items()):
         value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
-        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+        if pieces is None:
+            value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+        else:
+            value = reduce(lambda before, piece: zlib.crc32(piece, before), pieces(name), value)
     return value
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What another file under this name does not have."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _this_machine() -> str:
