@@ -233,14 +233,18 @@ def _tidy(every: Sequence[Job]) -> None:
 def _put_aside(jobs: Sequence[Job]) -> int:
     """Move finished trainings to where nothing overwrites them, since hours may have gone into them; how many were moved.
 
-    Checkpoints and trained networks lose their mark, so that no later run goes on from them, and are deleted when their job begins.
+    A trained network that is still there goes with its result, under the same name. Other checkpoints lose their mark, so that no
+    later run goes on from them, and are deleted when their job begins.
     """
-    finished = [job.part for job in jobs if job.part.exists()]
-    for path in finished:
-        aside = path.parents[1] / EARLIER
+    finished = [job for job in jobs if job.part.exists()]
+    for job in finished:
+        aside = job.folder / EARLIER
         aside.mkdir(exist_ok=True)
-        names = (f"{path.stem}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
-        path.replace(next(aside / name for name in names if not (aside / name).exists()))
+        names = (aside / f"{job.name}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
+        place = next(name for name in names if not name.exists())
+        if job.posterior.exists():  # first: without its result nobody would come for it
+            job.posterior.replace(place.with_suffix(job.posterior.suffix))
+        job.part.replace(place)
     for job in jobs:
         job.mark.unlink(missing_ok=True)
     return len(finished)
