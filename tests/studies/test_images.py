@@ -13,10 +13,10 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import Block
 from flowbnn_studies import get_study
-from flowbnn_studies.data import Moved, mirrored
+from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
 from flowbnn_studies.images import cost, rivals
 from flowbnn_studies.images import study as image_study
-from flowbnn_studies.images.data import KINDS, load_pictures
+from flowbnn_studies.images.data import load_pictures
 from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
 from flowbnn_studies.report import load_results
@@ -177,7 +177,7 @@ def test_pictures_are_the_same_for_every_method_and_kept_apart():
         "fashion-mnist": (5, 3, 32, 32),
         "noise": (5, 3, 32, 32),
     }
-    for kind in KINDS:
+    for kind in CORRUPTIONS:
         first, second = tested.corrupted(kind, 5, 4), tested.corrupted(kind, 5, 4)
         assert torch.equal(first[0], second[0])
         assert not torch.allclose(first[0], tested.test[0][:4])

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flowbnn.data import Digits, TensorLoader
 from flowbnn_studies.data import (
-    CORRUPTIONS,
     CropAndFlip,
     ImageSet,
     corrupt,
@@ -19,7 +18,6 @@ from flowbnn_studies.data import (
 )
 from flowbnn_studies.images.settings import ImageSettings, Training
 
-KINDS = tuple(CORRUPTIONS)
 STRENGTHS = tuple(range(1, 6))
 SPLIT_SEED = 0  # the same images are put aside for every seed and every method
 

@@ -13,7 +13,7 @@ from flowbnn.posterior.views import View
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric
 from flowbnn_studies.data import Moved, mirrored
-from flowbnn_studies.images.data import KINDS, STRENGTHS, Pictures
+from flowbnn_studies.images.data import STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.figures import histogram
 
@@ -59,7 +59,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         *(Metric(f"auroc_{k}", f"AUROC {name}", "higher", ".3f", entropy.format(name), shift) for k, name in novel.items()),
         *(Metric(f"mi_{k}", f"AUROC {name}, by MI", "higher", ".3f", mutual.format(name), shift) for k, name in novel.items()),
         Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
-               "Accuracy under noise, blur, brightness and contrast, mean over the four and five strengths.", shift),
+               "Accuracy on corrupted images, mean over kinds of corruption and five strengths.", shift),
         Metric("shift_nll", "NLL, corrupted", "lower", ".3f", "NLL on the same images, mean over the same.", shift),
         Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
         *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)
@@ -174,7 +174,7 @@ def evaluate_beyond(
             values[f"mi_{key}"] = novelty_auroc(few.mutual_information, novel.mutual_information)
         entropy[key] = histogram(novel.entropy, 0.0, 2.4, 24)
     shift: dict[str, dict[str, list[float]]] = {
-        kind: {"accuracy": [], "nll": [], "ece": []} for kind in KINDS
+        kind: {"accuracy": [], "nll": [], "ece": []} for kind in settings.corruptions
     }
     for kind, curves in shift.items():
         for strength in STRENGTHS:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowbnn.results import Parts, figure, reliability_figure
-from flowbnn_studies.images.data import KINDS
 from flowbnn_studies.images.findings import PLAIN, RECIPES, present
 from flowbnn_studies.images.published import EPOCHS, Published
 from flowbnn_studies.images.settings import NAMES, split_key
@@ -111,14 +110,15 @@ def _published_lines(published: Published, key: str, labels: dict[str, str]) -> 
 def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
     """Accuracy and ECE against the strength of each corruption."""
     panels = []
+    kinds = parts.of(variants[0].key)[0]["shift"]
     for name, words, better in (("accuracy", "accuracy", "higher"), ("ece", "ECE", "lower")):
-        for kind in KINDS:
+        for kind in kinds:
             lines = [
                 curve(v.label, [part["shift"][kind][name] for part in parts.of(v.key)]) for v in variants
             ]
             panels.append(panel(f"{kind.capitalize()}: {words}", "", lines, better=better))
     caption = "Corrupted test images, five strengths of each kind: the mean over seeds minus that of the plain network."
-    data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": len(KINDS)}
+    data: dict[str, Any] = {"x_label": "strength", "panels": panels, "columns": min(7, len(kinds))}
     plain = next((v.label for v in variants if v.key in PLAIN.values()), None)
     if plain is not None:
         data["baseline"] = plain

@@ -258,7 +258,7 @@ def notes(
         *(remarks if settings.source == "files" else ()),
         f"Predictions on the test set average {settings.samples} networks; those on novel and corrupted images "
         f"{settings.shift_samples}, on the first {settings.shift_images} images; the curves {settings.curve_samples}. "
-        "The same for every method.",
+        f"The same for every method. Kinds of corruption: {', '.join(settings.corruptions)}.",
         "The time of the study is that of all trainings added up, of which several ran side by side on one device.",
         *(f"Cost: {part['caption']}" for part in parts.of("cost")[:1]),
     ]

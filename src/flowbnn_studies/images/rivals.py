@@ -10,6 +10,7 @@ from flowbnn.methods import SWAG, Posterior
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.posterior import PointPosterior
 from flowbnn.training import History
+from flowbnn_studies.data import CORRUPTIONS
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.evaluation import evaluate
 from flowbnn_studies.images.published import RESNET18_CIFAR10
@@ -151,6 +152,6 @@ _FEW = {"samples": 64, "shift_samples": 16, "shift_images": 1000}
 # fmt: off
 RESNET18 = RivalStudy(
     "ResNet18", "CIFAR-10", "cifar10", "node-BNN (Trinh et al. 2022) and FoRDE (Trinh et al. 2024)", CIFAR10_NOVEL, "images",
-    RESNET18_CIFAR10, {**_TRAININGS, **_FEW, "rounds": 0}, _REMARKS,
+    RESNET18_CIFAR10, {**_TRAININGS, **_FEW, "rounds": 0, "corruptions": tuple(CORRUPTIONS)}, _REMARKS,
 )
 # fmt: on

@@ -8,6 +8,7 @@ from torch import nn
 from flowbnn.models import VGG16, LeNet, ResNet18
 from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Recipe
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, Share, options
+from flowbnn_studies.data.corruptions import Kind
 from flowbnn_studies.runner.study import Variant
 
 SITES = ("position", "channel")
@@ -74,6 +75,7 @@ class ImageSettings:
         choose: put those aside and evaluate on them: to choose settings, with the test set closed.
         samples: networks averaged in a prediction.
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
+        corruptions: kinds of corruption, as in :func:`~flowbnn_studies.data.corrupt`, each at five strengths.
         curve_samples: networks averaged in the accuracy and ECE after every epoch, which are for display only.
         moved: also evaluate the best recipe's predictions for six views of an image: it and its mirror image, as they are and moved
             by a pixel along either diagonal; with a sixth of the networks. Of trainings that mirror and move their images.
@@ -91,6 +93,7 @@ class ImageSettings:
     samples: Count = 128
     shift_samples: Count = 32
     shift_images: Count = 2000
+    corruptions: tuple[Kind, ...] = ("noise", "blur", "brightness", "contrast")
     curve_samples: Natural = 8
     moved: bool = False
     rounds: Natural = 5
