@@ -7,7 +7,7 @@ distribution. To write one, subclass :class:`Likelihood` and define these two; t
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ __all__ = [
     "Categorical",
     "Gaussian",
     "Likelihood",
+    "learns_noise",
     "log_variance",
     "make_likelihood",
     "with_level",
@@ -158,7 +159,8 @@ class Gaussian(Likelihood):
     r"""Real-valued targets: :math:`y \sim \mathcal N(f(x), \sigma^2)`.
 
     Args:
-        noise: where :math:`\sigma` comes from: ``"learned"``, one value per output, trained with the network;
+        noise: where :math:`\sigma` comes from: ``"learned"``, one value per output, fitted with the network from whatever value it has
+            (``log_scale.requires_grad_(False)`` keeps that value);
             ``"predicted"``, the network gives twice as many outputs and the second half is the log-variance, so that the
             noise may differ from input to input; a number, known and fixed.
         dim: number of targets, needed for ``"learned"``.
@@ -205,16 +207,9 @@ class Gaussian(Likelihood):
 
         No smaller than a ten-thousandth of the targets' own spread, which a network that interpolates them would ask for.
         """
-        count, square, first, second = 0, *torch.zeros(3, self.dim, dtype=torch.float64)
-        for outputs, targets in pairs:
-            truth = targets.cpu().double().reshape(outputs.shape)
-            square = square + (truth - outputs.cpu().double()).square().sum(0)
-            first, second = first + truth.sum(0), second + truth.square().sum(0)
-            count += len(truth)
-        if not count:
-            return
-        least = least_variance(first / count, second / count)
-        self.log_scale.copy_(torch.maximum(square / count, least).log() / 2)
+        if (seen := compared(pairs)) is not None:
+            least = least_variance(seen.center, seen.variance)
+            self.log_scale.copy_(torch.maximum(seen.error, least).log() / 2)
 
     def canonical(self, targets: Tensor) -> Tensor:
         return targets if targets.is_floating_point() else targets.float()
@@ -259,13 +254,61 @@ class Gaussian(Likelihood):
 LIMIT = 30.0  # of the logarithm of a standard deviation: from 1e-13 to 1e13, whose squares float32 holds with room to spare
 
 
-def least_variance(mean: Tensor, square: Tensor) -> Tensor:
-    """The smallest variance that a noise is learned to, from the means of targets and of their squares."""
-    spread = (square - mean.square()).clamp_min(0.0)
-    unit = torch.where(
-        spread > 1e-12 * square, spread, torch.where(square > 0, square, torch.ones_like(square))
+class Compared(NamedTuple):
+    """Outputs beside their targets, over all examples: means and variances of both, covariance, mean squared error."""
+
+    examples: int
+    center: Tensor
+    variance: Tensor
+    given_center: Tensor  # of the outputs
+    given_variance: Tensor
+    covariance: Tensor
+    error: Tensor
+
+
+@torch.no_grad()
+def compared(pairs: Iterable[tuple[Tensor, Tensor]]) -> Compared | None:
+    """Compare outputs ``[B, D]`` with targets over all pairs, in float64; None where there are none.
+
+    Sums are taken around the means of the first pair, so that targets far from zero keep their digits.
+
+    >>> seen = compared([(torch.zeros(2, 1), torch.tensor([1e6, 1e6 + 2]))])
+    >>> seen.center.item(), seen.variance.item()
+    (1000001.0, 1.0)
+    """
+    count, near, sums = 0, None, torch.zeros(6, 1, dtype=torch.float64)
+    for outputs, targets in pairs:
+        given = outputs.cpu().double()
+        truth = targets.cpu().double().reshape(given.shape)
+        near = (truth.mean(0), given.mean(0)) if near is None else near
+        a, b = truth - near[0], given - near[1]
+        sums = sums + torch.stack([a, b, a * a, b * b, a * b, (truth - given).square()]).sum(1)
+        count += len(truth)
+    if near is None or not count:
+        return None
+    a, b, aa, bb, ab, error = sums / count
+    variances = (aa - a * a).clamp_min(0.0), (bb - b * b).clamp_min(0.0)
+    return Compared(count, near[0] + a, variances[0], near[1] + b, variances[1], ab - a * b, error)
+
+
+def least_variance(center: Tensor, variance: Tensor) -> Tensor:
+    """The smallest variance that a noise is learned to, from mean and variance of the targets; of constant ones, from their size."""
+    size = torch.where(center != 0, center.square(), torch.ones_like(center))
+    return 1e-8 * torch.where(varies(center, variance), variance, size)
+
+
+def varies(center: Tensor, variance: Tensor) -> Tensor:
+    """Whether targets of this mean and variance vary by more than rounding."""
+    return variance > 1e-26 * center.square()
+
+
+def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
+    """Whether it has a noise level to be learned, which is not frozen (``likelihood.log_scale.requires_grad_(False)``)."""
+    return (
+        isinstance(likelihood, Gaussian)
+        and likelihood.noise == "learned"
+        and likelihood.log_scale.requires_grad
     )
-    return 1e-8 * unit
 
 
 def log_variance(log_scale: Tensor) -> Tensor:

@@ -6,16 +6,16 @@ Mean :math:`m` and spread :math:`s` of the training targets are two buffers of t
 are trained as if targets had been standardised, and what the network gives, handed out, exported or sampled, is in the user's units.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, split_batch
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.batches import device_of, dtype_of
+from flowbnn.errors import warn
+from flowbnn.likelihoods import Compared, Gaussian, varies
 
-__all__ = ["LOC", "SCALE", "far_from_units", "learn_units", "set_units", "units_of"]
+__all__ = ["LOC", "SCALE", "far_from_units", "set_units", "take_units", "units_of"]
 
 LOC, SCALE = "flowbnn_loc", "flowbnn_scale"
 
@@ -41,44 +41,53 @@ def units_of(network: nn.Module, width: int) -> tuple[Tensor, Tensor]:
     return loc, scale
 
 
-@torch.no_grad()
-def far_from_units(network: nn.Module, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+def far_from_units(network: nn.Module, seen: Compared) -> Tensor:
     """Which targets a fresh network does not reach in the units it has: their mean or spread is far from its own.
 
-    A network that explains some of them, or gives larger numbers than fresh weights do, speaks units already.
+    A network speaks their units already where its outputs are around the targets and spread about as they do (from a tenth to four
+    times as far) or, of a weak signal, rise and fall with them as far as they should; or where they are larger than those of fresh
+    weights.
+
+    Args:
+        seen: its outputs and the targets, of all examples.
     """
-    if not isinstance(likelihood, Gaussian) or len(targets) < 2:
-        return torch.tensor([False])
-    predicted = likelihood.moments(outputs)[0].cpu().double()
-    truth = targets.cpu().double().reshape(predicted.shape)
-    loc, scale = units_of(network, predicted.shape[1])
-    raw, seen = (predicted - loc) / scale, (truth - loc) / scale
-    center, spread = seen.mean(0), seen.std(0)
-    explains = (truth - predicted).square().mean(0) < 0.9 * truth.var(0)
-    fresh = raw.square().mean(0) < 9.0
-    off = (center.abs() > 2.0) | ((spread > 1e-6 * center.abs()) & ((spread > 3.0) | (spread < 1.0 / 3.0)))
-    return fresh & off & ~explains
+    loc, scale = units_of(network, len(seen.center))
+    center, spread = (seen.center - loc) / scale, seen.variance.sqrt() / scale
+    own_center, own_spread = (seen.given_center - loc) / scale, seen.given_variance.sqrt() / scale
+    off = (center.abs() > 2.0) | (
+        varies(seen.center, seen.variance) & ((spread > 3.0) | (spread < 1.0 / 3.0))
+    )
+    fresh = own_center.square() + own_spread.square() < 9.0
+    slope = (
+        seen.covariance / seen.given_variance
+    )  # of least squares from outputs to targets, 1 of a fitted network
+    alike = ((own_spread >= 0.1 * spread) & (own_spread <= 4.0 * spread)) | ((slope > 0.5) & (slope < 2.0))
+    return off & fresh & ~(alike & ((center - own_center).abs() <= spread))
 
 
 @torch.no_grad()
-def learn_units(network: nn.Module, likelihood: Likelihood, far: Tensor, loader: Iterable[Any]) -> None:
-    """Give the network the mean and the spread of all targets, for those that are ``far``."""
+def take_units(network: nn.Module, likelihood: Gaussian, seen: Compared, trained: bool) -> bool:
+    """Give a fresh network that is to be trained the mean and the spread of targets that are far from its own; whether it got any.
+
+    Targets that stay more than five of their standard deviations away, which ordinary learning rates do not reach, are warned of.
+    """
+    far = far_from_units(network, seen) & trained
     loc, scale = units_of(network, len(far))
-    count, near, (first, second) = 0, None, torch.zeros(2, len(far), dtype=torch.float64)
-    for batch in loader:
-        truth = split_batch(batch)[1].cpu().double().reshape(-1, len(far))
-        near = truth.mean(0) if near is None else near  # close to the mean, so that no digits are lost
-        first, second = first + (truth - near).sum(0), second + (truth - near).square().sum(0)
-        count += len(truth)
-    if near is None:
-        return
-    spread = (second / count - (first / count) ** 2).clamp_min(0.0).sqrt()
-    mean = near + first / count
-    loc = torch.where(far, mean, loc)
-    scale = torch.where(far & (spread > 1e-6 * mean.abs()), spread, scale)
-    if (
-        isinstance(likelihood, Gaussian) and likelihood.noise == "predicted"
-    ):  # the log-variance comes with the outputs
-        loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
-    device, dtype = device_of(network), dtype_of(network)
-    set_units(network, loc.to(device, dtype), scale.to(device, dtype))
+    if changed := bool(far.any()):
+        loc = torch.where(far, seen.center, loc)
+        scale = torch.where(far & varies(seen.center, seen.variance), seen.variance.sqrt(), scale)
+        if likelihood.noise == "predicted":  # the log-variance comes with the outputs
+            loc, scale = torch.cat([loc, 2.0 * scale.log()]), torch.cat([scale, torch.ones_like(scale)])
+        device, dtype = device_of(network), dtype_of(network)
+        set_units(network, loc.to(device, dtype), scale.to(device, dtype))
+    error, spread = seen.error.sqrt(), seen.variance.sqrt()
+    away = ~far & (error > 5.0 * spread) & varies(seen.center, seen.variance)
+    if seen.examples >= 8 and bool(away.any()):
+        worst = int((error / spread.clamp_min(1e-300) * away).argmax())
+        warn(
+            f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
+            f"{seen.center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
+            kind="units",
+            output=worst,
+        )
+    return changed

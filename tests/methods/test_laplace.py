@@ -46,9 +46,8 @@ def test_a_linear_regression_is_exact(structure):
 
 def test_several_outputs_with_noise_of_their_own_are_exact_under_kron():
     inputs, targets = regression(outputs=2)
-    likelihood = fb.likelihoods.Gaussian("learned", dim=2)
-    with torch.no_grad():
-        likelihood.log_scale.copy_(torch.tensor([-1.0, 0.5]))
+    likelihood = fb.likelihoods.Gaussian("learned", dim=2).requires_grad_(False)
+    likelihood.log_scale.copy_(torch.tensor([-1.0, 0.5]))
     network = nn.Linear(3, 2).double()
     found = fb.Laplace("kron", prior_scale=SCALE, epochs=0).fit(
         network, truth.batches(inputs, targets), likelihood=likelihood, **QUIET

@@ -83,6 +83,7 @@ def test_the_noise_of_a_trained_network_is_that_of_all_the_data():
     assert torch.allclose(taken.likelihood.log_scale.exp(), residual.square().mean(0).sqrt(), rtol=1e-5)
     known = fb.likelihoods.Gaussian(dim=2)
     nn.init.constant_(known.log_scale, 0.3)
+    known.requires_grad_(False)
     with pytest.warns(fb.errors.FlowBNNWarning, match="noise level of target 1 is 1.35, but the residuals"):
         kept = fb.MAP(epochs=0).fit(network, loader(data), likelihood=known, **QUIET)
     assert torch.equal(kept.likelihood.log_scale, known.log_scale)

@@ -288,3 +288,117 @@ def test_members_with_and_without_units_make_one_ensemble():
     expected = torch.stack([point.model(inputs) for point in points]).mean(0)
     posterior = EnsemblePosterior.from_points(points)
     assert torch.allclose(posterior.predict(inputs).mean.reshape(-1, 1), expected, atol=1e-6)
+
+
+def weak():
+    """Targets in a small unit that inputs tell little of, and the network of least squares."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 5, generator=generator)
+    y = 1e-3 * x @ torch.randn(5, 1, generator=generator) + 0.01 * torch.randn(2000, 1, generator=generator)
+    net, found = nn.Linear(5, 1), torch.linalg.lstsq(torch.cat([x, torch.ones(2000, 1)], 1), y).solution
+    with torch.no_grad():
+        net.weight.copy_(found[:5].T)
+        net.bias.copy_(found[5])
+    return net, x, y
+
+
+@pytest.mark.parametrize("method", [fb.MLE, fb.Laplace])
+def test_a_network_that_is_not_trained_keeps_its_units(method):
+    net, x, y = weak()
+    for seed in range(3):
+        torch.manual_seed(10 + seed)
+        loader = TensorLoader(x, y, batch_size=64, shuffle=True)
+        posterior = method(epochs=0).fit(net, loader, seed=seed, **QUIET)
+        assert list(posterior.model.state_dict()) == ["weight", "bias"]
+        assert torch.equal(posterior.model(x), net(x))
+    fresh = fb.MLE(epochs=0).fit(network(), batches(1e3), seed=0, **QUIET).model
+    assert torch.equal(fresh(x[:, :1]), network()(x[:, :1]))
+
+
+def test_a_trained_network_keeps_its_units_in_training_too():
+    net, x, y = weak()
+    posterior = fb.MLE(epochs=1, lr=1e-5).fit(net, TensorLoader(x, y, batch_size=16), seed=0, **QUIET)
+    torch.testing.assert_close(posterior.predict(x).mean, net(x).detach(), atol=3e-3, rtol=0)
+
+
+def test_units_are_those_of_all_targets_not_of_the_first_batches():
+    """Of data in the order of time the first batches lie anywhere."""
+    x, y = curve(500, 0)
+    x, order = x.sort(0)
+    y = 3 * y[order[:, 0]]
+    loader = TensorLoader(x, y, batch_size=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior = fb.MLE(epochs=0).fit(solved(x, y), loader, seed=0, **QUIET)
+    assert residual(posterior.model, (x, y)) < 0.25
+    noisy = fb.to_stochastic(solved(x, y), {"*": fb.noise.NormalAffine()})
+    posterior = fb.fit(noisy, loader, epochs=1, weight_lr=0.0, seed=0, **QUIET)
+    assert not hasattr(posterior.model, "flowbnn_loc")
+
+
+def test_a_fit_is_compared_with_the_network_in_the_units_it_was_given():
+    loader = batches(1e3, 5e3)
+    posterior = fb.fit(
+        fb.to_stochastic(network(), {"*": fb.noise.NormalAffine()}), loader, epochs=1, seed=0, **QUIET
+    )
+    size = residual(network(), curve(500, 0, 1e3, 5e3))
+    divergence = 51 * (math.log(5.0) + 0.5 / 5.0**2 - 0.5)  # of 51 normals, 0.1 wide, from priors of 0.5
+    assert posterior.bound.before == pytest.approx(-best_nll(size) - divergence / 500, abs=0.01)
+    assert posterior.bound.after > posterior.bound.before + 0.5
+
+
+def test_a_likelihood_that_is_given_is_learned_as_the_one_by_name_is():
+    net = solved(*curve(500, 0))
+    level = fb.MLE(epochs=0).fit(net, batches(), seed=0, **QUIET).likelihood
+    found = []
+    for likelihood in ("gaussian", Gaussian(), level):
+        noisy = fb.to_stochastic(net, {"*": fb.noise.NormalAffine()})
+        posterior = fb.fit(noisy, batches(), epochs=2, likelihood=likelihood, seed=0, **QUIET)
+        found.append(torch.cat([value.flatten() for value in posterior.tensors().values()]))
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fb.MLE(epochs=1),
+        fb.Laplace(epochs=1),
+        fb.Laplace(epochs=0),
+        fb.HMC(epochs=1, samples=2, warmup=2, chains=2, steps=2),
+        fb.SGLD(epochs=2, samples=2),
+        fb.BayesByBackprop(epochs=1),
+        fb.DeepEnsemble(2, epochs=1),
+        fb.SWAG(epochs=4),
+        fb.NodeNoise(epochs=1),
+        fb.ModeEnsemble(2, steps=2, epochs=1),
+    ],
+    ids=lambda method: f"{method.name}-{method.epochs}",
+)
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")
+def test_a_frozen_noise_stays_in_every_method(method):
+    held = Gaussian()
+    nn.init.constant_(held.log_scale, -0.5)
+    held.log_scale.requires_grad_(False)
+    posterior = method.fit(network(), batches(), likelihood=held, seed=0, **QUIET)
+    aleatoric = posterior.predict(curve(3, 1)[0], 2, seed=0).aleatoric
+    torch.testing.assert_close(aleatoric, torch.full_like(aleatoric, math.exp(-1.0)))
+
+
+@pytest.mark.parametrize("center", [1e6, 1e9])
+def test_the_noise_of_targets_far_from_zero_is_that_of_the_residuals(center):
+    """Their mean is a million spreads or more; in double precision nothing is lost."""
+    x, y = (part.double() for part in curve(500, 0))
+    loader = TensorLoader(x, y + center, batch_size=50, shuffle=True)
+    near = fb.MLE(epochs=3, lr=0.02).fit(
+        network().double(), TensorLoader(x, y, batch_size=50), seed=0, **QUIET
+    )
+    far = fb.MLE(epochs=3, lr=0.02).fit(network().double(), loader, seed=0, **QUIET)
+    size = float((y + center - far.model(x)).detach().square().mean().sqrt())
+    assert far.likelihood.log_scale.exp().item() == pytest.approx(size, rel=1e-5)
+    assert size < 2 * near.likelihood.log_scale.exp().item()
+    exact = solved(x.float(), y.float()).double()
+    with torch.no_grad():
+        exact[2].bias.add_(center)
+    level = fb.MLE(epochs=0).fit(exact, loader, seed=0, **QUIET).likelihood.log_scale.exp()
+    assert level.item() == pytest.approx(residual(exact, (x, y + center)), rel=1e-5)

@@ -18,8 +18,8 @@ from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
-from flowbnn.likelihoods import Gaussian, Likelihood
-from flowbnn.methods.fitting import learn_noise, learns_noise, prepare
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
+from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
@@ -178,7 +178,7 @@ def calibrate(
     plain = deepcopy(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
     batches = [take(data, low, low + ROWS) for low in range(0, len(data[1]), ROWS)]
-    chosen, first, check = prepare(plain, batches, likelihood, seed)
+    chosen, first, check = prepare(plain, batches, likelihood, seed, trains=False)
     check(data)
     inputs, targets = move(data, device_of(plain), dtype_of(plain))
     targets = chosen.canonical(targets).to(device_of(plain))

@@ -43,7 +43,6 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.fitting import (
     NOISE_RATE,
     FitOptions,
@@ -159,13 +158,12 @@ class Method:
             weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior.
             loss: of the likelihood and what an :class:`Objective`'s loss takes.
         """
-        likelihood, _, check = prepare(model, loader, run.likelihood, run.seed)
+        likelihood, _, check = prepare(model, loader, run.likelihood, run.seed, self.epochs > 0)
         posterior = PointPosterior(model, likelihood)
         if not self.epochs:
             model.eval()
-            if not isinstance(run.likelihood, Gaussian):  # one that is given brings its noise
-                with undisturbed(loader, run.seed):
-                    learn_noise(model, likelihood, loader)
+            with undisturbed(loader, run.seed):
+                learn_noise(model, likelihood, loader)
             return posterior
         decay = 1.0 / (self.prior_scale**2 * run.count(loader)) if weight_decay is None else weight_decay
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import some_of, warn
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import undisturbed
 from flowbnn.options import Count, options, takes
@@ -148,11 +148,7 @@ class EnsemblePosterior(MemberPosterior):
             if SCALE not in point.model._buffers:
                 set_units(point.model, torch.zeros_like(known[0]), torch.ones_like(known[0]))
         states = [state_of(point.model) for point in points]
-        levels = [
-            point.likelihood.log_scale.detach()
-            for point in points
-            if isinstance(point.likelihood, Gaussian) and point.likelihood.noise == "learned"
-        ]
+        levels = [point.likelihood.log_scale.detach() for point in points if learns_noise(point.likelihood)]
         return cls.from_states(
             deepcopy(points[0].model).eval(),
             deepcopy(points[0].likelihood),

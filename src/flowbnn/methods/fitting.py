@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,24 @@ from flowbnn.batches import (
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, make_likelihood
-from flowbnn.noise import Recipe, noise_layers, noise_mode
+from flowbnn.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    compared,
+    learns_noise,
+    make_likelihood,
+)
+from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
 from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import Randomness, loader_generators
-from flowbnn.units import far_from_units, learn_units
+from flowbnn.units import take_units
 
-ROWS = 8  # of real-valued targets, which tell their units
+ROWS = 8  # of real-valued targets, which tell their noise
 NOISE_RATE = 0.01  # of the logarithm of a Gaussian's noise, under Adam: halved or doubled within 70 steps
 LikelihoodName = Likelihood | Literal["auto", "categorical", "bernoulli", "gaussian"]
 
@@ -174,9 +182,7 @@ def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
             f"not a {type(loader).__name__}"
         )
     elif hasattr(loader, "__next__"):
-        reason = (
-            f"the loader for {use} can be gone through only once; give a DataLoader, or a list of batches"
-        )
+        reason = f"the loader for {use} can be read only once; give a DataLoader, or a list of batches"
     elif isinstance(loader, list | tuple) and not loader:
         reason = f"the loader is empty: there is nothing for {use}"
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
@@ -211,12 +217,19 @@ def first_batches(
 
 
 def prepare(
-    model: nn.Module, loader: Iterable[Any], likelihood: LikelihoodName, seed: int | None = None
+    model: nn.Module,
+    loader: Iterable[Any],
+    likelihood: LikelihoodName,
+    seed: int | None = None,
+    trains: bool | None = True,
 ) -> tuple[Likelihood, Any, Callable[[Any], None]]:
     """The likelihood, checked on the first batch, that batch's inputs, and a check for other batches.
 
-    A likelihood that is given is copied: its noise is learned here, and it may serve another fit after this one. Where real-valued
-    targets are far from what a fresh network gives, the network takes their units (:mod:`flowbnn.units`).
+    A likelihood that is given is copied: its noise is learned, and it may serve another fit after this one.
+
+    Args:
+        trains: whether the weights are to be trained. Then a fresh network takes the units of real-valued targets that are far from
+            its own (:mod:`flowbnn.units`); one whose weights stay is left as it is. None leaves that to :func:`settle_units`.
     """
     batches = first_batches(loader, seed, ROWS)
     device = device_of(model)
@@ -233,13 +246,9 @@ def prepare(
         if len(batches) > 1:
             outputs, targets = outputs_of_all(), torch.cat([truth for _, truth in batches])
             chosen.check(outputs, targets)
-        far = far_from_units(model, chosen, outputs, targets)
-        if bool(far.any()):
-            with undisturbed(loader, seed):
-                learn_units(model, chosen, far, loader)
+        if trains is not None and settle_units(model, chosen, loader, seed, trains):
             outputs = outputs_of_all()
     _warn_of_probabilities(model, chosen, outputs)
-    _warn_of_units(chosen, outputs, targets)
     chosen.start(outputs, targets.to(outputs.device))
     row = outputs[:1].detach()
 
@@ -284,22 +293,19 @@ def _warn_of_probabilities(model: nn.Module, likelihood: Likelihood, outputs: Te
         )
 
 
-def _warn_of_units(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
-    """Ordinary learning rates do not reach targets that are more than five of their standard deviations away."""
-    if not isinstance(likelihood, Gaussian) or len(targets) < 8:
-        return
-    truth = targets.to("cpu", torch.float64).reshape(len(targets), -1)
-    predicted = likelihood.moments(outputs.detach())[0].to("cpu", torch.float64).reshape(truth.shape)
-    center, spread, error = truth.mean(0), truth.std(0), (truth - predicted).square().mean(0).sqrt()
-    far = (error > 5.0 * spread) & (spread > 0)
-    if bool(far.any()):
-        worst = int((error / spread.clamp_min(1e-300) * far).argmax())
-        warn(
-            f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
-            f"{center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
-            kind="units",
-            output=worst,
-        )
+def settle_units(
+    model: nn.Module, likelihood: Likelihood, loader: Iterable[Any], seed: int | None, trains: bool = True
+) -> bool:
+    """Let a network whose weights are trained take the units of the targets, where all of them are far from its own."""
+    if not isinstance(likelihood, Gaussian):
+        return False
+    try:
+        with undisturbed(loader, seed), evaluating(model), at_the_mean(model):
+            seen = compared((likelihood.moments(f)[0], y) for f, y in pairs(model, loader))
+    except Exception:  # the training meets the same batches, and says what is wrong with them and where
+        return False
+    trains = trains and any(parameter.requires_grad for parameter in weight_parameters(model))
+    return seen is not None and take_units(model, likelihood, seen, trains)
 
 
 def validator(
@@ -423,15 +429,6 @@ def at_the_mean(model: nn.Module) -> AbstractContextManager[Any]:
     return noise_mode(model, "mean" if any(layer.fitted for layer in layers) else "off")
 
 
-def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
-    """Whether it has a noise to be learned, which is not frozen."""
-    return (
-        isinstance(likelihood, Gaussian)
-        and likelihood.noise == "learned"
-        and likelihood.log_scale.requires_grad
-    )
-
-
 def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any]) -> bool:
     """Set a learned noise to its maximum-likelihood value, the size of the residuals on all the data. False if none is learned.
 
@@ -439,8 +436,14 @@ def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any])
     """
     if not learns_noise(likelihood):
         return False
-    device, dtype = device_of(model), dtype_of(model)
     with evaluating(model), at_the_mean(model):
-        pairs = (split_batch(batch) for batch in loader)
-        likelihood.settle((call(model, move(inputs, device, dtype)), targets) for inputs, targets in pairs)
+        likelihood.settle(pairs(model, loader))
     return True
+
+
+def pairs(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs of the network and targets of every batch."""
+    device, dtype = device_of(model), dtype_of(model)
+    for batch in loader:
+        inputs, targets = split_batch(batch)
+        yield call(model, move(inputs, device, dtype)), targets

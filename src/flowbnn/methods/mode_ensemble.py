@@ -21,9 +21,9 @@ from flowbnn.convert import to_stochastic
 from flowbnn.distributions import Base, NormalBase
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import first_batch, learns_noise, prepare
+from flowbnn.methods.fitting import first_batch, prepare
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.mcmc.potential import gather
 from flowbnn.methods.variational.natural import NoisyNetwork
@@ -87,7 +87,7 @@ class ModeEnsemble(Method):
         """As :meth:`Method.fit`."""
         plain, run = self.setup(network, loader, given)
         seed = run.some_seed
-        trial, first, check = prepare(plain, loader, run.likelihood, seed)
+        trial, first, check = prepare(plain, loader, run.likelihood, seed, self.epochs > 0)
         if self.width == "laplace":
             check_likelihood(trial, "sampled")
         if run.validation is not None:
@@ -110,7 +110,7 @@ class ModeEnsemble(Method):
             noisy = self._noisy(model, first, scale, covariance)
             roots = None if covariance == "none" else climb.roots(modes, scale, covariance == "full")
             level = deepcopy(likelihood)
-            if learns_noise(level) and (self.epochs or not isinstance(run.likelihood, Gaussian)):
+            if learns_noise(level):
                 climb.settle(level, modes)
             posterior = ModePosterior(noisy, level, point.history)
             posterior.base.assign(modes, energy, roots)

@@ -7,8 +7,8 @@ import torch
 
 from flowbnn.batches import split_batch
 from flowbnn.errors import warn
-from flowbnn.likelihoods import Gaussian, least_variance
-from flowbnn.methods.fitting import learns_noise, undisturbed
+from flowbnn.likelihoods import Gaussian, learns_noise, least_variance
+from flowbnn.methods.fitting import undisturbed
 from flowbnn.posterior.base import Posterior
 from flowbnn.training import is_main_process
 
@@ -51,7 +51,7 @@ def warn_of_level(posterior: Posterior, loader: Iterable[Any], seed: int | None)
     outputs, variances = predictive.samples.double(), predictive.sample_variances.double()
     truth = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
     sizes, levels = (value.mean((0, 1)).sqrt() for value in ((truth - outputs).square(), variances))
-    least = least_variance(truth.mean(0), truth.square().mean(0))  # below which no level is learned
+    least = least_variance(truth.mean(0), truth.var(0, correction=0))  # below which no level is learned
     sizes = torch.maximum(sizes, least.sqrt())
     worst = int((sizes / levels).log().abs().argmax())
     size, level = float(sizes[worst]), float(levels[worst])

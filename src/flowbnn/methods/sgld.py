@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowbnn.errors import FlowBNNError, warn
+from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import (
     Logged,
     Outputs,
-    learns_noise,
     negative_log_likelihood,
     prepare,
     steps_of,

@@ -4,7 +4,7 @@ r"""Laplace approximation: a Gaussian around the trained network (MacKay 1992; R
 
 with the Jacobian :math:`J_i` of the outputs at the trained weights :math:`\hat w`, the Hessian :math:`\Lambda_i` of the loss in the
 outputs, and the prior precision :math:`\delta`, by default the one with the highest marginal likelihood of the training data. So is
-the learned noise of a Gaussian likelihood, one factor of what the residuals of each output say; one that is given stays. The network
+the learned noise of a Gaussian likelihood, one factor of what the residuals of each output say. The network
 is differentiated in evaluation mode, with the running statistics of its BatchNorm layers. https://arxiv.org/abs/2106.14806
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from flowbnn.likelihoods import Gaussian, Likelihood
+from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
 from flowbnn.methods.laplace.curvature import Problem
@@ -73,7 +73,8 @@ class Laplace(Method):
     def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> LaplacePosterior:
         """As :meth:`Method.fit`. With ``num_data`` the loader's examples stand for so many."""
         model, run = self.setup(network, loader, given)
-        likelihood, inputs, check = prepare(without_nested(model), loader, run.likelihood)
+        trains = self.epochs > 0 or self.newton > 0
+        likelihood, inputs, check = prepare(without_nested(model), loader, run.likelihood, run.seed, trains)
         check_likelihood(likelihood, self.predictive)
         seen = survey(model, inputs)
         layers = choose_layers(model, seen, self.layers, self.structure)
@@ -82,12 +83,8 @@ class Laplace(Method):
         if self.epochs:
             point = self.start(model, loader, run, 1.0 / ((scale or 1.0) ** 2 * run.count(loader)))
         model, likelihood = model.eval(), point.likelihood
-        learned = isinstance(likelihood, Gaussian) and likelihood.noise == "learned"
         several = isinstance(likelihood, Gaussian) and likelihood.dim > 1
-        given_noise = isinstance(run.likelihood, Likelihood) and any(
-            p.any() for p in run.likelihood.parameters()
-        )
-        prior = Prior(scale, self.per_layer, learns=learned and (self.epochs > 0 or not given_noise))
+        prior = Prior(scale, self.per_layer, learns=learns_noise(likelihood))
 
         def batches(description: str) -> Any:
             return track(loader, description, run.progress and is_main_process())

@@ -20,7 +20,7 @@ from torch.func import functional_call, vmap
 
 from flowbnn.batches import check_finite_batch, device_of, dtype_of, join, move, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
-from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, with_level
+from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
@@ -84,7 +84,7 @@ class NetworkPotential:
         self.start = torch.cat([value.flatten() for value in values.values()])
         self.prior_loc = torch.full_like(self.start, 0.0 if sites is None else 1.0)
         self.prior_scale = torch.full_like(self.start, prior_scale)
-        if isinstance(likelihood, Gaussian) and likelihood.noise == "learned":
+        if learns_noise(likelihood):
             values[LOG_NOISE] = level = likelihood.log_scale.detach().to(self.start)
             self.likelihood = Gaussian("predicted")  # by one more output for each target
             self.start, self.prior_loc = torch.cat([self.start, level]), torch.cat([self.prior_loc, level])

@@ -7,13 +7,13 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowbnn.batches import repeat, split_batch
 from flowbnn.diagnostics import health_warnings, posterior_health
 from flowbnn.distributions import Divergence
 from flowbnn.errors import FlowBNNError, some_of, warn
-from flowbnn.likelihoods import Gaussian
+from flowbnn.likelihoods import learns_noise
 from flowbnn.methods.base import FitOptions, Method
 from flowbnn.methods.fitting import (
     NOISE_RATE,
@@ -24,6 +24,7 @@ from flowbnn.methods.fitting import (
     learn_noise,
     optimizer_for,
     prepare,
+    settle_units,
     train_posterior,
     undisturbed,
     validator,
@@ -238,7 +239,7 @@ def fit(
             "'bf16-mixed' keeps noise and flows in float32",
             kind="precision",
         )
-    chosen, inputs, check_batch = prepare(model, loader, run.likelihood, run.seed)
+    chosen, inputs, check_batch = prepare(model, loader, run.likelihood, run.seed, trains=None)
     idle = align_batch_axes(model, inputs)
     if idle:
         subject, them, their = ("layer", "it", "its") if len(idle) == 1 else ("layers", "them", "their")
@@ -249,15 +250,21 @@ def fit(
             kind="idle",
             layers=idle,
         )
-    level: Tensor | None = None
-    ceiling = torch.tensor(0.0)
-    if not isinstance(run.likelihood, Gaussian):  # one that is given brings its noise
+    with undisturbed(loader, run.seed or 0):
+        learn_noise(model, chosen, loader)
+    objective = ELBO(chosen, run.count(loader), beta, gamma)
+    posterior, before = NoisePosterior(model, chosen), None
+    if validator(posterior, run.validation, validation_samples) is not None:  # which tries the first batch
+        before = plain_log_likelihoods(posterior, run.validation)  # type: ignore[arg-type]
+        warn_of_memory(posterior, loader, before, run.seed)
+    bound = bound_of_given(model, objective, loader, run.seed)
+    if settle_units(model, chosen, loader, run.seed, weight_lr > 0):
         with undisturbed(loader, run.seed or 0):
-            if isinstance(chosen, Gaussian) and learn_noise(model, chosen, loader):
-                level, ceiling = chosen.log_scale, chosen.log_scale.detach().clone()
+            learn_noise(model, chosen, loader)
+    level = chosen.log_scale if learns_noise(chosen) else None
+    ceiling = torch.tensor(0.0) if level is None else level.detach().clone()
     if level is not None and automatic:
         noise_lr = FASTEST
-    objective = ELBO(chosen, run.count(loader), beta, gamma)
     groups = parameter_groups(model, chosen, weight_lr, noise_lr, weight_decay)
     for group in groups if level is not None and optimizer is None else []:
         # gradients fall by orders of magnitude as the noise narrows, which Adam must not remember
@@ -276,12 +283,6 @@ def fit(
         terms = objective(model, some, targets, scale, samples, outputs_of, checks_targets(targets, clock))
         return terms.loss, terms.logs()
 
-    posterior = NoisePosterior(model, chosen)
-    before = None
-    if validator(posterior, run.validation, validation_samples) is not None:  # which tries the first batch
-        before = plain_log_likelihoods(posterior, run.validation)  # type: ignore[arg-type]
-        warn_of_memory(posterior, loader, before, run.seed)
-    bound = bound_of_given(model, objective, loader, run.seed)
     settings = {"beta": beta, "gamma": gamma, "warmup": warmup, "samples": samples}
     settings["num_data"] = objective.num_data
     with noise_mode(model, "sample"):

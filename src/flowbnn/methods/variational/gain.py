@@ -15,6 +15,7 @@ from flowbnn.objectives import ELBO
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
+from flowbnn.training.options import length_of
 from flowbnn.training.randomness import seed_all
 
 BATCHES = 10  # of the training data that are looked at
@@ -113,10 +114,13 @@ def elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
 def bound_of_given(
     model: nn.Module, objective: ELBO, loader: Iterable[Any], seed: int | None
 ) -> tuple[list[Any], Tensor] | None:
-    """The first batches of the loader, and the ELBO of their examples before the fit. None where they cannot be served."""
+    """Batches spread evenly over the loader, and the ELBO of their examples before the fit. None where they cannot be served."""
     try:
         with undisturbed(loader, seed):
-            batches = list(islice(iter(loader), BATCHES))
+            step = (
+                -(-(length_of(loader) or 0) // BATCHES) or 1
+            )  # the first alone say little of a loader that is in order
+            batches = list(islice(iter(loader), 0, step * BATCHES, step))
         before = elbos(model, objective, batches)
     except Exception:  # the training meets the same batches, and says what is wrong with them and where
         return None
