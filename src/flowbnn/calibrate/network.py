@@ -35,8 +35,7 @@ from flowbnn.quality.target import fixed_data
 from flowbnn.training.launch import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
-from flowbnn.transforms.compose import Compose
-from flowbnn.transforms.linear import BlockTriangular, assign
+from flowbnn.transforms.linear import BlockTriangular
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -345,14 +344,8 @@ class _Work:
         for vector, _ in independent_vectors(model):
             part = slice(low, low + vector.layout.dim)
             low = part.stop
-            parts = list(vector.transform) if isinstance(vector.transform, Compose) else [vector.transform]
-            if isinstance(parts[-1], BlockTriangular):
-                assign(parts[-1], q.mean, q.roots, q.maps)
-            else:
-                base, affine, _ = vector.start
-                affine.shift.copy_(q.mean[part] - base.loc)
-                logs = (deviation[part] / base.scale).log()
-                affine.raw_log_scale.copy_(affine.bound * torch.atanh(logs / affine.bound))
+            roots = [deviation[part]] if self.structure == "factorized" else q.roots
+            vector.set_gaussian(q.mean[part], roots, q.maps)
             assert isinstance(vector.prior, NormalBase)
             vector.prior.loc.copy_(q.loc[part])
             vector.prior.scale.copy_(q.variance[part].sqrt())

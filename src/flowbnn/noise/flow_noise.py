@@ -1,7 +1,7 @@
 """Noise from a flow: the stochastic part of Xiong's report "Normalizing Flows for Implicit Bayesian Neural Networks"."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from flowbnn.distributions import Base, Divergence, Flow, MixtureBase, NormalBase, NormalMixture, divergence
 from flowbnn.distributions.draws import chosen_normal, components_of, reparameterized, standard_normal
+from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain
 from flowbnn.noise.base import Noise, Site
 from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import NoisePass, Share, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
-from flowbnn.transforms import ActNorm, Affine, BatchNorm, Compose, PlanarLU, Transform
+from flowbnn.transforms import ActNorm, Affine, BatchNorm, BlockTriangular, Compose, PlanarLU, Transform
+from flowbnn.transforms.linear import assign
 
 PARTS = frozenset({"base", "transform", "prior"})
 
@@ -75,6 +77,35 @@ class InputNoise(Noise):
     def posterior(self) -> Flow:
         """The distribution of one noise vector."""
         return Flow(self.base.distribution(), self.transform)
+
+    @torch.no_grad()
+    def set_gaussian(self, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()) -> None:
+        """Let the learnable Gaussian be this one, exactly; a flow stays as it is. What floating point cannot hold is refused.
+
+        Args:
+            mean: ``[D]``.
+            roots: for joint noise the lower triangular roots of the blocks' covariances, each given the block before; else one
+                vector of standard deviations.
+            links: of a chain, from the deviation of a block to that of the next.
+        """
+        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        width = torch.cat([root if root.ndim == 1 else root.norm(dim=-1) for root in roots])
+        dtype = next(self.transform.parameters()).dtype
+        close = ~(width > torch.finfo(dtype).eps * mean.abs())
+        if bool(close.any()):
+            place = int(close.int().argmax())
+            raise FlowBNNError(
+                f"noise of mean {float(mean[place]):.3g} and standard deviation {float(width[place]):.1g} does not fit into "
+                f"{str(dtype).removeprefix('torch.')}: is the likelihood's noise level right? If so, give network and data in float64",
+                kind="precision",
+            )
+        if isinstance(parts[-1], BlockTriangular):
+            assign(parts[-1], mean, roots, links)
+        else:
+            base, affine, _ = self.start
+            base.scale.copy_(width)
+            affine.raw_log_scale.zero_()
+            affine.shift.copy_(mean - base.loc)
 
     def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
         """Noise vectors, always in float32 or better: flows are not accurate in bfloat16."""

@@ -1,6 +1,5 @@
 """Linear maps: full matrices in factors, matrices that are triangular in blocks, reflections and permutations."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
-from flowbnn.numerics import inverse_soft_clamp, soft_clamp
+from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, check_vectors
 
@@ -214,7 +213,7 @@ class BlockTriangular(Transform):
         across: how the blocks depend on each other.
         rank: of ``"low-rank"``.
         loc, scale: shift and diagonal at the start.
-        bound: largest size of :math:`s` around its start.
+        bound: largest size of :math:`s` around its start, the buffer ``scale``.
 
     >>> x, log_det = BlockTriangular((2, 3), "chain")(torch.ones(4, 5))
     >>> x.shape, log_det.shape
@@ -222,6 +221,7 @@ class BlockTriangular(Transform):
     """
 
     linearity = "affine"
+    scale: Tensor
 
     @checked
     def __init__(
@@ -234,8 +234,9 @@ class BlockTriangular(Transform):
         bound: Positive = 8.0,
     ) -> None:
         super().__init__()
-        self.sizes, self.across, self.scale, self.bound = tuple(sizes), across, scale, bound
+        self.sizes, self.across, self.bound = tuple(sizes), across, bound
         dim = sum(sizes)
+        self.register_buffer("scale", torch.full((dim,), float(scale)))
         self.shift = nn.Parameter(torch.full((dim,), float(loc)))
         self.raw_log_scale = nn.Parameter(torch.zeros(dim))
         blocks = {str(number): torch.zeros(size, size) for number, size in enumerate(sizes) if size > 1}
@@ -293,7 +294,7 @@ class BlockTriangular(Transform):
         return torch.cat(results, -1), -self._log_det().expand(x.shape[:-1])
 
     def _log_det(self) -> Tensor:
-        return self.log_scale.sum() + len(self.shift) * math.log(self.scale)
+        return self.log_scale.sum() + self.scale.log().sum()
 
     def variances(self, scale: Tensor) -> Tensor:
         r"""Variances of :math:`x` where the entries of :math:`z` are independent with deviations ``scale``."""
@@ -363,5 +364,7 @@ def assign(
             map_.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
     for own, link in zip(map_.links, links, strict=False):
         own.copy_(link)
-    logs = (torch.cat([root.diagonal() for root in roots]) / map_.scale).log()
-    map_.raw_log_scale.copy_(inverse_soft_clamp(logs, map_.bound))
+    map_.scale.copy_(
+        torch.cat([root.diagonal() for root in roots])
+    )  # exact, where a bounded logarithm would end
+    map_.raw_log_scale.zero_()
