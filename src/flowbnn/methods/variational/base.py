@@ -184,7 +184,7 @@ def fit(
         loader: batches of ``(inputs, targets)``.
         epochs: passes over the loader. By default the fit goes on until the ELBO has settled: until it rises by at most 0.01 nats
             per example from 40 steps to the next 40, by the means of whole epochs, at least two each. The rates then fall to zero
-            within half as many epochs again. The budget for all of it is 1,000 steps, at least 10 epochs and at most 200. With a
+            within half as many epochs again. The budget for all of it is 1,000 steps, at least 10 epochs and at most 120. With a
             ``schedule`` of your own, which is planned ahead, half the budget is spent.
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
             noise's is by default 10 over the number of steps, or 20 over that of the budget, within 0.002 and 0.05: enough for the
@@ -213,7 +213,7 @@ def fit(
     automatic, length, pace = noise_lr is None, length_of(loader), None
     steps = length or 25
     if epochs is None:
-        epochs = min(200, max(10, math.ceil(BUDGET / steps)))
+        epochs = min(120, max(10, math.ceil(BUDGET / steps)))
         if callable(schedule):  # which plans its steps ahead
             epochs //= 2
         else:
