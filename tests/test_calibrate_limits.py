@@ -11,8 +11,7 @@ from flowbnn.noise.joint import independent_vectors
 SCALE = 0.5
 
 
-@pytest.mark.parametrize("structure", ["full", "factorized"])
-@pytest.mark.parametrize("level", [1e-4, 1e-6])
+@pytest.mark.parametrize(("structure", "level"), [("full", 1e-4), ("factorized", 1e-6)])
 def test_data_that_tell_the_noise_to_a_millionth_give_a_posterior_as_narrow(
     structure: str, level: float
 ) -> None:
@@ -42,3 +41,60 @@ def test_data_that_tell_the_noise_to_a_millionth_give_a_posterior_as_narrow(
             folds=0,
             **given | {"likelihood": fb.likelihoods.Gaussian(1e-8)},
         )
+
+
+@pytest.mark.parametrize("structure", ["full", "factorized"])
+def test_priors_of_the_rules_are_those_of_the_posterior(structure: str) -> None:
+    """Layers beside each other that no data tell of: the posterior is the prior of the rules, of each layer its own."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 1), nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(0.0 * x[:, :2]) + self.two(0.0 * x[:, :1])
+
+    normal = fb.noise.NormalAffine
+    rules = {"one": normal(prior_scale=0.2, prior_loc=0.9), "two": normal(prior_scale=2.0)}
+    given = {"likelihood": fb.likelihoods.Gaussian(1.0), "prior": "fixed", "folds": 0, "progress": False}
+    data = [(torch.ones(30, 2), torch.zeros(30, 1))]
+    posterior = fb.calibrate(Two(), data, rules=rules, structure=structure, **given)
+    priors, draws = {}, posterior.draws(4000, seed=0)
+    for vector, names in independent_vectors(posterior.model):
+        some = zip(
+            names,
+            vector.prior.scale.split([2, 1] if structure == "full" else [len(vector.prior.scale)]),
+            strict=True,
+        )
+        priors |= dict(some)
+    assert priors["one"].tolist() == pytest.approx([0.2, 0.2])
+    assert priors["two"].tolist() == pytest.approx([2.0])
+    assert draws["one"].mean() == pytest.approx(0.9, abs=0.02)
+    assert draws["one"].std() == pytest.approx(0.2, rel=0.1)
+    assert draws["two"].std() == pytest.approx(2.0, rel=0.1)
+    for wrong, text in (({"prior_scale": 1.0}, "given twice"), ({"structure": "chain"}, "several")):
+        other = rules | ({"two": normal(side="output")} if "structure" in wrong else {})
+        with pytest.raises(fb.FlowBNNError, match=text):
+            fb.calibrate(Two(), data, rules=other, **given | wrong)
+
+
+def test_a_network_in_other_units_than_its_targets_is_warned_of_and_left_alone() -> None:
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    network = nn.Linear(2, 1)
+    with pytest.warns(fb.FlowBNNWarning, match="other units"):
+        posterior = fb.calibrate(
+            network, [(x, 1000.0 * network(x).detach() + 5000.0)], folds=0, progress=False
+        )
+    plain = fb.to_deterministic(posterior.model)
+    assert torch.equal(plain(x), network(x))
+    assert not [name for name, _ in posterior.model.named_buffers() if "flowbnn" in name]
+
+
+def test_targets_that_the_network_gives_exactly_leave_a_noise_level() -> None:
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    network = nn.Linear(2, 1).requires_grad_(False)
+    posterior = fb.calibrate(network, [(x, network(x))], folds=0, prior="fixed", progress=False)
+    level = posterior.likelihood.log_scale.detach().exp() / network(x).std()
+    assert 5e-5 < float(level) < 1e-3
+    assert float(posterior.predict(x, 32, seed=0).nll(network(x)).mean()) < 0.0

@@ -69,7 +69,8 @@ def far_from_units(network: nn.Module, seen: Compared) -> Tensor:
 def take_units(network: nn.Module, likelihood: Gaussian, seen: Compared, trained: bool) -> bool:
     """Give a fresh network that is to be trained the mean and the spread of targets that are far from its own; whether it got any.
 
-    Targets that stay more than five of their standard deviations away, which ordinary learning rates do not reach, are warned of.
+    Targets that stay more than five of their standard deviations away, which ordinary learning rates do not reach, are warned of;
+    three, where the weights stay.
     """
     far = far_from_units(network, seen) & trained
     loc, scale = units_of(network, len(far))
@@ -81,12 +82,17 @@ def take_units(network: nn.Module, likelihood: Gaussian, seen: Compared, trained
         device, dtype = device_of(network), dtype_of(network)
         set_units(network, loc.to(device, dtype), scale.to(device, dtype))
     error, spread = seen.error.sqrt(), seen.variance.sqrt()
-    away = ~far & (error > 5.0 * spread) & varies(seen.center, seen.variance)
+    away = ~far & (error > (5.0 if trained else 3.0) * spread) & varies(seen.center, seen.variance)
     if seen.examples >= 8 and bool(away.any()):
         worst = int((error / spread.clamp_min(1e-300) * away).argmax())
         warn(
             f"the network's outputs are about {error[worst]:.3g} away from the targets, which spread by {spread[worst]:.3g} around "
-            f"{seen.center[worst]:.3g}: train the network first, or scale its inputs (subtract mean, divide by standard deviation)",
+            f"{seen.center[worst]:.3g}: "
+            + (
+                "train the network first, or scale its inputs (subtract mean, divide by standard deviation)"
+                if trained
+                else "are they in other units than those that its weights were trained on? The network stays as it is"
+            ),
             kind="units",
             output=worst,
         )

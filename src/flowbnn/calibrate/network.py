@@ -7,13 +7,14 @@ data that they have not seen it predicts better.
 import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, pick, take
+from flowbnn.calibrate.comparison import Calibration
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
@@ -25,6 +26,7 @@ from flowbnn.methods.variational.base import FLOWS
 from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
+from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import DENSE, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, Ge, Positive, Seed, checked
@@ -37,74 +39,9 @@ from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
 from flowbnn.transforms.linear import BlockTriangular
 
-__all__ = ["Calibration", "calibrate"]
-
 FEW = 20  # held-out examples
 ROWS = 256  # that go through the plain network at once
 Prior = Literal["fitted", "fixed"]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What cross-validation on the held-out data says of a calibrated network, beside the plain one and temperature scaling.
-
-    Args:
-        nll: mean negative log-likelihood of an example that was left out, by ``"plain"``, ``"temperature"`` and ``"calibrated"``.
-        ece: expected calibration error of the same predictions; empty for a regression.
-        gain, error: by how much the calibrated network's log-likelihood exceeds that of temperature scaling, per example, and the
-            standard error of this difference.
-        folds: of the cross-validation.
-        examples, dimensions: of the held-out data, and of the noise.
-        structure, prior: of the posterior.
-        temperature: on all held-out data.
-        flow: which lies before the covariance; None where there is none, or where it was no better than the Gaussian.
-        flow_gain, flow_error: of the flow's ELBO over the Gaussian's, in nats, and its standard error.
-    """
-
-    nll: Mapping[str, float]
-    ece: Mapping[str, float]
-    gain: float
-    error: float
-    folds: int
-    examples: int
-    dimensions: int
-    structure: str
-    prior: str
-    temperature: float
-    flow: str | None = None
-    flow_gain: float = float("nan")
-    flow_error: float = float("nan")
-
-    @property
-    def better(self) -> bool:
-        """Whether the calibrated network beats temperature scaling by more than two standard errors."""
-        return self.gain > 2.0 * self.error
-
-    def __str__(self) -> str:
-        lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []
-        for name, value in self.nll.items():
-            lines.append(
-                f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
-            )
-        verdict = "beats temperature scaling" if self.better else "is no better than temperature scaling"
-        if self.gain < -2.0 * self.error:
-            verdict = "is worse than temperature scaling, which these data suffice for"
-        lines.append(
-            f"{self.structure} posterior over {self.dimensions:,} dimensions, {self.prior} prior, {self.examples:,} held-out examples"
-        )
-        if self.flow_gain == self.flow_gain:
-            verdict_of_flow = (
-                f"{self.flow} raises" if self.flow else "The flow is left out: it does not raise"
-            )
-            lines.append(
-                f"{verdict_of_flow} the ELBO of the Gaussian ({self.flow_gain:+.2f} nats, standard error {self.flow_error:.2f})."
-            )
-        if self.nll:
-            lines.append(
-                f"By {self.folds}-fold cross-validation the noise {verdict} (log-likelihood {self.gain:+.4f} per example, standard "
-                f"error {self.error:.4f})."
-            )
-        return "\n".join(lines)
 
 
 @checked
@@ -114,7 +51,7 @@ def calibrate(
     *,
     structure: Literal["auto", "full", "chain", "layers", "factorized"] = "auto",
     prior: Literal["auto", "fitted", "fixed"] = "auto",
-    prior_scale: Positive = 0.5,
+    prior_scale: Positive | None = None,
     rules: Mapping[Rule, Recipe | None] | None = None,
     flow: Literal["planar", "radial", "sylvester", "coupling", "invconv", "glow"] | Recipe | None = None,
     folds: Literal[0] | Annotated[int, Ge(2)] = 4,
@@ -138,8 +75,9 @@ def calibrate(
         prior: of the noise: ``"fixed"``, :math:`\mathcal N(1, \mathrm{scale}^2)`; ``"fitted"``, with a mean and a width for every
             layer that maximise the ELBO, which few examples need; ``"auto"``, the better one on the first fold, or, without folds,
             fixed where there are more examples than dimensions.
-        prior_scale: :math:`\mathrm{scale}`.
-        rules: which layers get noise, as in :func:`~flowbnn.to_stochastic`; all unless given.
+        prior_scale: :math:`\mathrm{scale}`, 0.5 unless given.
+        rules: which layers get noise, and under which priors, as in :func:`~flowbnn.to_stochastic`; all, under the same prior,
+            unless given.
         flow: on the noise before its covariance, by its name (``"coupling"``, ``"planar"``, ... as in :class:`~flowbnn.NodeNoise`) or
             as a recipe: on all layers' noise at once, or with ``structure="factorized"`` on every layer's own. It begins at the
             Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is left out where it does not raise it; hundreds of
@@ -173,6 +111,12 @@ def calibrate(
             kind="network",
             argument="network",
         )
+    if prior_scale is not None and rules is not None:
+        raise FlowBNNError(
+            "the width of the prior is given twice: leave out prior_scale, the rules have their own",
+            kind="rules",
+            argument="prior_scale",
+        )
     data = fixed_data(held_out, seed, "calibration")
     plain = deepcopy(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
@@ -185,7 +129,18 @@ def calibrate(
         isinstance(likelihood, Gaussian) and bool(likelihood.log_scale.any())
     )
     work = _Work(
-        plain, chosen, inputs, targets, rules, flow, prior_scale, structure, samples, seed, first, not fresh
+        plain,
+        chosen,
+        inputs,
+        targets,
+        rules,
+        flow,
+        prior_scale or 0.5,
+        structure,
+        samples,
+        seed,
+        first,
+        not fresh,
     )
     folds = min(folds, len(targets) // 2)
     if len(targets) < FEW:
@@ -271,15 +226,33 @@ class _Work:
         knows_level: bool = True,
     ) -> None:
         self.plain, self.likelihood, self.inputs, self.targets = plain, likelihood, inputs, targets
-        self.scale, self.samples, self.seed, self.knows_level = scale, samples, seed, knows_level
+        self.samples, self.seed, self.knows_level = samples, seed, knows_level
         everywhere: dict[Rule, Recipe | None] = {"*": NormalAffine(prior_scale=scale)}
-        self.rules = everywhere if rules is None else rules
+        self.rules = _without(everywhere if rules is None else rules, joint=None)
         self.first = first
         model = self._noisy(self.rules)
-        sizes = [noise.layout.dim for noise in noise_layers(model).values()]
+        layers = noise_layers(model).values()
+        sizes = [noise.layout.dim for noise in layers]
         self.structure: Structure = structure_for(structure, sizes)
-        if self.structure != "factorized":
+        normals = [
+            noise.prior
+            for noise in layers
+            if isinstance(noise.whole, InputNoise) and isinstance(noise.prior, NormalBase)
+        ]
+        if len(normals) == len(sizes):  # others are refused below
+            self.loc, self.scale = (
+                torch.cat([getattr(one, name) for one in normals]) for name in ("loc", "scale")
+            )
+        if self.structure != "factorized":  # layers whose priors differ are joined all the same
+            self.rules = _without(self.rules, prior_loc=1.0, prior_scale=scale, base_loc=1.0, base_scale=0.1)
             model = self._noisy(self.rules, self.structure)
+            if len(independent_vectors(model)) > 1:
+                raise FlowBNNError(
+                    f"structure='{self.structure}' joins layers of one kind of noise, and the rules have several; let them differ in "
+                    "their priors only, or take structure='factorized'",
+                    kind="rules",
+                    argument="rules",
+                )
         for vector, (name, *_) in independent_vectors(model):
             normal = isinstance(vector.base, NormalBase) and isinstance(vector.prior, NormalBase)
             affine = vector.start is not None and not vector.rest
@@ -318,6 +291,7 @@ class _Work:
             *self._some(index),
             self.structure,
             prior=prior,
+            loc=self.loc,
             scale=self.scale,
             start=start,
             seed=self.seed,
@@ -410,6 +384,11 @@ class _Work:
             if some[0].ndim == 2 and len(some) == folds
         }
         return whole, {name: torch.cat(some) for name, some in losses.items()}, errors
+
+
+def _without(rules: Mapping[Rule, Recipe | None], **given: Any) -> dict[Rule, Recipe | None]:
+    """The rules with these settings in place of their own."""
+    return {rule: None if own is None else replace(own, **given) for rule, own in rules.items()}
 
 
 def structure_for(asked: Any, sizes: list[int]) -> Structure:

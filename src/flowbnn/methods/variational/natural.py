@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
-from flowbnn.likelihoods import Likelihood, learns_noise
+from flowbnn.likelihoods import Likelihood, learns_noise, least_variance
 from flowbnn.methods.laplace.output_hessian import output_hessian
 from flowbnn.noise.base import Noise, noise_layers, settings_of
 from flowbnn.noise.passes import NoisePass
@@ -268,7 +268,7 @@ class _Problem:
         sizes = network.sizes
         self.sizes = [sum(sizes)] if structure in ("full", "factorized") else sizes
 
-    def start(self, scale: float) -> BlockGaussian:
+    def start(self, loc: Tensor, scale: Tensor) -> BlockGaussian:
         dim = sum(self.sizes)
         ones = torch.ones(dim, dtype=torch.float64, device=self.device)
         blocks = list((ones / START**2).split(self.sizes))
@@ -277,7 +277,7 @@ class _Problem:
         links = []
         if self.structure == "chain":
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
-        return BlockGaussian(ones, blocks, links, ones, scale**2 * ones).factorize()
+        return BlockGaussian(ones, blocks, links, loc, scale.square()).factorize()
 
     def estimate(self, q: BlockGaussian, labels: int = EXACT) -> Estimate:
         """One pass over the data."""
@@ -339,17 +339,19 @@ def _positive(q: BlockGaussian) -> BlockGaussian:
     return replace(q, links=[]).factorize()
 
 
-def fit_prior(q: BlockGaussian, sizes: Sequence[int], scale: float) -> BlockGaussian:
-    r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to one and to the width given.
+def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: Tensor, scale: Tensor) -> BlockGaussian:
+    r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to its given ones.
 
-    .. math:: \mu_l = \frac{\sum_i m_i + 1}{d_l + 1}, \qquad
-              \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - 1)^2 + \sigma_0^2}{d_l + 1}
+    .. math:: \mu_l = \frac{\sum_i m_i + \mu_0}{d_l + 1}, \qquad
+              \sigma_l^2 = \frac{\sum_i (C_{ii} + (m_i - \mu_l)^2) + (\mu_l - \mu_0)^2 + \sigma_0^2}{d_l + 1}
     """
     locs, variances = [], []
-    for own, spread in zip(q.mean.split(list(sizes)), q.variances().split(list(sizes)), strict=True):
+    layers = zip(*(value.split(list(sizes)) for value in (q.mean, q.variances(), loc, scale)), strict=True)
+    for own, spread, given, width in layers:
         count = len(own) + WEIGHT
-        center = (own.sum() + WEIGHT) / count
-        total = (spread + (own - center).square()).sum() + WEIGHT * ((center - 1.0) ** 2 + scale**2)
+        center = (own.sum() + WEIGHT * given[0]) / count
+        away = (center - given[0]).square() + width[0].square()
+        total = (spread + (own - center).square()).sum() + WEIGHT * away
         locs.append(center.expand_as(own))
         variances.append((total / count).expand_as(own))
     return _positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
@@ -363,7 +365,8 @@ def fit_gaussian(
     structure: Structure = "full",
     *,
     prior: Literal["fitted", "fixed"] = "fitted",
-    scale: float = 0.5,
+    loc: float | Tensor = 1.0,
+    scale: float | Tensor = 0.5,
     start: BlockGaussian | None = None,
     seed: int = 0,
 ) -> NaturalFit:
@@ -375,24 +378,31 @@ def fit_gaussian(
         inputs, targets: all the data, on the network's device.
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers, ``"layers"`` (independent), ``"factorized"``.
         prior: ``"fitted"``: mean and width of each layer by the ELBO; ``"fixed"``: those given.
-        scale: of the prior, which is around one.
+        loc, scale: of the prior, numbers or ``[D]``.
         start: where to begin.
     """
     likelihood = deepcopy(likelihood)
     network = NoisyNetwork(model, likelihood)
     with evaluating(model), torch.no_grad():
         problem = _Problem(network, inputs, targets, structure, seed)
-        current = problem.start(scale) if start is None else start
-        labels = 1
+        loc, scale = (
+            torch.as_tensor(value).to(targets.device, torch.float64).expand(sum(network.sizes))
+            for value in (loc, scale)
+        )
+        current = problem.start(loc, scale) if start is None else start
+        labels, least = 1, targets.new_zeros(())
+        if learns_noise(likelihood):
+            truth = targets.reshape(len(targets), -1)
+            least = least_variance(truth.mean(0), truth.var(0, correction=0))
         estimate = problem.estimate(current, labels)
         size, trace = 0.3, [estimate.elbo]
         late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
         for number in range(PASSES):
             proposal = problem.step(current, estimate, size)
             if prior == "fitted" and number > 1:
-                proposal = fit_prior(proposal, network.sizes, scale)
+                proposal = fit_prior(proposal, network.sizes, loc, scale)
             if learns_noise(likelihood):
-                likelihood.log_scale.copy_(0.5 * estimate.square.log())
+                likelihood.log_scale.copy_(0.5 * torch.maximum(estimate.square, least).log())
             proposed = problem.estimate(proposal, labels)
             gain = proposed.elbo - estimate.elbo
             # a proposal with a few hopeless examples has a spread of its own making, so the present one's counts
