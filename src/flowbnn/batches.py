@@ -356,8 +356,8 @@ def first_nonfinite_tensor(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, tensor in named if not is_finite(tensor)), None)
 
 
-def check_finite_batch(batch: Any, epoch: int, index: int) -> None:
-    """Refuse a batch that holds NaN or infinite numbers, or no rows; ``epoch`` and ``index`` count from 0.
+def check_finite_batch(batch: Any, epoch: int | None, index: int) -> None:
+    """Refuse a batch that holds NaN or infinite numbers, or no rows; ``epoch``, where there are any, and ``index`` count from 0.
 
     >>> check_finite_batch((torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])), epoch=2, index=5)
     Traceback (most recent call last):
@@ -376,4 +376,5 @@ def check_finite_batch(batch: Any, epoch: int, index: int) -> None:
                 f"{rows} of {tensor.shape[0] if tensor.dim() else 1} rows of tensor {name!r} hold NaN or infinite values; "
                 "clean the data or leave these rows out"
             )
-        raise FlowBNNError(f"epoch {epoch + 1}, batch {index + 1}: {trouble}", kind="batch")
+        where = "" if epoch is None else f"epoch {epoch + 1}, "
+        raise FlowBNNError(f"{where}batch {index + 1}: {trouble}", kind="batch")

@@ -109,7 +109,12 @@ Probability = Annotated[float, Interval(gt=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 File = str | PathLike[str]
 
-_NOUNS: dict[Any, str] = {Sequence: "list", Iterable: "sequence", Mapping: "dictionary", dict: "dictionary"}
+_NOUNS: dict[Any, str] = {
+    Sequence: "list",
+    Iterable: "list or DataLoader",
+    Mapping: "dictionary",
+    dict: "dictionary",
+}
 _NOUNS |= {PathLike: "path", Callable: "function"}
 _ARTICLES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
 _ARTICLES[Tensor] = "a dense tensor of real numbers"

@@ -1,9 +1,11 @@
 """Diagnostics on a network whose output is linear in its noise: the evidence and the posterior have closed forms."""
 
 import math
+import random
 import warnings
 from functools import cached_property, partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,18 +162,30 @@ def test_the_gap_is_split_into_what_correlation_gains(known):
 
 def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
     class Augmented(torch.utils.data.Dataset):
+        def __init__(self, draw):
+            self.draw = draw
+
         def __len__(self):
             return 20
 
         def __getitem__(self, index):
-            return known.inputs[index] + 0.1 * torch.randn(5), known.targets[index]
+            return known.inputs[index] + 0.1 * self.draw(), known.targets[index]
 
+    moved = [
+        lambda: torch.randn(5),
+        random.random,
+        np.random.rand,
+    ]  # by the generators of torch, Python and numpy
     shuffled = fb.data.TensorLoader(known.inputs, known.targets, batch_size=8, shuffle=True)
     same = fb.quality.pareto_k(known.exact, shuffled, samples=50)
     assert same.elbo == pytest.approx(known.evidence, abs=1e-3)
     dropout = fb.MCDropout(epochs=1).fit(known.network, known.loader, progress=False)
     cases = [
-        (known.exact, torch.utils.data.DataLoader(Augmented(), batch_size=5), "fixed data", "loader"),
+        *(
+            (known.exact, torch.utils.data.DataLoader(Augmented(draw), batch_size=5), "fixed data", "loader")
+            for draw in moved
+        ),
+        (known.exact, [(torch.ones(0, 5), torch.ones(0, 1))], "^batch 1: tensor '0' has no rows", "batch"),
         (known.exact, [], "empty", "loader"),
         (known.exact, torch.utils.data.DataLoader([]), "no examples", "loader"),
         (dropout, known.loader, "no density|posterior of noise", "unsupported"),

@@ -160,13 +160,12 @@ def undisturbed(loader: Any, seed: int | None = None) -> Iterator[None]:
     """The loader may be gone through in the ``with`` block: all global generators and the loader's own are put back afterwards.
 
     Args:
-        seed: of torch's and the loader's meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
+        seed: of them all meanwhile, so that a shuffled loader gives the same batches whenever it is asked.
     """
     randomness = Randomness(loader_generators(loader))
     state = randomness.state()
     if seed is not None:
-        for generator in (torch.default_generator, *randomness.generators):
-            generator.manual_seed(seed)
+        randomness.seed(seed)
     try:
         yield
     finally:

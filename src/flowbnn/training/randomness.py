@@ -70,6 +70,13 @@ class Randomness:
         own = list(map(torch.Generator.get_state, self.generators))
         return {"torch": torch.get_rng_state(), "cuda": cuda, "generators": own}
 
+    def seed(self, seed: int) -> None:
+        """Seed all but those of CUDA."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        for generator in (torch.default_generator, *self.generators):
+            generator.manual_seed(seed)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` or :meth:`torch_state` gave."""
         torch.set_rng_state(state["torch"])

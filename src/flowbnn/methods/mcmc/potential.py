@@ -32,11 +32,11 @@ Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their
 
 
 def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Data:
-    """Everything that one pass over the loader gives; torch's generator and the loader's own are restored."""
+    """Everything that one pass over the loader gives; all generators are restored."""
     batches = []
     with undisturbed(loader, seed):
         for number, batch in enumerate(loader):
-            check_finite_batch(batch, 0, number)
+            check_finite_batch(batch, None, number)
             check(batch)
             batches.append(split_batch(batch))
     return join(batches)
