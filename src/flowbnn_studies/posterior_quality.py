@@ -29,7 +29,7 @@ from flowbnn.results import Metric, Parts
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
 from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted, paired
+from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
 from flowbnn_studies.runner.study import Findings, Study, Variant
 from flowbnn_studies.uci import load_uci
 
@@ -70,6 +70,7 @@ PROBLEMS = {
     "conv": Problem("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
     "lenet": Problem("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
+CHOICE = 500_000  # added to the seed of draws that choose: those that measure are others
 COLUMNS = {
     "gap": ("Gap", "lower", ".2f", "Log-evidence less ELBO in nats: the KL divergence to the exact posterior."),
     "per_example": ("Gap per example", "lower", ".4f", "The gap over the number of examples."),
@@ -222,7 +223,8 @@ def posterior_of(
         )
         if start is not None and RECIPES[key][1].joint == "full":  # what it starts at is a special case of it
             bounds = [
-                quality.pareto_k(one, case.loader, s.predictions, seed).elbo for one in (posterior, start)
+                quality.pareto_k(one, case.loader, s.predictions, seed + CHOICE).elbo
+                for one in (posterior, start)
             ]
             return posterior if bounds[0] > bounds[1] else start
     return posterior
@@ -382,9 +384,14 @@ class PosteriorQuality(Study):
             "Weights are trained on other examples than those that the noise is fitted to, and then frozen; or trained along with the "
             "noise, on its examples. The prior of the noise is N(1, 0.5²).",
             "Posteriors are fitted by stochastic gradients until the rate is zero, joint ones from what fb.calibrate finds by natural "
-            "gradients; the full covariance, and the flow after it, is never below what it starts from. A chain of two layers is a "
-            "full covariance, and has no row.",
-            *uncertified(parts),
+            "gradients; the full covariance, and the flow after it, is what it starts from where that has the higher ELBO, on "
+            "other draws than those of the table. A chain of two layers is a full covariance, and has no row.",
+            uncertified(
+                (f"{variant} seed {seed}, {row}", numbers["rhat"])
+                for (variant, seed), part in sorted(parts.content.items())
+                for row, numbers in part["table"].items()
+                if row == EXACT or row.endswith("-along")
+            ),
         ]
         return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
@@ -396,20 +403,8 @@ def by_rows(parts: Parts) -> Parts:
         name = variant.partition("-")[0]
         for row, numbers in part["table"].items():
             values = content.setdefault((row, seed), {"values": {}})["values"]
-            values |= {f"{key}_{name}": value for key, value in numbers.items()}
+            values |= {f"{key}_{name}": value for key, value in gated(numbers).items()}
     return Parts(parts.seeds, content)
-
-
-def uncertified(parts: Parts) -> list[str]:
-    """A line on chains that have not mixed, whose numbers are in the tables all the same."""
-    wrong = [
-        f"{variant} seed {seed} ({row}, {numbers['rhat']:.3f})"
-        for (variant, seed), part in sorted(parts.content.items())
-        for row, numbers in part["table"].items()
-        if numbers["rhat"] > 1.01 and (row == EXACT or row.endswith("-along"))
-    ]
-    text = f"Chains with an R-hat above 1.01, counted all the same: {', '.join(wrong)}."
-    return [text if wrong else "All chains have an R-hat of at most 1.01."]
 
 
 def answer(settings: Settings, parts: Parts) -> str:
@@ -420,11 +415,16 @@ def answer(settings: Settings, parts: Parts) -> str:
         def mean(row: str, key: str, name: str = name) -> float:
             return parts.mean(row, f"{key}_{name}")
 
-        ks = parts.values("full", f"k_{name}")
+        ks, number = parts.values("full", f"k_{name}"), len(parts.values("full", f"gap_{name}"))
+        if not number:
+            lines.append(
+                f"{PROBLEMS[name].label}: no chains have mixed that a posterior could be compared with."
+            )
+            continue
         text = (
-            f"{PROBLEMS[name].label}, {counted(len(parts.seeds))}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
+            f"{PROBLEMS[name].label}, {counted(number)}: the joint Gaussian is {mean('full', 'gap'):.2f} nats from the exact "
             f"posterior, the factorized {mean('factorized', 'gap'):.2f}; k-hat {mean('full', 'k'):.2f}, below 0.7 in "
-            f"{sum(k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
+            f"{sum(k is not None and k < 0.7 for k in ks)} of {len(ks)}; total variation {mean('full', 'variation'):.4f} against "
             f"{mean('factorized', 'variation'):.4f} ({mean(EXACT, 'variation'):.4f} between halves of the chains), agreement "
             f"{mean('full', 'agreement'):.1%} ({mean(EXACT, 'agreement'):.1%}); test NLL "
             f"{paired(*parts.common('full', 'factorized', f'excess_{name}')).words()} from factorized."

@@ -9,26 +9,52 @@ from flowbnn_studies import get_study
 from flowbnn_studies import posterior_quality as study
 from flowbnn_studies import when_it_matters as matters
 from flowbnn_studies.runner.run import run_study
+from flowbnn_studies.runner.statistics import AGAINST, uncertified
 
 
-def test_the_study_runs(tmp_path):
-    one = get_study("posterior-quality")
-    results = run_study(one, settings=one.make_settings(quick=True), seeds=1, out=tmp_path, progress=False)
+def test_the_study_runs(tmp_path, monkeypatch):
+    one, seeds, exact = get_study("posterior-quality"), [], quality.pareto_k
+    settings = one.make_settings(quick=True)  # whose chains are too short to have mixed
+
+    def noted(posterior, loader, samples, seed):
+        seeds.append(seed)
+        return exact(posterior, loader, samples, seed)
+
+    monkeypatch.setattr(quality, "pareto_k", noted)
+    results = run_study(one, settings=settings, seeds=1, out=tmp_path, progress=False)
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert list(rows) == ["exact", "factorized", "natural", "full", "flow", "factorized-along"]
-    assert set(rows["full"]) == {f"{key}_blobs" for key in study.COLUMNS if key != "modes"}
-    assert {"modes_blobs", "variation_blobs", "rhat_blobs"} < set(rows["exact"])
-    gaps = [rows[key]["gap_blobs"]["mean"] for key in ("flow", "full", "natural")]
-    assert gaps == sorted(gaps)  # a posterior is no worse than what it starts from
-    assert "factorized" in results["answer"]
+    assert {"k_blobs", "seconds_blobs"} <= set(rows["full"])
+    assert not {f"{key}_blobs" for key in AGAINST} & {key for row in rows.values() for key in row}
+    assert "no chains have mixed" in results["answer"]
+    assert "R-hat is above 1.01: blobs seed 0, exact (" in results["notes"][-1]
+    assert (
+        seeds.count(study.CHOICE) == 4
+    )  # of the full covariance and the flow: other draws choose than measure
+    assert set(seeds) == {0, study.CHOICE}
 
 
 def test_chains_that_have_not_mixed_are_named():
-    table = {"exact": {"rhat": 1.2}, "full": {"rhat": 1.2}}
-    (line,) = study.uncertified(Parts([0], {("blobs", 0): {"table": table}}))
-    assert "blobs seed 0 (exact, 1.200)" in line
-    (line,) = study.uncertified(Parts([0], {("blobs", 0): {"table": {"exact": {"rhat": 1.005}}}}))
-    assert "All chains" in line
+    line = uncertified([("blobs seed 0", 1.2), ("blobs seed 1", None), ("blobs seed 2", 1.01)])
+    assert line.endswith("above 1.01: blobs seed 0 (1.200), blobs seed 1 (infinite).")
+    assert "All chains" in uncertified([("blobs seed 0", 1.005)])
+
+
+def test_seeds_whose_chains_have_not_mixed_are_left_out():
+    table = {"gap": 1.0, "excess": 0.1, "variation": 0.1, "agreement": 1.0, "k": 0.3, "rhat": 1.0}
+    content = {
+        ("blobs", seed): {
+            "table": {
+                row: table | {"gap": float(seed), "rhat": rhat} for row in ("exact", "full", "factorized")
+            }
+        }
+        for seed, rhat in enumerate((1.002, None, 1.3, 1.004))
+    }
+    parts = study.by_rows(Parts([0, 1, 2, 3], content))
+    assert parts.values("full", "gap_blobs") == [0.0, 3.0]
+    assert parts.values("full", "k_blobs") == [0.3] * 4
+    settings = get_study("posterior-quality").make_settings(quick=True)
+    assert "2 seeds: the joint Gaussian is 1.50 nats" in study.answer(settings, parts)
 
 
 def test_joint_noise_starts_at_the_gaussian_that_it_is_given():

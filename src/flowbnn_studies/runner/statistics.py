@@ -1,14 +1,18 @@
-"""Whether two rows really differ: paired comparisons over seeds."""
+"""Whether two rows really differ, over seeds; and whether chains are a truth to compare with."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.quality.chains import RHAT
+
+AGAINST = ("gap", "per_example", "variation", "agreement", "excess")  # numbers that take chains for the truth
 
 
 def counted(number: int, noun: str = "seed") -> str:
@@ -83,3 +87,29 @@ def sign_flip(differences: Sequence[float]) -> float:
     for difference in differences:
         sums = [total + sign * difference for total in sums for sign in (1, -1)]
     return sum(abs(total) >= seen for total in sums) / len(sums)
+
+
+def certified(rhat: float | None) -> bool:
+    """Whether chains may be taken for the truth; an infinite R-hat is stored as None."""
+    return rhat is not None and rhat <= RHAT
+
+
+def gated(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that may be told: none that was measured against chains which have not mixed.
+
+    >>> gated({"gap": 1.0, "k": 0.3, "rhat": None}), gated({"gap": 1.0, "k": 0.3, "rhat": 1.002})
+    ({'k': 0.3, 'rhat': None}, {'gap': 1.0, 'k': 0.3, 'rhat': 1.002})
+    """
+    trusted = certified(numbers["rhat"])
+    return {key: value for key, value in numbers.items() if trusted or not key.startswith(AGAINST)}
+
+
+def uncertified(chains: Iterable[tuple[str, float | None]]) -> str:
+    """A line on chains, by name and R-hat, that have not mixed."""
+    wrong = [
+        f"{name} ({'infinite' if rhat is None else f'{rhat:.3f}'})"
+        for name, rhat in chains
+        if not certified(rhat)
+    ]
+    text = f"Nothing is compared with chains whose R-hat is above {RHAT}: {', '.join(wrong)}."
+    return text if wrong else f"All chains have an R-hat of at most {RHAT}."
