@@ -98,3 +98,20 @@ def test_targets_that_the_network_gives_exactly_leave_a_noise_level() -> None:
     level = posterior.likelihood.log_scale.detach().exp() / network(x).std()
     assert 5e-5 < float(level) < 1e-3
     assert float(posterior.predict(x, 32, seed=0).nll(network(x)).mean()) < 0.0
+
+
+def test_a_network_that_mixes_the_rows_of_a_batch_is_refused() -> None:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    data = [(x, (x.sum(1) > 0).long())]
+    given = {"likelihood": fb.likelihoods.Categorical(), "folds": 0, "progress": False}
+
+    def network(tracks: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=tracks), nn.Linear(4, 2))
+
+    with pytest.raises(fb.FlowBNNError, match="depends on the other examples") as told:
+        fb.calibrate(network(False), data, **given)
+    assert told.value.kind == "network"
+    model = fb.to_stochastic(network(False), {"*": fb.noise.NormalAffine()})
+    with pytest.raises(fb.FlowBNNError, match="depends on the other examples"):
+        fb.quality.pareto_k(fb.posterior.NoisePosterior(model, given["likelihood"]), data)
+    fb.calibrate(network(True), data, **given)

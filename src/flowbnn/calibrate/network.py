@@ -23,7 +23,13 @@ from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
-from flowbnn.methods.variational.natural import BlockGaussian, NaturalFit, Structure, fit_gaussian
+from flowbnn.methods.variational.natural import (
+    BlockGaussian,
+    NaturalFit,
+    NoisyNetwork,
+    Structure,
+    fit_gaussian,
+)
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -33,7 +39,7 @@ from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.quality.target import fixed_data
+from flowbnn.quality.target import check_rows, fixed_data
 from flowbnn.training.launch import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
@@ -265,6 +271,7 @@ class _Work:
                     layer=name,
                 )
         self.model, self.dim, self.with_flow = model, sum(sizes), None
+        check_rows(NoisyNetwork(model, likelihood), inputs)
         if flow is not None:
             recipe = flow if isinstance(flow, Recipe) else FLOWS[flow]()
             shared = [field.name for field in fields(Recipe)]

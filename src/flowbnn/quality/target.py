@@ -57,6 +57,7 @@ class NoiseTarget:
         with explaining(inputs), torch.no_grad():
             two = self.network.outputs(take(inputs, 0, 2), self.draw(min(2, len(targets)))[0].to(self.dtype))
         self.likelihood.check(two[:1].expand(len(targets), *two.shape[1:]), targets)
+        check_rows(self.network, inputs)
         return inputs, self.likelihood.canonical(targets).to(self.device)
 
     @property
@@ -225,6 +226,21 @@ def _check_density(posterior: Any) -> None:
                 )
     if trouble:
         raise FlowBNNError(trouble, kind="unsupported", argument="posterior")
+
+
+@torch.no_grad()
+def check_rows(network: NoisyNetwork, inputs: Any) -> None:
+    """Refuse a network whose output for an example depends on what else is in its batch: it has no likelihood of the example."""
+    many, few = take(inputs, 0, 8), take(inputs, 0, 2)
+    ones = torch.ones(8, sum(network.sizes), dtype=network.dtype, device=device_of(network.model))
+    together, alone = (network.outputs(some, ones[: len(tensors_of(some)[0])]) for some in (many, few))
+    tolerance = max(1e-3, 10.0 * torch.finfo(together.dtype).eps) * float(together.abs().max())
+    if not torch.allclose(together[: len(alone)], alone, rtol=0.0, atol=tolerance, equal_nan=True):
+        raise FlowBNNError(
+            "the network's output for an example depends on the other examples of its batch, as BatchNorm with "
+            "track_running_stats=False makes it: an example has no likelihood of its own; give layers that see one example at a time",
+            kind="network",
+        )
 
 
 def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]:
