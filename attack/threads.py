@@ -1,8 +1,10 @@
-"""Eight threads that predict from one posterior at once, with fixed seeds: each answer is the one that a single thread gets."""
+"""Eight threads that predict from one posterior and use its network at once: each answer is the one that a single thread gets."""
 
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from attack import Budget, Tally
 from attack.fuzz import fitted, vectors
 from flowbnn.methods import METHODS
+from flowbnn.noise import noise_layers, noise_mode
 
 __all__ = ["attack"]
 
@@ -24,6 +27,12 @@ def answer(name: str, case: tuple[int, int, str]) -> Tensor:
     if call == "sample":
         with torch.no_grad():
             return torch.softmax(posterior.sample(seed).eval()(inputs), -1)
+    if call == "network":
+        own = posterior.model
+        with torch.no_grad(), noise_mode(own, "off") if noise_layers(own) else nullcontext():
+            outputs = own(inputs).flatten().double()
+        weights = deepcopy(own).state_dict() if seed else own.state_dict()
+        return torch.cat([outputs, *(value.flatten().double() for value in weights.values())])
     return posterior.predict(inputs, 6, seed=seed, progress=False).probabilities
 
 
@@ -36,7 +45,7 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS), c
         name = names[round_number % len(names)]
         round_number += 1
         cases = [
-            (dice.randrange(5), dice.randint(1, 16), dice.choice(["predict"] * 3 + ["sample"]))
+            (dice.randrange(5), dice.randint(1, 16), dice.choice(["predict"] * 3 + ["sample", "network"]))
             for _ in range(calls)
         ]
         right = {case: answer(name, case) for case in set(cases)}

@@ -21,10 +21,10 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = 0
+        self.rows: list[int] = []
 
     def forward(self, x):
-        self.rows += len(x)
+        self.rows.append(len(x))
         return x
 
 
@@ -62,9 +62,9 @@ def test_what_comes_before_the_noise_is_computed_once():
     model = fb.to_stochastic(network(), {"3": fb.noise.NormalAffine()})
     posterior = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical())
     posterior.predict(torch.randn(5, 4), 16)  # finds the plan, which is remembered
-    model[1].rows = 0
+    model[1].rows.clear()
     posterior.predict(torch.randn(5, 4), 16)
-    assert model[1].rows == 5
+    assert sum(model[1].rows) == 5
 
 
 def test_a_skip_around_the_first_noise_folds_at_the_input():

@@ -27,6 +27,7 @@ from copy import deepcopy
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,7 @@ from flowbnn.options import checked, descendants, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
 from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, casting
+from flowbnn.posterior.twin import twin
 from flowbnn.posterior.views import averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
@@ -66,8 +68,7 @@ from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
 
-# methods that read the network, beside predict and save
-TAKES_TURNS = {"sample", "draws", "log_prob", "member"}
+CHECKED = {"sample", "draws", "log_prob", "member"}  # methods whose arguments users write
 
 
 def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +88,8 @@ class Posterior:
     To write one, define :meth:`outputs`, and for saving :meth:`state`, :meth:`settings` and :meth:`restored` where it has more than a
     network, a likelihood and a history.
 
-    Predictions of several threads take turns, since they put other weights in the network's place: see :class:`Kept`.
+    Predictions of several threads take turns (see :class:`Kept`). They run in a twin of the network, so that ``model`` may be called,
+    copied and saved meanwhile; where they are compiled, which is for these very modules, it is the posterior's own.
 
     Args:
         model: the network.
@@ -102,8 +104,9 @@ class Posterior:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in TAKES_TURNS & vars(cls).keys():
-            setattr(cls, name, _take_turns(checked(vars(cls)[name])))
+        for name, value in dict(vars(cls)).items():
+            if isinstance(value, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, _take_turns(checked(value) if name in CHECKED else value))
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:
         self.model, self.likelihood, self.history = model, likelihood, history or History()
@@ -219,15 +222,15 @@ class Posterior:
         broken = first_nonfinite_tensor(self.model.named_parameters())
         if broken is not None:
             return f"parameter '{broken}' holds NaN or infinity: load or train the posterior again"
-        device, half = device_of(self.model), MIXED.get(options.precision)
+        network, device, half = twin(self.model), device_of(self.model), MIXED.get(options.precision)
         where = {}
         for precision in {None, half}:
             for batch in [inputs] if is_batch(inputs) else islice(inputs, 8):
                 some = move(
                     batch if is_batch(inputs) else split_batch(batch)[0], device, dtype_of(self.model)
                 )
-                with evaluating(self.model), casting(device, precision):
-                    name = first_nonfinite_layer(self.model, partial(call, self.model, some))
+                with evaluating(network), casting(device, precision):
+                    name = first_nonfinite_layer(network, partial(call, network, some))
                 if name:
                     where[precision] = f"layer '{name}'"
                     break

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, move, pad, repeat, rows, take
+from flowbnn.batches import call, dtype_of, evaluating, move, pad, repeat, rows, take
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.batched import shared_draws
@@ -118,7 +118,7 @@ def form_for(prediction: Prediction, inputs: Any) -> Form:
 
 
 def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torch.dtype | None) -> Form:
-    model, layers = prediction.model, noise_layers(prediction.model)
+    model, layers = prediction.own, noise_layers(prediction.own)
     names = {layer.key: name for name, layer in layers.items()}
     asks = [(names[key], at) for key, at in shown.asked]
     if shown.error is not None:
@@ -136,7 +136,7 @@ def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torc
     asks.sort(key=lambda ask: layers[ask[0]].site == "position")
     weights = None
     if half is not None:
-        with NoisePass(settings_of(model, "off"), shares=False):
+        with evaluating(model), NoisePass(settings_of(model, "off"), shares=False):
             few = move(take(inputs, 0, 2), prediction.device, prediction.dtype)
             weights = _fitting(prediction, few, half, call(model, few))
     return Form(tuple(asks), weights)
@@ -151,8 +151,8 @@ def _fitting(
         formats.insert(0, torch.channels_last)
     for kind in formats:
         try:
-            with HalfWeights(prediction.model, half, kind, {}):
-                outputs = call(prediction.model, few)
+            with HalfWeights(prediction.own, half, kind, {}):
+                outputs = call(prediction.own, few)
         except Exception:  # whatever the reason, this way does not serve this network
             continue
         gap = (outputs.float() - truth.float()).abs().max()
@@ -202,7 +202,7 @@ class GivenDraws:
     """
 
     def __init__(self, prediction: Prediction, form: Form, state: NoisePass) -> None:
-        model, half = prediction.model, prediction.half
+        model, half = prediction.own, prediction.half
         self.form, self.state, self.device, self.samples = form, state, prediction.device, prediction.samples
         self.layers = noise_layers(model)
         self.table = Table({layer.key: Setting("shared") for layer in self.layers.values()}, {})
@@ -275,7 +275,8 @@ def compiled_outputs(
     if not form.failure:
         try:
             passes = prediction.keep(("passes", id(form)), lambda: CompiledPasses(prediction, form, state))
-            return passes(inputs, samples, plan)
+            with evaluating(prediction.own):
+                return passes(inputs, samples, plan)
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since
         except failures as error:
             form.failure = reason(error)
@@ -310,7 +311,7 @@ class CompiledPasses:
             for start, stop, some, fits in pieces:
                 size = rows(some)
                 batch = repeat(some, several) if plan.fold != "late" and several > 1 else some
-                outputs = (one_pass if fits else pass_given)(prediction.model, given.table, draws, batch)
+                outputs = (one_pass if fits else pass_given)(prediction.own, given.table, draws, batch)
                 outputs = check_rows(outputs, several * size).reshape(several, size, *outputs.shape[1:])
                 if not result:
                     dtype = torch.promote_types(outputs.dtype, torch.float32)

@@ -28,6 +28,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.recording import Recording, record
+from flowbnn.posterior.twin import twin
 from flowbnn.posterior.views import View
 from flowbnn.training.device import MIXED, keep_memory
 from flowbnn.training.options import MixedPrecision
@@ -107,7 +108,7 @@ class Kept:
 class Prediction:
     """One call of ``predict``: its options made definite, and what the posterior draws once for all of it.
 
-    Used in a ``with`` block, which holds the posterior's lock and has the network in evaluation mode and at the asked precision.
+    Used in a ``with`` block, which holds the posterior's lock and has ``model`` in evaluation mode and at the asked precision.
     ``run`` runs a network over rows of inputs in chunks that fit the device.
 
     Args:
@@ -117,6 +118,9 @@ class Prediction:
         kept: what the posterior keeps from one prediction to the next.
 
     Attributes:
+        own: the posterior's network, which other threads may be using.
+        model: what runs: a twin of it (:func:`~flowbnn.posterior.twin.twin`), in which a posterior may put other weights and hooks;
+            ``own`` itself where passes are compiled.
         samples, seed, shared, half, device: as the options and the network have them.
         total: rows of the whole loader, 0 where it does not say or there is none.
         batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
@@ -126,7 +130,9 @@ class Prediction:
     """
 
     def __init__(self, model: nn.Module, options: PredictOptions, samples: int, kept: Kept) -> None:
-        self.model, self.options, self.kept = model, options, kept
+        self.own, self.options, self.kept = model, options, kept
+        # what is compiled is compiled for these very modules
+        self.model = model if options.compile is True else twin(model)
         self.device, self.dtype, self.half = device_of(model), dtype_of(model), MIXED.get(options.precision)
         self.samples, self.shared = options.samples or samples, options.shared
         self.seed = new_seed() if options.seed is None else int(options.seed)

@@ -145,7 +145,7 @@ class WeightPosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the weights of one sample after the other."""
-        exchange = prediction.keep("exchange", lambda: Exchange(self.model, self.names))
+        exchange = prediction.keep("exchange", lambda: Exchange(prediction.model, self.names))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for values in self.stream(samples, prediction):
@@ -162,6 +162,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+ALIKE = "a list of networks needs the same number, at least one, of every weight"
 NOISE = "noise of the members"  # in a file; no weight has spaces in its name
 
 
@@ -193,6 +194,8 @@ class MemberPosterior(WeightPosterior):
     ) -> None:
         super().__init__(model, likelihood, history)
         self.check_members(members)
+        if not members:
+            raise FlowBNNError(ALIKE, kind="shape")
         self.log_noise = log_noise
         if log_noise is not None and isinstance(likelihood, Gaussian):
             with torch.no_grad():
@@ -294,7 +297,7 @@ def check_members(like: nn.Module | Mapping[str, Tensor], members: Mapping[str, 
     sizes = {len(value) for value in members.values()}
     wrong = [name for name, value in members.items() if name not in own or value.shape[1:] != own[name].shape]
     trouble = f"the members' weights '{wrong[0]}' do not fit the network" if wrong else ""
-    if len(sizes) != 1 or 0 in sizes:
-        trouble = "a list of networks needs the same number, at least one, of every weight"
+    if len(sizes) > 1 or 0 in sizes:
+        trouble = ALIKE
     if trouble:
         raise FlowBNNError(trouble, kind="shape")

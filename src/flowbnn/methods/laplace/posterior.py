@@ -16,6 +16,7 @@ from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.layers import without_nested
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.twin import twin
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
@@ -108,17 +109,20 @@ class LaplacePosterior(WeightPosterior):
     def functional_variance(self, inputs: Any, diagonal: bool = False) -> Tensor:
         r"""Covariance :math:`J \Sigma J^T` of the outputs of the linearized network, ``[B, C, C]``, or its diagonal ``[B, C]``."""
         check_finite(inputs)
-        inputs, block = move(inputs, device_of(self.model), dtype_of(self.model)), self.blocks[0]
-        with evaluating(self.model), explaining(inputs):
+        return self._variance(twin(self.model), inputs, diagonal)
+
+    def _variance(self, network: nn.Module, inputs: Any, diagonal: bool) -> Tensor:
+        inputs, block = move(inputs, device_of(network), dtype_of(network)), self.blocks[0]
+        with evaluating(network), explaining(inputs):
             if self.direct is not None and isinstance(block, Diagonal | Kronecker):
-                features = self._with_features(inputs)[1]
+                features = self._with_features(network, inputs)[1]
                 ones = features.new_ones(len(features), 1)
                 columns = [features if len(shape) > 1 else ones for shape in block.shapes.values()]
                 covariance = block.linear_variance(columns)
                 return covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance
-            count = flat_outputs(self.model, take(inputs, 0, 1)).shape[1]
-            jacobian = Jacobian(self.model, self.names)
-            one = torch.eye(count, dtype=dtype_of(self.model), device=device_of(self.model))
+            count = flat_outputs(network, take(inputs, 0, 1)).shape[1]
+            jacobian = Jacobian(network, self.names)
+            one = torch.eye(count, dtype=dtype_of(network), device=device_of(network))
             roots: dict[int, list[Tensor]] = {}  # by the first example of a chunk
             for start, stop, low, high in jacobian.chunks(inputs, count):
                 cotangents = one[low:high].expand(stop - start, -1, -1)
@@ -128,18 +132,18 @@ class LaplacePosterior(WeightPosterior):
         chunks = [torch.cat(parts, 1) for parts in roots.values()]
         return torch.cat(chunks if diagonal else [chunk @ chunk.transpose(1, 2) for chunk in chunks])
 
-    def _with_features(self, inputs: Any) -> tuple[Tensor, Tensor]:
+    def _with_features(self, network: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         """Outputs of the network, and the inputs of the layer that gives them."""
         assert self.direct is not None
-        layer, features = self.model.get_submodule(self.direct), list[Tensor]()
+        layer, features = network.get_submodule(self.direct), list[Tensor]()
         with layer.register_forward_pre_hook(lambda _, args: features.append(args[0])):
-            return call(self.model, inputs), features[0]
+            return call(network, inputs), features[0]
 
     # predictions
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         if self.predictive == "probit":
-            one = prediction.run(inputs, [self._probit])
+            one = prediction.run(inputs, [partial(self._probit, prediction.model)])
             return one.expand(len(samples), *one.shape[1:])
         if self.direct is not None:
             return self._by_features(inputs, samples, prediction)
@@ -147,15 +151,15 @@ class LaplacePosterior(WeightPosterior):
             return prediction.run(inputs, self._linearized(samples, prediction), len(samples))
         return super().outputs(inputs, samples, prediction)
 
-    def _probit(self, inputs: Any) -> Tensor:
+    def _probit(self, network: nn.Module, inputs: Any) -> Tensor:
         r"""Logits shrunk by their variance, :math:`f / \sqrt{1 + \pi v / 8}` (MacKay 1992): one answer, without draws."""
-        outputs = call(self.model, inputs)
-        variance = self.functional_variance(inputs, diagonal=True).reshape(outputs.shape)
+        outputs = call(network, inputs)
+        variance = self._variance(network, inputs, diagonal=True).reshape(outputs.shape)
         return outputs * (1.0 + torch.pi / 8.0 * variance).rsqrt().to(outputs.dtype)
 
     def _linearized(self, samples: range, prediction: Prediction) -> Iterator[Callable[[Any], Tensor]]:
         r"""The network made linear in its weights, :math:`f(x) + J(x) (w - \hat w)`, for one draw of the weights after the other."""
-        jacobian = prediction.keep("jacobian", lambda: Jacobian(self.model, self.names))
+        jacobian = prediction.keep("jacobian", lambda: Jacobian(prediction.model, self.names))
         for index in samples:
             tangents = self._moves(index, prediction.seed)
             yield lambda rows, tangents=tangents: sum(jacobian.push(rows, tangents))  # type: ignore[misc]
@@ -164,7 +168,7 @@ class LaplacePosterior(WeightPosterior):
         r"""Draws of the layer that gives the outputs: :math:`f(x) + \Delta\, \phi(x)`, with features and outputs computed once."""
 
         def network(rows: Any) -> Tensor:
-            outputs, features = self._with_features(rows)
+            outputs, features = self._with_features(prediction.model, rows)
             dtype = torch.promote_types(outputs.dtype, torch.float32)
             return torch.cat([outputs.to(dtype), features.to(dtype)], 1)
 
