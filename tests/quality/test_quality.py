@@ -3,6 +3,7 @@
 import math
 import random
 import warnings
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -288,6 +289,12 @@ def test_chains_that_do_not_mix_are_not_certified():
     assert not chains.certified
     assert told[0].message.fields["layers"] == ["one"]
     assert chains.position.shape == (4, 100, 1)
+    found = fb.quality.modes(known.posterior, known.loader, starts=8)
+    for vectors, missed in (
+        (chains.vectors.abs(), 1),
+        (chains.vectors * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None, None], 0),
+    ):
+        assert found.missed(replace(chains, position=chains.space.position(vectors))) == missed
 
 
 def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, capsys):
@@ -302,6 +309,11 @@ def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, 
     assert report.richer == max(("within", "across"), key=lambda name: getattr(report.gap, name))
     assert "could matter" in report.sentence
     assert "total variation" in str(report)
+    assert (report.modes, report.missed) == (1, 0)
+    assert "modes" not in report.sentence
+    blind = replace(report, modes=2, missed=1)
+    assert not blind.judged
+    assert "the chains have missed 1 of 2 modes" in blind.sentence
 
 
 def test_chains_that_would_take_too_long_are_left_out(known):

@@ -18,6 +18,7 @@ from flowbnn.quality.target import NoiseTarget, Whitened, fixed_data
 
 GRID = 201  # points of a target's density
 TEST = "the comparison at test data"
+FAR = 10.0  # nats below the highest maximum, where a mode has hardly any mass
 POINTS = 15  # on the way from one maximum to another
 
 
@@ -137,6 +138,13 @@ class Modes:
     def __len__(self) -> int:
         return len(self.vectors)
 
+    def missed(self, chains: NoiseChains) -> int:
+        """How many maxima that are less than ``FAR`` nats below the highest no draw of the chains is nearest to."""
+        high = self.log_density > self.log_density.max() - FAR
+        places = chains.space.position(self.vectors[high].to(chains.target.device))
+        draws = chains.position.to(places).flatten(0, 1)
+        return len(places) - len(torch.cdist(draws, places).argmin(1).unique())
+
 
 @checked
 def modes(
@@ -159,7 +167,11 @@ def modes(
         steps: of a climb at most.
         seed: of the starts.
     """
-    target = NoiseTarget(posterior, loader, seed)
+    return climb(NoiseTarget(posterior, loader, seed), starts, dip, steps)
+
+
+def climb(target: NoiseTarget, starts: int = 16, dip: float = 1.0, steps: int = 200) -> Modes:
+    """What :func:`modes` finds of a density."""
     space = target.whitening()
     ends = torch.stack([_climb(space, start, steps) for start in space.position(target.draw_prior(starts))])
     heights = -space(ends)[0]

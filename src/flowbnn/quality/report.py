@@ -8,7 +8,7 @@ from typing import Any
 from flowbnn.options import NonNegative, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.quality.chains import NoiseChains, noise_chains, seconds_for
-from flowbnn.quality.compared import TEST, Agreement, agreement
+from flowbnn.quality.compared import TEST, Agreement, agreement, climb
 from flowbnn.quality.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
 from flowbnn.quality.target import DENSE, NoiseTarget
 
@@ -24,6 +24,8 @@ class Report:
         pareto: importance sampling from the posterior.
         dimensions, examples: of the noise, and of the data.
         chains, gap, agreement: None where chains were left out.
+        modes, missed: distinct maxima of the exact density that climbs from the prior end at, and those that no chain has visited; 0
+            where chains were left out.
     """
 
     pareto: ParetoK
@@ -32,11 +34,13 @@ class Report:
     chains: NoiseChains | None = None
     gap: Gap | None = None
     agreement: Agreement | None = None
+    modes: int = 0
+    missed: int = 0
 
     @property
     def judged(self) -> bool:
-        """Whether chains that have mixed stand behind the verdict."""
-        return self.agreement is not None and self.agreement.certified
+        """Whether chains that have mixed, and have been at every mode, stand behind the verdict."""
+        return self.agreement is not None and self.agreement.certified and not self.missed
 
     @property
     def good(self) -> bool:
@@ -71,8 +75,17 @@ class Report:
             "shape": "correlation would not help it; train it longer, or put a flow on it",
         }[self.richer]
         if self.chains is not None and not self.judged:
-            first += f" (by its own draws only: the chains have not mixed, R-hat {self.chains.rhat:.3f})"
-        return f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
+            why = f"have not mixed, R-hat {self.chains.rhat:.3f}"
+            if self.missed:
+                why = f"have missed {self.missed} of {self.modes} modes"
+            first += f" (by its own draws only: the chains {why})"
+        verdict = f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
+        if self.modes > 1:
+            verdict += (
+                f" The exact posterior has {self.modes} modes or more: quality.modes() gives them, evidence(method='tempered') weighs "
+                "them, and fb.ModeEnsemble has a member at each."
+            )
+        return verdict
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, value and what to compare it with."""
@@ -99,7 +112,7 @@ class Report:
             ("chains", f"R-hat {chains.rhat:.3f}", f"{draws:,} draws worth {chains.effective:.0f}, {chains.divergences} divergences"),
             ("total variation", f"{near.variation:.4f}", f"{near.variation_floor:.4f} {halves}"),
             ("agreement", f"{near.agreement:.1%}", f"{near.agreement_floor:.1%} {halves}"),
-            ("sliced Wasserstein", f"{near.wasserstein:.3f}", f"{near.wasserstein_floor:.3f} {halves}"),
+            ("modes", f"{self.modes}", f"found by climbs, {self.missed} missed by the chains"),
             ("NLL", f"{near.excess:+.4f}", "against the chains' predictions"),
         ]  # fmt: skip
 
@@ -122,7 +135,8 @@ def diagnose(
 ) -> Report:
     """Say how good a posterior of noise is, and whether a richer one could matter: print a table and a sentence.
 
-    Importance sampling always; chains where they should take no longer than ``seconds``, by the time that a few transitions take.
+    Importance sampling always; chains, and climbs for modes, where chains should take no longer than ``seconds``, by the time that a
+    few transitions take.
 
     Args:
         posterior: of noise, fitted.
@@ -152,7 +166,10 @@ def diagnose(
         chains = noise_chains(posterior, data, longest=longest, seed=seed, progress=progress)
         gap = elbo_gap(posterior, data, chains, samples, seed)
         near = agreement(posterior, data, chains, test, seed=seed)
-        report = replace(report, chains=chains, gap=gap, agreement=near)
+        found = climb(chains.target)
+        report = replace(
+            report, chains=chains, gap=gap, agreement=near, modes=len(found), missed=found.missed(chains)
+        )
     if progress:
         print(report)
     return report
