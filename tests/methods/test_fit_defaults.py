@@ -76,6 +76,7 @@ def test_the_gain_is_measured_example_by_example():
     assert posterior.bound.after > posterior.bound.before + 2 * posterior.bound.error
 
 
+@pytest.mark.filterwarnings("ignore:predictions have a standard deviation")
 def test_a_loss_is_warned_of():
     network, loader, _ = trained(curve, 1)
     model = fb.to_stochastic(network, {"*": NormalAffine(base_scale=0.5, prior_scale=0.3)})

@@ -30,6 +30,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch
 from flowbnn.methods.layers import inner_dropout, own_dropout, without_nested
+from flowbnn.methods.noise_level import learn_level
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
 from flowbnn.noise.fixed import constant
@@ -51,6 +52,10 @@ class MCDropout(Method):
     A network with dropout layers of its own keeps these on. One without gets dropout before its layers. Either way the masks of a
     sample are shared by all inputs, so that it is one network. Dropout inside of torch's attention and recurrent layers, and that of
     functions (``F.dropout``), is not sampled; a warning names it where it can be seen.
+
+    The rate is given, not fitted, and with it the spread of the networks. Of a precise regression it may be far too wide: on a curve
+    (500 examples, noise 0.05, 50 hidden units; two seeds) a rate of 0.1 spreads predictions by 0.29 around a mean with an error of 0.12
+    to 0.16, so that 90 % intervals hold 100 %. Such a spread is warned of; take a smaller rate, or :class:`~flowbnn.Temperature`.
 
     Args:
         rate: the share that is dropped; where it is given, dropout is added whatever the network has. 0.1 for networks without dropout.
@@ -79,12 +84,16 @@ class MCDropout(Method):
             inputs = move(first_batch(loader, run.seed)[0], device_of(point.model), dtype_of(point.model))
             axes = example_axes(point.model, inputs)
             warn_of_unsampled(point.model, [name for name, calls in axes.items() if not calls])
-            return DropoutPosterior(point.model, point.likelihood, point.history, axes)
+            posterior: Posterior = DropoutPosterior(point.model, point.likelihood, point.history, axes)
+            learn_level(posterior, loader, run.seed)
+            return posterior
         if self.rate is None and self.layers is None:
             warn_of_unsampled(model)
         if not self.epochs:
             likelihood = self.start(deepcopy(model), loader, run).likelihood
-            return NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
+            posterior = NoisePosterior(self._with_dropout(model, rate).eval(), likelihood)
+            learn_level(posterior, loader, run.seed)
+            return posterior
         noisy = self._with_dropout(model, rate)
         settings = {name: getattr(self, name) for name in ("epochs", "optimizer", "schedule")}
         return fit(noisy, loader, weight_lr=self.lr, weight_decay=decay, **settings, **given)

@@ -34,6 +34,7 @@ from flowbnn.methods.fitting import (
     train_posterior,
 )
 from flowbnn.methods.layers import normalizers, statistics, trained_parameters, without_dropout
+from flowbnn.methods.noise_level import APART, learn_level
 from flowbnn.options import Count, Ge, Interval, NonNegative, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
@@ -50,7 +51,11 @@ class SGLD(Method):
 
     The network's own dropout is off: it is the network as it predicts that is sampled. The noise of a Gaussian likelihood, where it is
     learned, is sampled with the weights: its logarithm has a normal prior of standard deviation 1 around the value that the run
-    begins with, the size of the residuals there, and each snapshot has a level of its own (``posterior.log_noise``). Snapshots of
+    begins with, the size of the residuals there, and each snapshot has a level of its own (``posterior.log_noise``). Steps that are
+    large for the data shake the weights, and inflate the levels: where predictions come out more than 1.5 times as wide as their
+    residuals on the training data, all levels get the factor that gives these data the largest predictive likelihood. On a curve (500
+    examples, noise 0.05; two seeds, 100 epochs) the 90 % intervals then hold 92 and 90 % from a trained network, 99.8 (which is warned
+    of) and 91 % from a fresh one. Snapshots of
     networks with BatchNorm get the statistics of a pass of their own over the data: running ones lag behind weights that are shaken.
     A checkpoint holds the snapshots taken so far.
 
@@ -132,6 +137,7 @@ class SGLD(Method):
         if normalizers(model):
             of_each = statistics(posterior.member, self.samples, loader, run.seed or 0, run.progress)
             posterior.members |= of_each
+        learn_level(posterior, loader, run.seed, APART)
         return posterior
 
     def _warn_of_divergence(self, history: History, weights: float) -> None:

@@ -226,7 +226,8 @@ class TemperedPosterior(Posterior):
     r"""A posterior whose predictions are tempered by :math:`T`.
 
     Classes: the logits of every sample are divided by :math:`T`. Regression: the predictive is scaled about its mean, so that its
-    standard deviation is :math:`T` times what it was. Above 1 the posterior was too sure.
+    standard deviation is :math:`T` times what it was; ``sample`` and ``draws`` then give networks of the posterior within, which are
+    not spread by :math:`T`: the mean that they would be moved from is one of many networks. Above 1 the posterior was too sure.
 
     Args:
         posterior: the one within, of any method.

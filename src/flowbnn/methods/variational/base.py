@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowbnn.batches import repeat, split_batch
 from flowbnn.diagnostics import health_warnings, posterior_health
@@ -29,7 +29,7 @@ from flowbnn.methods.fitting import (
     undisturbed,
     validator,
 )
-from flowbnn.methods.noise_level import learn_level, warn_of_level
+from flowbnn.methods.noise_level import learn_level, spread_of_draws, warn_of_level
 from flowbnn.methods.variational.gain import (
     bound_gain,
     bound_of_given,
@@ -120,6 +120,7 @@ def fit_elbo(
     varied = set(posterior.names)
     points = [p for name, p in posterior.model.named_parameters() if name not in varied and p.requires_grad]
     extra = [p for p in likelihood.parameters() if p.requires_grad]
+    level = likelihood.log_scale if learns_noise(likelihood) else None
     groups = [*groups, {"name": "points", "params": points, "lr": method.lr}]
     groups.append({"name": "likelihood", "params": extra, "lr": max(method.noise_lr, method.noise_rate)})
     engine = optimizer_for(groups, method.optimizer)
@@ -129,15 +130,20 @@ def fit_elbo(
     def loss(outputs_of: Outputs, batch: Any, clock: Clock) -> Logged:
         inputs, targets = split_batch(batch)
         outputs = outputs_of(inputs)
+        if checks_targets(targets, clock):
+            likelihood.check(outputs, targets)
+        correction: Tensor | float = 0.0
+        if level is not None:
+            with torch.no_grad():
+                other = outputs_of(inputs)
+            correction = spread_of_draws(level, outputs, other)
         if samples > 1:  # each with weights of its own, which all examples share
             outputs = torch.cat([outputs, *(outputs_of(inputs) for _ in range(samples - 1))])
             targets = repeat(targets, samples)
-        if checks_targets(targets, clock):
-            likelihood.check(outputs, targets)
         known = Divergences({}, divergence())
         terms = objective.terms(outputs, targets, known, warm_up(clock.progress, method.warmup))
         logs = terms.logs()
-        return terms.loss, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
+        return terms.loss + correction, {name: logs[name] for name in ("elbo", "log_likelihood", "kl")}
 
     settings = {"beta": method.beta, "warmup": method.warmup, "samples": samples, "num_data": number}
     posterior.history = train_posterior(
@@ -300,11 +306,7 @@ def fit(
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
-    # the draws' own spread is the epistemic part of the prediction and not to be counted twice
-    if level is not None:
-        with undisturbed(loader, run.seed or 0):
-            learn_noise(model, chosen, loader)
-    else:
+    if not learn_level(posterior, loader, run.seed):
         warn_of_level(posterior, loader, run.seed)
     if is_main_process():
         called = [health for health in posterior_health(model) if health.layer not in idle]
