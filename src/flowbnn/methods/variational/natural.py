@@ -39,6 +39,7 @@ ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs o
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 PASSES = 60  # over the data at most
 LATE = 8  # passes after the ELBO has settled
+CURVED = 512  # dimensions up to which the mean of a factorized Gaussian moves by the whole curvature: by its diagonal it creeps
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
 
@@ -61,7 +62,7 @@ class BlockGaussian:
     maps: list[Tensor] = field(default_factory=list)  # from the deviation of a block to that of the next
     roots: list[Tensor] = field(
         default_factory=list
-    )  # lower triangular or a diagonal, of the conditional covariances
+    )  # of the conditional covariances: triangular, or diagonal
 
     @property
     def sizes(self) -> list[int]:
@@ -226,6 +227,7 @@ class Estimate:
     blocks: list[Tensor]
     links: list[Tensor]
     square: Tensor  # mean squared residuals of a regression
+    curve: Tensor | None = None  # the whole Gauss-Newton matrix, for the mean of a factorized Gaussian
 
     @property
     def elbo(self) -> float:
@@ -286,9 +288,9 @@ class _Problem:
         return estimate
 
     def _estimate(self, q: BlockGaussian, labels: int) -> Estimate:
-        blocks, links = (
-            [torch.zeros_like(block) for block in q.blocks],
-            [torch.zeros_like(link) for link in q.links],
+        blocks, links = ([torch.zeros_like(one) for one in some] for some in (q.blocks, q.links))
+        curve = (
+            q.mean.new_zeros(2 * q.mean.shape) if q.blocks[0].ndim == 1 and len(q.mean) <= CURVED else None
         )
         gradient, fitted, square = torch.zeros_like(q.mean), [], torch.zeros((), device=self.device)
         # every second pass has the draws of the one before, mirrored: what is linear in them cancels
@@ -305,6 +307,8 @@ class _Problem:
             )
             fitted.append(some.double())
             gradient += slope.double()
+            if curve is not None:
+                curve += (roots.mT @ roots).double()
             parts = roots.split(self.sizes, -1)
             for number, part in enumerate(parts):
                 if self.structure == "factorized":
@@ -315,17 +319,20 @@ class _Problem:
                     links[number - 1] += (part.mT @ parts[number - 1]).double()
             if learns_noise(self.network.likelihood):
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
-        for total in (gradient, *blocks, *links):
+        for total in (gradient, *blocks, *links, *([] if curve is None else [curve])):
             total /= self.times
         each = torch.cat(fitted).reshape(self.times, -1).mean(0)
-        return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets))
+        return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets), curve)
 
     def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
         blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
         links = [torch.lerp(old, new, size) for old, new in zip(q.links, estimate.links, strict=True)]
         moved = _positive(replace(q, blocks=blocks, links=links))
         slope = estimate.gradient - (q.mean - q.loc) / q.variance
-        moved.mean = q.mean + size * moved.covariance_times(slope)
+        if estimate.curve is None:
+            moved.mean = q.mean + size * moved.covariance_times(slope)
+        else:
+            moved.mean = q.mean + size * torch.linalg.solve(estimate.curve + (1.0 / q.variance).diag(), slope)
         return moved
 
 
@@ -392,8 +399,7 @@ def fit_gaussian(
         current = problem.start(loc, scale) if start is None else start
         labels, least = 1, targets.new_zeros(())
         if learns_noise(likelihood):
-            truth = targets.reshape(len(targets), -1)
-            least = least_variance(truth.mean(0), truth.var(0, correction=0))
+            least = least_variance(*torch.var_mean(targets.reshape(len(targets), -1), 0, correction=0)[::-1])
         estimate = problem.estimate(current, labels)
         size, trace = 0.3, [estimate.elbo]
         late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
@@ -441,7 +447,4 @@ def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
 
 def settled_by(trace: Sequence[float], error: float) -> bool:
     """Whether the ELBO's last four values are no higher than the four before by more than chance."""
-    if len(trace) < 8:
-        return False
-    late, early = sum(trace[-4:]) / 4, sum(trace[-8:-4]) / 4
-    return late - early < error
+    return len(trace) >= 8 and (sum(trace[-4:]) - sum(trace[-8:-4])) / 4 < error
