@@ -302,6 +302,7 @@ def varies(center: Tensor, variance: Tensor) -> Tensor:
     return variance > 1e-26 * center.square()
 
 
+@checked
 def learns_noise(likelihood: Likelihood) -> TypeGuard[Gaussian]:
     """Whether it has a noise level to be learned, which is not frozen (``likelihood.log_scale.requires_grad_(False)``)."""
     return (
