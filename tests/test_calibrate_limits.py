@@ -1,5 +1,7 @@
 """fb.calibrate at its limits: narrow posteriors, priors of the rules, what it refuses; against closed forms."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,18 @@ def test_a_network_in_other_units_than_its_targets_is_warned_of_and_left_alone()
     plain = fb.to_deterministic(posterior.model)
     assert torch.equal(plain(x), network(x))
     assert not [name for name, _ in posterior.model.named_buffers() if "flowbnn" in name]
+
+
+@pytest.mark.parametrize("folds", [0, 2])
+def test_the_comparison_is_saved_with_the_posterior(folds: int, tmp_path: Path) -> None:
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    data = [(x, (x.sum(1) + torch.linspace(-2, 2, 40) > 0).long())]
+    network = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    network.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    posterior = fb.calibrate(network, data, prior="fixed", folds=folds, progress=False)
+    again = type(posterior).load(posterior.save(tmp_path / "one.safetensors"), network)
+    assert str(again.calibration) == str(posterior.calibration)
+    assert again.calibration.to_dict() == posterior.calibration.to_dict()
 
 
 def test_targets_that_the_network_gives_exactly_leave_a_noise_level() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import device_of, dtype_of, move, pick, take
-from flowbnn.calibrate.comparison import Calibration
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
@@ -37,6 +36,7 @@ from flowbnn.noise.joint import DENSE, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, Ge, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.quality.target import check_rows, fixed_data

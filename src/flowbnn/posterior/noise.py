@@ -35,6 +35,7 @@ from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import Posterior, opened, reading
+from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
@@ -54,7 +55,7 @@ class NoisePosterior(Posterior):
 
     kind = "node noise"
     compiles = True
-    calibration: Any = None  # what cross-validation says, where fb.calibrate fitted the noise
+    calibration: Calibration | None = None  # what cross-validation says, where fb.calibrate fitted the noise
     bound: Any = None  # ELBO of the network that was given and of this posterior, where fb.fit made it
     gain: Any = None  # held-out log-likelihoods before and after the fit, where it was given validation data
 
@@ -126,7 +127,8 @@ class NoisePosterior(Posterior):
             name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
             for name, layer in noise_layers(self.model).items()
         }
-        return {**super().document(), "recipes": recipes}
+        told = None if self.calibration is None else self.calibration.to_dict()
+        return {**super().document(), "recipes": recipes, "calibration": told}
 
     @classmethod
     @checked
@@ -145,7 +147,10 @@ class NoisePosterior(Posterior):
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
         file.check_names(cls.restore(network, file, read=False).tensors())
-        restored = cls.restore(network, file)
+        restored: Any = cls.restore(network, file)
+        with reading(file):
+            told = file.document.get("calibration")
+            restored.calibration = None if told is None else Calibration.from_dict(told)
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
         return restored

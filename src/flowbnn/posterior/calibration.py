@@ -1,7 +1,9 @@
 """A calibrated network beside the plain one and temperature scaling."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,19 @@ class Calibration:
     def better(self) -> bool:
         """Whether the calibrated network beats temperature scaling by more than two standard errors."""
         return self.gain > 2.0 * self.error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what was not measured is None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
+        """What :meth:`to_dict` gave, again."""
+        values: dict[str, Any] = {"flow": None}
+        return cls(
+            **values
+            | {name: math.nan if value is None and name != "flow" else value for name, value in plain.items()}
+        )
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []
