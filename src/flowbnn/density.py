@@ -44,7 +44,16 @@ from flowbnn.options import (
     options,
     takes,
 )
-from flowbnn.training import Clock, EarlyStop, History, TrainingOptions, check_weights, save_tensors, train
+from flowbnn.training import (
+    Clock,
+    EarlyStop,
+    History,
+    TrainingOptions,
+    check_weights,
+    cosine,
+    save_tensors,
+    train,
+)
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
@@ -265,26 +274,12 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
             run = replace(run, early_stop=EarlyStop(monitor="validation_nll", patience=run.patience))
     weights = [parameter for parameter in density.parameters() if parameter.requires_grad]
     engine = torch.optim.AdamW(weights, lr=run.lr, weight_decay=run.weight_decay, fused=True)
-    schedule = None
-    if hasattr(loader, "__len__"):
-        steps = len(loader) * run.epochs
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            engine, partial(_rate, steps=steps, rise=run.rise * steps)
-        )
+    schedule = cosine(engine, len(loader) * run.epochs, run.rise) if hasattr(loader, "__len__") else None
     objective = _Objective(density, run.objective)
     density.history = train(
         objective, engine, loader, run, schedule=schedule, validate=validate, names_below="density.flow"
     )
     return density.eval()
-
-
-def _rate(step: int, steps: int, rise: float) -> float:
-    """The share of the full rate: up along a line, down along half a cosine.
-
-    >>> [round(_rate(step, 100, 10), 2) for step in (0, 4, 9, 50, 100)]
-    [0.1, 0.5, 0.98, 0.5, 0.0]
-    """
-    return min(1.0, (step + 1) / max(1.0, rise)) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 @checked

@@ -9,10 +9,11 @@ from torch import nn
 from flowbnn.candidates import Candidate
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.methods import MAP, MNF, BayesByBackprop, DeepEnsemble, MCDropout, Method
-from flowbnn.methods.variational.base import Variational, cosine
+from flowbnn.methods.variational.base import Variational
 from flowbnn.metrics import novelty_auroc
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
+from flowbnn.training import cosine
 from flowbnn_studies.data import CropAndFlip
 from flowbnn_studies.images.methods import PictureSettings, PictureStudy
 from flowbnn_studies.runner.figures import histogram, histogram_panels, panel

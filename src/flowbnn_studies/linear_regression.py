@@ -12,10 +12,10 @@ from flowbnn.diagnostics import effective_sample_size
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
 from flowbnn.methods.mcmc.hmc import Metropolis
-from flowbnn.methods.variational.base import cosine
 from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.training import cosine
 from flowbnn_studies.runner.figures import kernel_density, panel, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted

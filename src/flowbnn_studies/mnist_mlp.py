@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method, Posterior
-from flowbnn.methods.variational.base import cosine
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.runner.figures import panel
 from flowbnn_studies.runner.job import GPUS, Job

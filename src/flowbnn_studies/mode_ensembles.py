@@ -20,11 +20,11 @@ from flowbnn.methods import MLE, ModeEnsemble
 from flowbnn.methods.ensemble import EnsemblePosterior
 from flowbnn.methods.mode_ensemble import WIDTHS
 from flowbnn.methods.temperature import temper
-from flowbnn.methods.variational.base import cosine
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.results import Metric, Parts
+from flowbnn.training import cosine
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network

@@ -18,7 +18,6 @@ from flowbnn.data import clusters, load_digits
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Categorical, Gaussian, Likelihood
 from flowbnn.methods import MLE
-from flowbnn.methods.variational.base import cosine
 from flowbnn.models import MLP, LeNet, SmallConv
 from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, freeze
 from flowbnn.noise.joint import independent_vectors
@@ -26,6 +25,7 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn.quality.chains import NoiseChains
 from flowbnn.results import Metric, Parts
+from flowbnn.training import cosine
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
 from flowbnn_studies.runner.job import Job

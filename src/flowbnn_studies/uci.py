@@ -15,10 +15,10 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
-from flowbnn.methods.variational.base import cosine
 from flowbnn.models import MLP
 from flowbnn.options import Count, File, Positive, options
 from flowbnn.results import Metric, Parts, best_first, listed
+from flowbnn.training import cosine
 from flowbnn_studies.data.load import data_folder
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

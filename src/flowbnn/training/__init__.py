@@ -4,7 +4,7 @@ from flowbnn.training.architecture import check_weights
 from flowbnn.training.finite import first_nonfinite_layer
 from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
 from flowbnn.training.loop import train
-from flowbnn.training.options import Clock, EarlyStop, TrainingOptions
+from flowbnn.training.options import Clock, EarlyStop, TrainingOptions, cosine
 from flowbnn.training.progress import History, track
 from flowbnn.training.storage import check_writable, load_tensors, save_tensors
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_weights",
     "check_writable",
     "connect",
+    "cosine",
     "first_nonfinite_layer",
     "is_main_process",
     "launched",

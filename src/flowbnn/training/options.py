@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import Count, File, Hint, NonNegative, Positive, Seed, options
@@ -191,3 +191,24 @@ def check_result(result: Any) -> None:
                 trouble = f"logs {name!r} with {value.numel()} values; log one number"
     if trouble:
         raise FlowBNNError(f"the objective {trouble}", kind="call", argument="objective")
+
+
+def cosine(optimizer: Optimizer, steps: int, rise: float = 0.0) -> LRScheduler:
+    """Rates that fall from full to zero along half a cosine, after growing along a line over the first share ``rise`` of the steps.
+
+    >>> import torch
+    >>> engine = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> schedule, rates = cosine(engine, steps=4, rise=0.5), []
+    >>> for _ in range(5):
+    ...     rates.append(round(schedule.get_last_lr()[0], 2))
+    ...     engine.step()
+    ...     schedule.step()
+    >>> rates
+    [0.5, 0.85, 0.5, 0.15, 0.0]
+    """
+    first = max(1.0, rise * steps)
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / first) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+
+    return LambdaLR(optimizer, rate)

@@ -57,7 +57,7 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, Share, checked, options, takes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.weights import WeightPosterior
-from flowbnn.training import Clock, History, is_main_process
+from flowbnn.training import Clock, History, cosine, is_main_process
 from flowbnn.training.options import length_of
 from flowbnn.training.progress import terminal
 
@@ -394,10 +394,3 @@ def late_rise(values: Sequence[float], window: int) -> float:
     3.0
     """
     return fmean(values[-window:]) - fmean(values[-2 * window : -window])
-
-
-def cosine(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """From the full rates to zero along half a cosine."""
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps))
-    )
