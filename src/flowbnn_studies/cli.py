@@ -100,10 +100,11 @@ def list_studies() -> None:
     """The studies there are."""
     with _one_line():
         from flowbnn_studies import studies
+        from flowbnn_studies.runner.statistics import counted
 
         width = max(len(study.name) for study in studies())
         for study in studies():
-            typer.echo(f"{study.name:<{width}}  {study.description}; {study.seeds} seeds")
+            typer.echo(f"{study.name:<{width}}  {study.description}; {counted(study.seeds)}")
 
 
 @app.command()

@@ -21,10 +21,8 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Variant
 
 MEMBERS = 5
-COLLECTED, NORMALIZED = (
-    4,
-    16,
-)  # sets of weights that SWAG collects in an epoch, and draws whose statistics it takes
+COLLECTED = 4  # sets of weights that SWAG collects in an epoch
+NORMALIZED = 16  # draws of SWAG that have BatchNorm statistics of their own
 
 # not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them, in as many epochs as nine minutes allow
 PLAIN = Training(
@@ -65,7 +63,7 @@ class RivalStudy(ImageStudy):
     def question(self) -> str:  # type: ignore[override]
         return (
             f"{self.network} learns {self.dataset} in a short training of {PLAIN.epochs} epochs. Which posterior gives the best "
-            f" probabilities, on the test set, on corrupted images and on {self.strange} it has never seen: noise on the "
+            f"probabilities, on the test set, on corrupted images and on {self.strange} it has never seen: noise on the "
             "inputs or outputs of its layers, SWAG or a deep ensemble?"
         )
 
