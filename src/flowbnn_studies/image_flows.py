@@ -1,6 +1,8 @@
 """Flows of images at a budget of minutes: bits per dimension, and samples."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +12,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.density import Density, fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
-from flowbnn.results import Metric, Parts
+from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.density import (
     PictureData,
     brief_options,
@@ -26,7 +28,7 @@ FLOWS = {"glow": "Glow", "residual": "Residual flow", "idf": "Integer discrete f
 SETS = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 METRICS = (
     Metric("bits", "Bits per dimension", "lower", ".3f", "Mean of -log2 p(x) over the test images, for each byte."),
-    Metric("epochs", "Epochs", "none", ".0f", "Passes over the training images that the budget allowed."),
+    Metric("epochs", "Epochs", "none", ".1f", "Passes over the training images that the budget allowed."),
     Metric("minutes", "Minutes", "none", ".1f", "Of training, by the clock."),
 )  # fmt: skip
 # Glow on CIFAR-10: Kingma and Dhariwal 2018, on MNIST: Grathwohl et al. 2019; Chen et al. 2019 (all in table 5 of Kobyzev et al. 2020,
@@ -46,7 +48,7 @@ class Settings(PictureData):
 
     Args:
         sets, flows: which.
-        minutes: budget of each training; its epochs follow from the time of some steps. 0 takes ``epochs``.
+        minutes: budget of each training; its steps follow from the time of some. 0 takes ``epochs``.
         epochs: without a budget.
         length, width: steps at each level and channels of the networks on CIFAR-10; half as many on MNIST.
         batch, residual_batch: images in a step.
@@ -110,10 +112,17 @@ class ImageFlows(Study):
         flow = flow_of(kind, tuple(images.shape[1:]), s).to(place(job))
         batch = s.residual_batch if kind == "residual" else s.batch
         common = brief_options(job, precision="32-true", batch_size=batch, lr=s.lr, validation=0.0)
-        epochs = affordable(flow, images, batch, s.minutes, common) if s.minutes else s.epochs
-        density = fit_density(flow, images, epochs=epochs, **common)
+        whole = max(1, len(images) // batch)  # steps of an epoch
+        steps = whole * s.epochs
+        if s.minutes:
+            steps = planned(job, partial(affordable, flow, images, batch, s.minutes, common))
+        some = images[: steps * batch]  # a budget may end before all images were seen
+        epochs = max(1, steps // whole)
+        kept = {"checkpoint": job.state, "checkpoint_every": max(1, steps // 5), "resume": job.resume}
+        density = fit_density(flow, some, epochs=epochs, **common, **kept)
         bits = density.bits_per_dimension(TensorLoader(test, batch_size=batch))
-        values = {"bits": bits, "epochs": epochs, "minutes": density.history.seconds / 60}
+        passes = epochs * len(some) / len(images)
+        values = {"bits": bits, "epochs": passes, "minutes": density.history.seconds / 60}
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
             content["samples"] = samples(density)
@@ -127,7 +136,7 @@ class ImageFlows(Study):
         }
         figures = [grids_figure("Samples", "Drawn from each flow, seed 0.", pictures)] if pictures else []
         notes = [
-            f"{settings.minutes:g} minutes of training each; the number of epochs follows from the time that some steps take, so that "
+            f"{settings.minutes:g} minutes of training each; the number of steps follows from the time that some take, so that "
             "the rate has fallen to zero when the budget is spent. Images are not augmented, and the test images are used once.",
             f"On CIFAR-10 three levels of {settings.length} steps (residual flows: half as many blocks) with networks of "
             f"{settings.width} channels, on MNIST two levels and half of both. Glow and residual flows dequantize bytes by uniform "
@@ -154,8 +163,16 @@ def flow_of(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
     return IDF(shape, length=length, **common)
 
 
+def planned(job: Job, estimate: Callable[[], int]) -> int:
+    """How many steps there are to be; a run that is resumed keeps to what was planned when it began."""
+    path = job.state / "plan.json"
+    plan = read_json(path) or {"steps": estimate()}
+    write_json(path, plan)
+    return int(plan["steps"])
+
+
 def affordable(flow: FlowModel, images: Tensor, batch: int, minutes: float, common: dict[str, Any]) -> int:
-    """How many epochs a budget allows, from the time of two short trainings of different length."""
+    """How many steps a budget allows, from the time of two short trainings of different length."""
     some = images[: 20 * batch]
     took = []
     for epochs in (1, 3):
@@ -163,7 +180,7 @@ def affordable(flow: FlowModel, images: Tensor, batch: int, minutes: float, comm
         fit_density(flow, some, epochs=epochs, **common)
         took.append(time.perf_counter() - start)
     step = max(1e-6, took[1] - took[0]) / (2 * max(1, len(some) // batch))
-    return max(1, int(60 * minutes / (step * (len(images) // batch))))
+    return max(1, int(60 * minutes / step))
 
 
 def samples(density: Density) -> list[Any]:

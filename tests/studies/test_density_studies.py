@@ -1,8 +1,11 @@
 """The studies of densities and autoencoders of images, at settings of a second, on data that are generated."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from flowbnn.density import Density
 from flowbnn_studies import get_study
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
@@ -46,3 +49,25 @@ def test_pictures_lie_in_a_grid_row_by_row():
     grid = torch.tensor(picture_grid(images, 3))
     assert grid.shape == (4, 3, 3)
     torch.testing.assert_close(grid[..., 0], torch.tensor([[0.0, 0.1, 0.2]] * 2 + [[0.3, 0.4, 0.5]] * 2))
+
+
+def test_a_flow_of_images_keeps_to_a_budget_of_less_than_an_epoch_and_goes_on_after_a_kill(
+    tmp_path, monkeypatch
+):
+    from flowbnn_studies import image_flows
+
+    study = get_study("images")
+    values = study.make_settings(quick=True)
+    settings = replace(values, minutes=1.0, batch=8, flows=("glow",))
+    monkeypatch.setattr(image_flows, "affordable", lambda *_: 4)  # of the 8 steps of an epoch
+    given = {"settings": settings, "out": tmp_path, "progress": False, "accelerator": "cpu"}
+    whole = run_study(study, **given)
+    assert whole["rows"][0]["values"]["epochs"]["mean"] == 0.5
+    evaluate = Density.bits_per_dimension
+    monkeypatch.setattr(Density, "bits_per_dimension", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_study(study, **given)
+    monkeypatch.setattr(Density, "bits_per_dimension", evaluate)
+    monkeypatch.setattr(image_flows, "affordable", lambda *_: 9)  # another estimate, which does not count
+    resumed = run_study(study, resume=True, **given)
+    assert resumed["rows"][0]["values"]["bits"] == whole["rows"][0]["values"]["bits"]
