@@ -1,15 +1,20 @@
 """What the studies on images say is made of the numbers: turn the numbers round and the words turn."""
 
+import math
+
 import pytest
+import torch
 
 from flowbnn.results import CLASSIFICATION
 from flowbnn_studies import Parts, get_study
 from flowbnn_studies.images.evaluation import image_metrics
 from flowbnn_studies.images.figures import training_figure
-from flowbnn_studies.images.findings import answer, comparisons, notes, present, rows
+from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, present, rows
+from flowbnn_studies.images.matching import matched, nll_at, tempered
 from flowbnn_studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
 from flowbnn_studies.images.settings import ImageSettings, image_variants
 from flowbnn_studies.report.tables import compare_table, make_tables
+from flowbnn_studies.runner.study import Variant
 
 VARIANTS = image_variants("LeNet", (3, 5))
 WOBBLE = [0.0, 0.0002, -0.0001, 0.0001, -0.0002]
@@ -183,3 +188,25 @@ def test_what_the_test_set_had_a_hand_in_is_told():
         assert set(chosen.remarks) < set(lines)
         quick = notes(parts(), VARIANTS, chosen.make_settings(quick=True), chosen.published, chosen.remarks)
         assert not set(chosen.remarks) & set(quick)
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 1.5, 2.0, 3.7])  # a method that is more or less certain than the plain network
+def test_nll_at_matched_entropy_is_that_of_the_temperature_worked_by_hand(times):
+    # two images with log-odds of log 4 for the class 0, of which one is right: -(log 0.8 + log 0.2) / 2
+    odds = torch.tensor([[math.log(4.0), 0.0]], dtype=torch.float64).repeat(2, 1)
+    labels = torch.tensor([0, 1])
+    curves = {
+        "best-plain": tempered(torch.log_softmax(odds, -1), labels),
+        "best-swag": tempered(torch.log_softmax(times * odds, -1), labels),
+    }
+    content = {
+        (key, 0): {"values": {"nll": 1.0}, "tempered": {"fog": [curve]}} for key, curve in curves.items()
+    }
+    content["best-ensemble", 0] = {"values": {"nll": 1.0}}  # of a run before there was such a value
+    variants = [Variant(key, key) for key in ("best-plain", "best-swag", "best-ensemble")]
+    made = matched(Parts([0], content), variants, PLAIN)
+    truth = -(math.log(0.8) + math.log(0.2)) / 2
+    assert made.mean("best-plain", "shift_matched_nll") == pytest.approx(truth, abs=1e-9)
+    assert made.mean("best-swag", "shift_matched_nll") == pytest.approx(truth, abs=1e-4)
+    assert not made.values("best-ensemble", "shift_matched_nll")
+    assert nll_at(curves["best-plain"], math.log(2.0)) is None  # no temperature makes it know nothing

@@ -14,6 +14,7 @@ from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric
 from flowbnn_studies.data import Moved, mirrored
 from flowbnn_studies.images.data import STRENGTHS, Pictures
+from flowbnn_studies.images.matching import Curve, tempered
 from flowbnn_studies.images.settings import ImageSettings, Training
 from flowbnn_studies.runner.figures import histogram
 
@@ -61,6 +62,9 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
         Metric("shift_accuracy", "Accuracy, corrupted", "higher", ".3f",
                "Accuracy on corrupted images, mean over kinds of corruption and five strengths.", shift),
         Metric("shift_nll", "NLL, corrupted", "lower", ".3f", "NLL on the same images, mean over the same.", shift),
+        Metric("shift_matched_nll", "NLL, corrupted, matched entropy", "lower", ".3f",
+               "The same after tempering, for each kind and strength, to the mean predictive entropy of the plain network of that seed.",
+               shift),
         Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
         *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)
           for prefix, (words, definition, group) in views.items() for m in CLASSIFICATION[:3]),
@@ -176,6 +180,7 @@ def evaluate_beyond(
     shift: dict[str, dict[str, list[float]]] = {
         kind: {"accuracy": [], "nll": [], "ece": []} for kind in settings.corruptions
     }
+    tempering: dict[str, list[Curve]] = {kind: [] for kind in settings.corruptions}
     for kind, curves in shift.items():
         for strength in STRENGTHS:
             corrupted, truth = pictures.corrupted(kind, strength, settings.shift_images)
@@ -183,7 +188,8 @@ def evaluate_beyond(
             curves["accuracy"].append(float((predictive.labels == truth).double().mean()))
             curves["nll"].append(float(predictive.nll(truth).mean()))
             curves["ece"].append(calibration_error(predictive.probabilities, truth))
+            tempering[kind].append(tempered(predictive.log_probabilities, truth))
     for name in ("accuracy", "nll", "ece"):
         numbers = [value for curves in shift.values() for value in curves[name]]
         values[f"shift_{name}"] = sum(numbers) / len(numbers)
-    return values, {"entropy": entropy, "shift": shift}
+    return values, {"entropy": entropy, "shift": shift, "tempered": tempering}

@@ -9,7 +9,8 @@ from flowbnn_studies.images.cost import measure_cost
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate, image_metrics
 from flowbnn_studies.images.figures import figures
-from flowbnn_studies.images.findings import answer, comparisons, notes, rows
+from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, rows
+from flowbnn_studies.images.matching import matched
 from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
 from flowbnn_studies.images.settings import (
     GROUPS,
@@ -120,6 +121,7 @@ class ImageStudy(Study):
 
     def findings(self, settings: ImageSettings, parts: Parts) -> Findings:
         variants = self.variants(settings)
+        parts = matched(parts, variants, PLAIN)
         metrics = image_metrics(self.novel)
         table = rows(parts, variants, metrics, self.published)
         shown = [metric for metric in metrics if any(metric.key in row["values"] for row in table)]
