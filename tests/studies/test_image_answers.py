@@ -190,7 +190,9 @@ def test_what_the_test_set_had_a_hand_in_is_told():
         assert not set(chosen.remarks) & set(quick)
 
 
-@pytest.mark.parametrize("times", [0.5, 1.0, 1.5, 2.0, 3.7])  # a method that is more or less certain than the plain network
+@pytest.mark.parametrize(
+    "times", [0.5, 1.0, 1.5, 2.0, 3.7]
+)  # a method that is more or less certain than the plain network
 def test_nll_at_matched_entropy_is_that_of_the_temperature_worked_by_hand(times):
     # two images with log-odds of log 4 for the class 0, of which one is right: -(log 0.8 + log 0.2) / 2
     odds = torch.tensor([[math.log(4.0), 0.0]], dtype=torch.float64).repeat(2, 1)

@@ -369,9 +369,16 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     ]
     assert rows["cited-0"]["nll"]["published"] == 0.127
     for key in only:
-        assert {"accuracy", "nll", "ece", "shift_nll", "shift_matched_nll", "auroc_noise", "mi_noise", "mirror_nll"} <= set(
-            rows[key]
-        )
+        assert {
+            "accuracy",
+            "nll",
+            "ece",
+            "shift_nll",
+            "shift_matched_nll",
+            "auroc_noise",
+            "mi_noise",
+            "mirror_nll",
+        } <= set(rows[key])
     content = {
         key: json.loads((tmp_path / study.name / "parts" / f"{key}-seed0.json").read_text()) for key in only
     }

@@ -63,7 +63,7 @@ def image_metrics(novel: dict[str, str]) -> tuple[Metric, ...]:
                "Accuracy on corrupted images, mean over kinds of corruption and five strengths.", shift),
         Metric("shift_nll", "NLL, corrupted", "lower", ".3f", "NLL on the same images, mean over the same.", shift),
         Metric("shift_matched_nll", "NLL, corrupted, matched entropy", "lower", ".3f",
-               "The same after tempering, for each kind and strength, to the mean predictive entropy of the plain network of that seed.",
+               "The same, tempered for each kind and strength to the mean predictive entropy of the plain network of that seed.",
                shift),
         Metric("shift_ece", "ECE, corrupted", "lower", ".3f", "ECE on the same images, mean over the same.", shift),
         *(Metric(f"{prefix}_{m.key}", f"{m.label}, {words}", m.better, ".4f", definition, group)

@@ -24,7 +24,9 @@ VIEWS = {
 
 def _beyond(metric: Metric) -> bool:
     """Whether a metric is of corrupted or novel images."""
-    return metric.key in ("shift_accuracy", "shift_matched_nll", "shift_ece") or metric.key.startswith("auroc")
+    return metric.key in ("shift_accuracy", "shift_matched_nll", "shift_ece") or metric.key.startswith(
+        "auroc"
+    )
 
 
 def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
