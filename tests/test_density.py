@@ -226,6 +226,30 @@ def test_familiar_examples_are_rarely_novel() -> None:
     assert share == pytest.approx(0.05, abs=4 * 0.007)
 
 
+@pytest.mark.parametrize("by", ["density", "typicality"])
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_the_rate_holds_with_few_held_out_examples(number: int, by: str) -> None:
+    """Of one more example than were held out, each in turn as the new one, exactly one is the strangest."""
+    density, rate = Density(Gaussian(2)), 1 / (1 + number)
+    for seed in range(20):
+        x = torch.randn(1 + number, 2, generator=torch.Generator().manual_seed(seed))
+        others = [torch.cat([x[:i], x[i + 1 :]]) for i in range(1 + number)]
+        found = [
+            density.novelty(other, rate, by).p_value(one[None]) for one, other in zip(x, others, strict=True)
+        ]
+        expected = torch.arange(1, 2 + number) / (1 + number)
+        if number == 1 and by == "typicality":  # two are equally far from their mean
+            expected = torch.ones(2)
+        torch.testing.assert_close(torch.cat(found).sort().values.float(), expected)
+
+
+def test_a_rate_that_no_example_can_reach_is_warned_of() -> None:
+    with pytest.warns(fb.FlowBNNWarning, match="at least 19 held-out examples; with 10"):
+        detector = Density(Gaussian(1)).novelty(torch.randn(10, 1), rate=0.05)
+    assert not detector.is_novel(torch.tensor([[1e3]]))
+    Density(Gaussian(1)).novelty(torch.randn(19, 1), rate=0.05)
+
+
 def test_evidence_of_a_target_is_exact_where_the_flow_is() -> None:
     fitted = TargetFit(Gaussian(), lambda x: 1.7 + DiagonalNormal(torch.zeros(2), 1.0).log_prob(x), None)
     found = fitted.evidence(100)

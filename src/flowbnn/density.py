@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
 from flowbnn.distributions.support import is_everywhere
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.options import (
     Count,
     Hint,
@@ -210,9 +210,14 @@ class Density(nn.Module):
             raise FlowBNNError(
                 "a threshold needs held-out examples, and there are none", kind="data", argument="held_out"
             )
-        center = float(scores.mean()) if by == "typicality" else None
-        strange = -scores if center is None else (scores - center).abs()
-        return NoveltyDetector(self, rate, center, strange.sort().values.cpu())
+        if rate * (1 + len(scores)) < 1:
+            least = math.ceil(1 / rate) - 1
+            warn(
+                f"a rate of {rate:g} takes at least {least} held-out examples; with {len(scores)} of them no example is called novel",
+                kind="data",
+                argument="held_out",
+            )
+        return NoveltyDetector(self, rate, by, scores.double().sort().values)
 
     def save(self, path: str | Path) -> Path:
         """Write the fitted flow to one safetensors file, atomically."""
@@ -225,25 +230,34 @@ class NoveltyDetector:
 
     With :math:`n` held-out examples, of which :math:`m` are at least as strange as :math:`x`, the p-value is :math:`(1 + m) / (1 + n)`:
     a familiar example has one of at most :math:`\alpha` with a probability of at most :math:`\alpha`, whatever the flow is worth
-    (Vovk, Gammerman and Shafer 2005; Bates et al. 2023, https://arxiv.org/abs/2104.08279).
+    (Vovk, Gammerman and Shafer 2005; Bates et al. 2023, https://arxiv.org/abs/2104.08279). The mean log-density that typicality
+    measures from is that of all :math:`n + 1`, so that this holds for few held-out examples as well.
+
+    Args:
+        density, rate, by: as in :meth:`Density.novelty`.
+        held_out: the log-densities of the held-out examples, in rising order.
     """
 
     density: Density
     rate: Probability
-    center: float | None
+    by: Literal["density", "typicality"]
     held_out: Tensor
 
     def strangeness(self, data: Any, context: Tensor | None = None) -> Tensor:
-        """Minus the log-density, or its distance to the mean: large is novel."""
+        """Minus the log-density, or its distance to the mean of the held-out ones: large is novel."""
         scores = self.density.score(data, context)
-        return -scores if self.center is None else (scores - self.center).abs()
+        return -scores if self.by == "density" else (scores - self.held_out.mean()).abs()
 
     def p_value(self, data: Any, context: Tensor | None = None) -> Tensor:
         """The share of familiar examples that are as strange."""
-        strange = self.strangeness(data, context).cpu()
-        below = torch.searchsorted(self.held_out, strange)
-        number = len(self.held_out)
-        return (1.0 + number - below) / (1.0 + number)
+        low = high = self.density.score(data, context).double()
+        number, above = len(self.held_out), torch.zeros((), dtype=torch.long)
+        if self.by == "typicality":
+            opposite = 2.0 * (self.held_out.sum() + low) / (1 + number) - low
+            low, high = torch.minimum(low, opposite), torch.maximum(low, opposite)
+            above = number - torch.searchsorted(self.held_out, high)
+        strange = torch.searchsorted(self.held_out, low, right=True) + above
+        return (1.0 + strange.clamp(max=number)) / (1.0 + number)
 
     def is_novel(self, data: Any, context: Tensor | None = None) -> Tensor:
         """True for each example that is called novel."""
