@@ -73,7 +73,6 @@ class Case:
         within: largest error of the mean in posterior standard deviations, besides the Monte Carlo error of ``samples``.
         variance_within: largest relative error of the covariance, besides the Monte Carlo error.
         chains: of a Markov chain, where the samples are its states; their number is then judged by the effective sample size.
-        slow: tried with a bias only.
         refuses: settings that must be refused, each by itself, in one line that names it; besides those of :data:`WRONG`.
     """
 
@@ -85,7 +84,6 @@ class Case:
     within: float = 1e-3
     variance_within: float = 0.0
     chains: int = 0
-    slow: bool = False
     refuses: tuple[dict[str, Any], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -105,14 +103,12 @@ CASES: dict[str, Case] = {
         lambda: fb.MAP(**SETTLED),
         "point",
         "it is one network",
-        slow=True,
     ),
     "damp": Case(
         lambda **more: fb.DAMP(parts=2, **TRAINED | more),
         lambda: fb.DAMP(scale=0.1, **SETTLED),
         "near",
         "where the loss is quadratic the mean of its gradients is that of MAP; the noise of its steps remains",
-        slow=True,
         refuses=(
             {"scale": 0.0},
             {"parts": 0},
@@ -124,7 +120,6 @@ CASES: dict[str, Case] = {
         "near",
         "its spread is that of dropped inputs, w^2 p / (1 - p), whatever the data say",
         samples=400,
-        slow=True,
         refuses=(
             {"rate": 0.0},
             {"rate": 1.0},
@@ -138,7 +133,6 @@ CASES: dict[str, Case] = {
         "point",
         "where the loss has one minimum, all members end there",
         samples=2,
-        slow=True,
         refuses=(
             {"members": 0},
             {"members": -1},
@@ -171,7 +165,6 @@ CASES: dict[str, Case] = {
         lambda: fb.Temperature(fb.MAP(**SETTLED)),
         "point",
         "it is what it is on top of, here MAP",
-        slow=True,
         options={"validation": "training"},
         refuses=(
             {"share": "half"},
@@ -203,7 +196,6 @@ CASES: dict[str, Case] = {
         samples=4000,
         within=0.05,
         variance_within=0.02,
-        slow=True,
         refuses=(
             {"prior": "laplace"},
             {"estimator": "locl"},
@@ -223,7 +215,6 @@ CASES: dict[str, Case] = {
         "its spread is the mean-field one or nearer to the posterior's, as its bound tells",
         samples=600,
         within=0.15,
-        slow=True,
         refuses=(
             {"flow": "plnar"},
             {"flow": Planar(3)},
@@ -242,7 +233,6 @@ CASES: dict[str, Case] = {
         "up to Monte Carlo error",
         samples=600,
         chains=4,
-        slow=True,
         refuses=(
             {"steps": 0},
             *CHAIN,
@@ -253,12 +243,11 @@ CASES: dict[str, Case] = {
             **{**TRAINED, "samples": 6, "warmup": 16, "chains": 2, "max_depth": 3, "target_accept": 0.9}
             | more
         ),
-        lambda: fb.NUTS(samples=60, warmup=60, chains=4, max_depth=4, epochs=0, prior_scale=PRIOR),
+        lambda: fb.NUTS(samples=50, warmup=50, chains=10, max_depth=5, epochs=0, prior_scale=PRIOR),
         "exact",
         "up to Monte Carlo error",
-        samples=240,
-        chains=4,
-        slow=True,
+        samples=500,
+        chains=10,
         refuses=(
             {"max_depth": 0},
             {"max_depth": 20},
@@ -268,13 +257,18 @@ CASES: dict[str, Case] = {
     "sgld": Case(
         lambda **more: fb.SGLD(**{"epochs": 12, "lr": 0.03, "samples": 6, "cycles": 2} | more),
         lambda: fb.SGLD(
-            samples=1000, cycles=0, epochs=1250, lr=0.02, burn_in=0.2, preconditioned=False, prior_scale=PRIOR
+            samples=1000,
+            cycles=0,
+            epochs=1100,
+            lr=0.03,
+            burn_in=0.06,
+            preconditioned=False,
+            prior_scale=PRIOR,
         ),
         "exact",
         "up to Monte Carlo error and the size of its steps",
         samples=1000,
         chains=1,
-        slow=True,
         variance_within=0.15,
         refuses=(
             {"samples": 0},
@@ -292,7 +286,6 @@ CASES: dict[str, Case] = {
         "near",
         "its members are modes of factors of the inputs, around weights that are trained before",
         samples=2,
-        slow=True,
         refuses=(
             {"members": 0},
             {"width": "wide"},
@@ -307,7 +300,6 @@ CASES: dict[str, Case] = {
         "near",
         "its posterior is over factors of the inputs, its weights are learned as parameters",
         samples=400,
-        slow=True,
         refuses=(
             {"kind": 3},
             {"kind": "plnar"},
@@ -327,16 +319,16 @@ def case_of(name: str) -> Case:
 
 
 @cache
-def fitted(name: str, kind: str) -> fb.methods.Posterior:
+def fitted(name: str, kind: str, /) -> fb.methods.Posterior:
     """A fit to one of :data:`PROBLEMS` that several tests look at."""
     make, outputs = PROBLEMS[kind]
     return case_of(name).make().fit(small(outputs), loader(make()), seed=0, **QUIET)
 
 
 @cache
-def fitted_line(name: str, bias: bool) -> fb.methods.Posterior:
+def fitted_line(name: str, /) -> fb.methods.Posterior:
     """A fit to :func:`problems.conjugate` that several tests look at."""
-    case, (_, network, batches, _) = case_of(name), conjugate(bias)
+    case, (_, network, batches, _) = case_of(name), conjugate(bias=True)
     options = {"validation": batches} if case.options.get("validation") else {}
     known = fb.likelihoods.Gaussian(NOISE)
     return case.linear().fit(network, batches, likelihood=known, seed=0, **QUIET, **options)

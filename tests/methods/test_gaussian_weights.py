@@ -152,9 +152,9 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("kind", "estimator"),
     [
-        *itertools.product(LAYERS, ["reparameterization", "local", "flipout"]),
-        ("linear", "auto"),  # which is one of these
-        ("convolution", "auto"),
+        *itertools.product(LAYERS, ["local", "flipout"]),
+        ("linear", "reparameterization"),  # the same code for every layer
+        ("convolution", "reparameterization"),
     ],
 )
 def test_outputs_have_the_moments_of_random_weights(kind, estimator):
@@ -172,7 +172,10 @@ def test_outputs_have_the_moments_of_random_weights(kind, estimator):
     variance = apply_weights(layer[0], x.square(), own["weight"].square(), bias)
     count = 800
     with torch.no_grad():
-        outputs = torch.stack([model(x) for _ in range(count)])
+        if estimator == "local":  # every example has noise of its own
+            outputs = model(x.repeat(count, *[1] * (x.ndim - 1))).unflatten(0, (count, -1))
+        else:
+            outputs = torch.stack([model(x) for _ in range(count)])
     # every output is Gaussian: errors of mean and variance are known, and 5 of them are never met among so few numbers
     assert ((outputs.mean(0) - mean).abs() < 5.0 * (variance / count).sqrt()).all()
     assert ((outputs.var(0) / variance - 1.0).abs() < 5.0 * math.sqrt(2.0 / count)).all()

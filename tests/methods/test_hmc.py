@@ -22,7 +22,7 @@ from flowbnn.training import load_tensors, save_tensors
 
 
 def test_a_conjugate_regression_is_recovered():
-    problem, posterior = conjugate(bias=True)[0], fitted_line("hmc", bias=True)
+    problem, posterior = conjugate(bias=True)[0], fitted_line("hmc")
     assert_recovered(posterior, problem.mean, problem.covariance)
     diagnostics = posterior.diagnostics()
     assert diagnostics.rhat_outputs < 1.05

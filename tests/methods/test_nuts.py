@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from chain_problems import assert_gaussian, assert_recovered, exact_draws, gaussian, logistic, regression
+from chain_problems import assert_gaussian, assert_recovered, exact_draws, gaussian, logistic
+from method_cases import fitted_line
+from problems import conjugate
 from small_problem import QUIET, blobs, network
-from torch import nn
 
 import flowbnn as fb
 from flowbnn.methods.mcmc.hamiltonian import (
@@ -142,15 +143,8 @@ def test_a_step_that_is_far_too_large_is_a_divergence_and_goes_nowhere():
 
 
 def test_a_conjugate_regression_is_recovered():
-    inputs, targets, mean, covariance = regression()
-    posterior = fb.NUTS(samples=50, warmup=50, chains=10, epochs=0, prior_scale=2.0).fit(
-        nn.Linear(2, 1).double(),
-        [(inputs, targets)],
-        likelihood=fb.likelihoods.Gaussian(noise=0.5),
-        seed=0,
-        **QUIET,
-    )
-    assert_recovered(posterior, mean, covariance)
+    problem, posterior = conjugate(bias=True)[0], fitted_line("nuts")
+    assert_recovered(posterior, problem.mean, problem.covariance)
     diagnostics = posterior.diagnostics()
     assert diagnostics.rhat_outputs < 1.05
     assert diagnostics.divergences == 0

@@ -1,0 +1,202 @@
+"""The curvatures that Laplace is made of, against the same ones written out by automatic differentiation."""
+
+import math
+
+import laplace_truth as truth
+import pytest
+import torch
+from laplace_problems import NOISE, QUIET, SCALE, STRUCTURES, Tied, classes, small_conv
+from torch import nn
+
+import flowbnn as fb
+from flowbnn.methods.laplace.curvature import patches
+from flowbnn.posterior import PredictOptions
+
+
+def test_logistic_regression_has_the_hessian():
+    """For a model linear in its weights the generalized Gauss-Newton matrix is the Hessian."""
+    inputs, labels = classes()
+    network = nn.Linear(4, 3).double()
+    posterior = fb.Laplace("full", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+
+    def loss(values):
+        outputs = inputs @ values[:12].view(3, 4).T + values[12:]
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum")
+
+    at = torch.cat([network.weight.detach().flatten(), network.bias.detach()])
+    hessian = torch.func.jacrev(torch.func.jacrev(loss))(at)
+    spread = (hessian + torch.eye(15, dtype=torch.float64) / SCALE**2).inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-10)
+    evidence = -loss(at) - at.square().sum() / (2 * SCALE**2) + 0.5 * spread.logdet() - 15 * math.log(SCALE)
+    assert posterior.log_evidence == pytest.approx(float(evidence), abs=1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_last_layer_by_its_features_is_the_last_layer_by_differentiation(structure, outputs):
+    """The shortcut for a layer that gives the outputs, against the same layer behind a reshape, which hides that."""
+
+    class Behind(nn.Module):
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def forward(self, x):
+            return self.network(x) * 1.0
+
+    inputs, labels = classes(number=max(2, outputs))
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    method = fb.Laplace(structure, prior_scale=SCALE, epochs=0)
+    short = method.fit(network, truth.batches(inputs, labels), **QUIET)
+    long = method.fit(Behind(network), truth.batches(inputs, labels), **QUIET)
+    assert short.direct == "2"
+    assert long.direct is None
+    assert torch.allclose(truth.covariance(short), truth.covariance(long), atol=1e-10)
+    assert short.log_evidence == pytest.approx(long.log_evidence, abs=1e-9)
+    new = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.allclose(short.functional_variance(new), long.functional_variance(new), atol=1e-10)
+    many = PredictOptions(4, seed=1)
+    for predictive in ("linearized", "sampled", "probit"):
+        a, b = short.use(predictive).collect(new, many)[0], long.use(predictive).collect(new, many)[0]
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_conv_and_batch_norm_against_the_explicit_curvature(structure):
+    inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
+    network = small_conv()
+    posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert posterior.names == [name for name, _ in network.named_parameters()]
+    precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
+    precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    new = torch.randn(4, 1, 6, 6, dtype=torch.float64)
+    jacobian = truth.explicit_jacobian(network, posterior.names, new)
+    variance = jacobian @ spread @ jacobian.transpose(1, 2)
+    assert torch.allclose(posterior.functional_variance(new), variance, atol=1e-9)
+    assert torch.allclose(
+        posterior.functional_variance(new, diagonal=True), variance.diagonal(dim1=1, dim2=2), atol=1e-9
+    )
+
+
+def test_kronecker_factors_against_gradients_layer_by_layer():
+    """``B (x) A`` per layer, from inputs and output gradients written out, for a convolution and a linear layer with their biases."""
+    inputs, labels = torch.randn(12, 1, 6, 6, dtype=torch.float64), torch.randint(3, (12,))
+    network = small_conv()
+    posterior = fb.Laplace("kron", layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert posterior.names == [f"{n}.{k}" for n in (0, 4, 7) for k in ("weight", "bias")]  # norms as trained
+    hidden = network[0](inputs)
+    offset = torch.zeros_like(hidden, requires_grad=True)
+    outputs = network[1:]((hidden + offset).clone())
+    p = outputs.softmax(1).detach()
+    outer = torch.zeros(2, 2, dtype=torch.float64)
+    for k in range(3):
+        column = p[:, k : k + 1].sqrt() * (torch.eye(3, dtype=torch.float64)[k] - p)
+        gradient = torch.autograd.grad(outputs, offset, column, retain_graph=True)[0]
+        outer += torch.einsum("bohw,bphw->op", gradient, gradient)
+    windows = nn.functional.unfold(inputs, 3, padding=1, stride=2).transpose(1, 2).flatten(0, 1)
+    windows = torch.cat([windows, torch.ones_like(windows[:, :1])], 1)
+    curvature = torch.kron(outer, windows.T @ windows / len(windows))
+    precision = curvature + torch.eye(len(curvature), dtype=torch.float64) / SCALE**2
+    block = posterior.blocks[0]
+    rows = block.unpack(torch.eye(20, dtype=torch.float64).view(20, 2, 10))
+    roots = block.roots({name: value.unsqueeze(1) for name, value in rows.items()})[:, 0]
+    assert torch.allclose(roots @ roots.T, precision.inverse(), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(2, 3, 3, padding="same", dilation=2, padding_mode="circular"), (2, 9)),
+        (nn.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(1, 0), bias=False), (2, 6, 5)),
+        (nn.Conv3d(1, 2, 2, padding_mode="replicate", padding=1), (1, 3, 3, 3)),
+    ],
+)
+def test_every_convolution_multiplies_its_patches(layer, shape):
+    x = torch.randn(2, *shape)
+    found = patches(layer, x) @ layer.weight.flatten(1).T
+    if layer.bias is not None:
+        found = found + layer.bias
+    assert torch.allclose(found.transpose(1, 2).reshape(layer(x).shape), layer(x), atol=1e-5)
+
+
+def test_grouped_convolutions_under_diag_and_full():
+    inputs, labels = torch.randn(6, 2, 5, dtype=torch.float64), torch.randint(3, (6,))
+    network = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    for structure in ("diag", "full"):
+        found = fb.Laplace(structure, layers="0", prior_scale=SCALE, epochs=0).fit(
+            network, truth.batches(inputs, labels), **QUIET
+        )
+        precision = truth.explicit_ggn(network, found.names, fb.likelihoods.Categorical(), inputs, labels)
+        precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+        spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+        assert torch.allclose(truth.covariance(found), spread, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_tied_weights_are_counted_once_with_all_their_uses(structure):
+    inputs, labels = classes(count=9)
+    network = Tied().double()
+    posterior = fb.Laplace(structure, layers="all", prior_scale=SCALE, epochs=0).fit(
+        network, truth.batches(inputs, labels), **QUIET
+    )
+    assert "second.weight" not in posterior.names
+    precision = truth.explicit_ggn(network, posterior.names, fb.likelihoods.Categorical(), inputs, labels)
+    precision += torch.eye(len(precision), dtype=torch.float64) / SCALE**2
+    spread = precision.diagonal().reciprocal().diag() if structure == "diag" else precision.inverse()
+    assert torch.allclose(truth.covariance(posterior), spread, atol=1e-9)
+    drawn = posterior.sample(seed=3)
+    assert drawn.first.weight is drawn.second.weight
+    with pytest.raises(fb.FlowBNNError, match=r"'first'.*shares its weights with 'second'.*'diag'"):
+        fb.Laplace("kron", layers="all", epochs=0).fit(network, truth.batches(inputs, labels), **QUIET)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher", "sampled"])
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_each_curvature_is_its_definition(kind, likelihood):
+    """The empirical Fisher from gradients written out; the sampled one has the exact one as its mean."""
+    count, outputs = (40, 3) if likelihood == "categorical" else (40, 1)
+    inputs = torch.randn(count, 2, dtype=torch.float64)
+    targets = {
+        "categorical": torch.randint(3, (count,)),
+        "bernoulli": torch.randint(2, (count,)),
+        "gaussian": torch.randn(count, 1, dtype=torch.float64),
+    }[likelihood]
+    speaks = {
+        "categorical": fb.likelihoods.Categorical(),
+        "bernoulli": fb.likelihoods.Bernoulli(),
+        "gaussian": fb.likelihoods.Gaussian(NOISE),
+    }[likelihood]
+    network = nn.Linear(2, outputs).double()
+
+    def matrix(kind: str, seed: int = 0, times: int = 1) -> torch.Tensor:
+        data = [(inputs.repeat(times, 1), targets.repeat(times, *[1] * (targets.ndim - 1)))]
+        found = fb.Laplace("full", curvature=kind, prior_scale=1.0, epochs=0).fit(
+            network, data, likelihood=speaks, progress=False, seed=seed
+        )
+        return truth.covariance(found).inverse() - torch.eye(3 * outputs, dtype=torch.float64)
+
+    exact = truth.explicit_ggn(network, ["weight", "bias"], speaks, inputs, targets)
+    if kind == "ggn":
+        assert torch.allclose(matrix("ggn"), exact, atol=1e-7)
+    elif kind == "fisher":
+        total = torch.zeros_like(exact)
+        for x, y in zip(inputs, targets, strict=True):
+            parts = torch.autograd.grad(
+                speaks.log_prob(network(x[None]), y[None]).sum(), list(network.parameters())
+            )
+            gradient = torch.cat([part.flatten() for part in parts])
+            total += torch.outer(gradient, gradient)
+        assert torch.allclose(matrix("fisher"), total, rtol=1e-6, atol=1e-6)
+    else:
+        draws = torch.stack([matrix("sampled", seed, times=4) / 4 for seed in range(25)])
+        error = (draws.mean(0) - exact) / (draws.std(0) / 5.0).clamp_min(1e-9)
+        assert float(error.abs().max()) < 5.0
+        assert torch.equal(matrix("sampled", 1), matrix("sampled", 1))
