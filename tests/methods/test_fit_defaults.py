@@ -3,6 +3,8 @@
 import math
 import random
 from functools import cache
+from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -219,3 +221,38 @@ def test_the_elbo_is_not_looked_at_while_the_weight_of_the_kl_grows():
     rising = Pace(steps=10, budget=60)
     assert rising(History([{"elbo": 0.1 * epoch} for epoch in range(60)])) == 60
     assert (rising.turn, rising.rise) == (40, pytest.approx(0.4))
+
+
+def test_rates_are_cut_where_the_elbo_falls_and_no_fall_counts_as_settled():
+    def record(*values):
+        return History([{"elbo": value} for value in values])
+
+    pace = Pace(steps=20, budget=30)  # two epochs make 40 steps
+    falls = (0.0, -1.3, 0.5, 0.4, 0.1, -2.5)  # a sorted loader's, at rates that are too large
+    assert pace(record(*falls)) == 30
+    assert (pace.cuts, pace.fall) == ([6], pytest.approx(1.65))
+    assert [pace.rate(20 * epoch) for epoch in (5, 6, 19)] == [1.0, 0.25, 0.25]
+    again = (*falls, -1.0, -3.0, -1.1, -3.1)  # not falling any more, and yet below what it was
+    assert pace(record(*again)) == 30
+    assert pace.cuts == [6, 10]
+    assert pace.rate(200) == 1 / 16
+    assert pace(record(*again, 0.6, 0.65, 0.7, 0.71, 0.7, 0.7)) == 16 + 8
+    assert pace.rate(20 * 20) == pytest.approx(0.5 / 16)
+    for quiet in ((0.0, 0.2, 0.3, 0.25, 0.2, 0.22), (0.0, 0.2, 0.5, 0.2, 0.4, 0.1)):  # a little, or by chance
+        assert pace(record(*quiet)) < 30
+        assert not pace.cuts
+
+
+@pytest.mark.filterwarnings("ignore:the fit has made the ELBO worse")
+@pytest.mark.filterwarnings("ignore:predictions have a standard deviation")
+def test_an_elbo_that_falls_is_warned_of():
+    network, _, _ = trained(curve, 1)
+    inputs, targets = curve(300, 1)
+    order = inputs[:, 0].argsort()
+    loader = TensorLoader(inputs[order], targets[order], batch_size=6)
+    model = fb.to_stochastic(network, {"*": NormalAffine()})
+    with pytest.warns(FlowBNNWarning, match="shuffle=True") as caught:
+        posterior = fb.fit(model, loader, epochs=6, schedule=None, seed=0, **QUIET)
+    warning = next(w.message for w in caught if w.message.fields.get("kind") == "fall")
+    elbo = posterior.history["elbo"]
+    assert warning.fields["fall"] == pytest.approx(max(map(fmean, pairwise(elbo[:-2]))) - fmean(elbo[-2:]))

@@ -66,6 +66,8 @@ FASTEST = 0.05  # rate of the noise by default
 BUDGET = 1000  # steps of a run by default, at most
 WINDOW = 40  # steps over which the ELBO is averaged
 SETTLED = 0.01  # nats per example by which it may still rise
+FALL = 0.1  # nats per example, by which it falls only where the rates are too large
+CUT = 4  # the rates are then divided by it
 FlowName = Literal[
     "gaussian", "planar", "radial", "sylvester", "coupling", "invconv", "glow",
     "nice", "realnvp", "iaf", "nsf", "naf", "flowpp", "householder", "residualflow",
@@ -190,7 +192,7 @@ def fit(
         loader: batches of ``(inputs, targets)``.
         epochs: passes over the loader. By default the fit goes on until the ELBO has settled: until it rises by at most 0.01 nats
             per example from 40 steps to the next 40, by the means of whole epochs, at least two each. The rates then fall to zero
-            within half as many epochs again. The budget for all of it is 1,000 steps, at least 10 epochs and at most 120. With a
+            within half as many epochs again. An ELBO that falls by 0.1 divides the rates by 4. The budget for all of it is 1,000 steps, at least 10 epochs and at most 120. With a
             ``schedule`` of your own, which is planned ahead, half the budget is spent.
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
             noise's is by default 10 over the number of steps, or 20 over that of the budget, within 0.002 and 0.05: enough for the
@@ -214,7 +216,7 @@ def fit(
         its prior is warned of by name, all of one kind in one warning. Its ``bound`` compares the ELBO on ten batches of the loader
         with that of the network that was given, its noise as it began, with the same draws; with ``validation``, its ``gain``
         compares the held-out log-likelihood. A loss, and weights that have memorised the loader, are warned of.
-        So is an ELBO that has not settled within the budget.
+        So is an ELBO that has not settled within the budget, or that fell, as it does where a loader is in order.
     """
     automatic, length, pace = noise_lr is None, length_of(loader), None
     steps = length or 25
@@ -312,13 +314,8 @@ def fit(
         called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):
             warn(str(ailment), **ailment.fields)
-    if pace is not None and pace.rise > SETTLED and not posterior.history.stopped_early and is_main_process():
-        warn(
-            f"the ELBO has not settled within {epochs} epochs: it rose by {pace.rise:.3f} per example in {pace.window} of them; "
-            f"fit longer (epochs={2 * epochs})",
-            kind="settled",
-            rise=pace.rise,
-        )
+    if not posterior.history.stopped_early and is_main_process():
+        warn_of_unrest(posterior.history, pace or Pace(steps, epochs, first=math.ceil(warmup * epochs)))
     lines = []
     if bound is not None:
         posterior.bound = bound_gain(bound, model, objective)
@@ -335,8 +332,9 @@ class Pace:
     """The length of a run and its rates, where they are not given: constant until the ELBO has settled, then falling to zero.
 
     The ELBO has settled when its mean over the last epochs, as many as make 40 steps, exceeds that over as many before by no more
-    than 0.01 nats per example. The rates then fall along half a cosine, for half as many epochs again. All of it follows from the
-    record of the run, so that every process, and a resumed run, decides alike.
+    than 0.01 nats per example. The rates then fall along half a cosine, for half as many epochs again. One that has instead fallen,
+    by 0.1 below its best epochs, shows that the rates are too large, as for batches that come in an order: they are cut to a quarter,
+    and the run goes on. All of it follows from the record of the run, so that every process, and a resumed run, decides alike.
 
     Args:
         steps: batches of an epoch.
@@ -350,26 +348,34 @@ class Pace:
     [30, 30, 15, 15]
     >>> [round(pace.rate(25 * epoch), 2) for epoch in (0, 10, 12.5, 15)]
     [1.0, 1.0, 0.5, 0.0]
+    >>> pace(History([{"elbo": value} for value in (-1.0, -0.5, -0.4, -0.8, -2.0)])), pace.rate(25 * 5 - 1), pace.rate(25 * 5)
+    (30, 1.0, 0.25)
     """
 
     def __init__(self, steps: int, budget: int, falls: bool = True, first: int = 0) -> None:
-        self.steps, self.budget, self.falls = steps, budget, falls
+        self.steps, self.budget, self.falls, self.first = steps, budget, falls, first
         self.window = max(2, math.ceil(WINDOW / steps))
-        self.soonest, self.latest = first + 2 * self.window, budget - budget // 3 if falls else budget
-        self.turn, self.rise = (
-            self.latest,
-            0.0,
-        )  # the epoch at which the rates begin to fall, and the ELBO's rise there
+        self.latest = budget - budget // 3 if falls else budget
+        self(History())
 
     def __call__(self, history: History) -> int:
         """The number of epochs, as far as it is known."""
-        values = history["elbo"]
-        for turn in range(min(self.soonest, self.latest), min(len(values), self.latest) + 1):
-            self.turn, self.rise = turn, late_rise(values[:turn], self.window)
-            if self.rise <= SETTLED:
+        values = history["elbo"] if history.epochs else []
+        self.turn, self.rise = self.latest, 0.0  # the epoch from which the rates fall, and the ELBO's rise there
+        self.cuts: list[int] = []  # epochs before which they were too large
+        self.fall = 0.0  # by so much at most
+        soonest = self.first + 2 * self.window
+        for epoch in range(min(soonest, self.latest), min(len(values), self.latest) + 1):
+            if epoch < min(soonest, self.latest):
+                continue
+            self.rise = late_rise(values[:epoch], self.window)
+            fall = fallen(values[self.first : epoch], self.window)
+            if fall > FALL:
+                self.cuts, self.fall = [*self.cuts, epoch], max(self.fall, fall)
+                soonest = epoch + 2 * self.window
+            elif self.rise <= SETTLED:
+                self.turn = epoch
                 break
-        else:
-            self.turn = self.latest
         return self.turn + self.tail
 
     @property
@@ -380,7 +386,8 @@ class Pace:
     def rate(self, step: int) -> float:
         """The share of the full rates."""
         done = (step / self.steps - self.turn) / max(1, self.tail)
-        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, done)))
+        cuts = sum(step >= self.steps * epoch for epoch in self.cuts)
+        return (0.5 + 0.5 * math.cos(math.pi * min(1.0, max(0.0, done)))) / CUT**cuts
 
     def schedule(self, optimizer: torch.optim.Optimizer, _: int) -> torch.optim.lr_scheduler.LRScheduler:
         """The rates of all groups."""
@@ -394,3 +401,35 @@ def late_rise(values: Sequence[float], window: int) -> float:
     3.0
     """
     return fmean(values[-window:]) - fmean(values[-2 * window : -window])
+
+
+def fallen(values: Sequence[float], window: int) -> float:
+    """By how much the mean of the last values is below the best mean of as many in a row, of which every one is above all of them.
+
+    >>> fallen([0.0, 2.0, 3.0, 1.0, 1.5], 2), fallen([0.0, 2.0, 3.0, 1.0, 2.5], 2)
+    (1.25, 0.0)
+    """
+    last = values[-window:]
+    rows = (values[start : start + window] for start in range(len(values) - 2 * window + 1))
+    return max((fmean(row) - fmean(last) for row in rows if min(row) > max(last)), default=0.0)
+
+
+def warn_of_unrest(history: History, pace: Pace) -> None:
+    """Warn of an ELBO that fell, or that has not settled within the budget."""
+    fall = max(pace.fall, fallen(history["elbo"][pace.first :], pace.window))
+    if fall > FALL:
+        cut = f" (they were cut to 1/{CUT ** len(pace.cuts)})" if pace.cuts and pace.falls else ""
+        warn(
+            f"the ELBO fell by {fall:.3g} per example in the course of the fit: the rates are too large for these batches{cut}, often "
+            "because the loader gives its data in an order; let it shuffle (shuffle=True), or take smaller rates (noise_lr=..., "
+            "weight_lr=...)",
+            kind="fall",
+            fall=fall,
+        )
+    elif pace.rise > SETTLED:
+        warn(
+            f"the ELBO has not settled within {pace.budget} epochs: it rose by {pace.rise:.3f} per example in {pace.window} of them; "
+            f"fit longer (epochs={2 * pace.budget})",
+            kind="settled",
+            rise=pace.rise,
+        )
