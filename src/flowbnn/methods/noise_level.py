@@ -54,8 +54,8 @@ def learn_level(posterior: Posterior, loader: Iterable[Any], seed: int | None, a
     if bool(width[worst] > APART * error[worst]) and bool((spread > noise)[worst]) and is_main_process():
         warn(
             f"predictions have a standard deviation of {width[worst]:.3g}, but their residuals on the training data are "
-            f"{error[worst]:.3g}: intervals will be too wide, because the networks drawn are far apart; fit longer (epochs=...), or "
-            "temper the posterior on held-out data (fb.Temperature)",
+            f"{error[worst]:.3g}: intervals will be too wide, because the networks drawn are far apart; fit longer (epochs=...), "
+            "let them differ less (a smaller rate of dropout, prior_scale of noise), or temper them on held-out data (fb.Temperature)",
             kind="width",
             width=float(width[worst]),
             residuals=float(error[worst]),

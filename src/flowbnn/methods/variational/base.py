@@ -192,8 +192,8 @@ def fit(
         loader: batches of ``(inputs, targets)``.
         epochs: passes over the loader. By default the fit goes on until the ELBO has settled: until it rises by at most 0.01 nats
             per example from 40 steps to the next 40, by the means of whole epochs, at least two each. The rates then fall to zero
-            within half as many epochs again. An ELBO that falls by 0.1 divides the rates by 4. The budget for all of it is 1,000 steps, at least 10 epochs and at most 120. With a
-            ``schedule`` of your own, which is planned ahead, half the budget is spent.
+            within half as many epochs again. An ELBO that falls by 0.1 divides the rates by 4. The budget for all of it is 1,000
+            steps, at least 10 epochs and at most 120. With a ``schedule`` of your own, which is planned ahead, half of it is spent.
         weight_lr, noise_lr: learning rates of the weights and of the noise; ``freeze(model, "weights")`` fits the noise alone. The
             noise's is by default 10 over the number of steps, or 20 over that of the budget, within 0.002 and 0.05: enough for the
             noise to settle, whatever the number of steps. For real-valued targets it is 0.05, since precise ones leave the noise far
@@ -308,6 +308,10 @@ def fit(
         )
     for layer in noise_layers(model).values():
         layer.fitted = True
+    lines = []
+    if bound is not None:  # with the level of the ELBO, which is above that of the predictive
+        posterior.bound = bound_gain(bound, model, objective)
+        lines.append(str(posterior.bound))
     if not learn_level(posterior, loader, run.seed):
         warn_of_level(posterior, loader, run.seed)
     if is_main_process():
@@ -316,10 +320,6 @@ def fit(
             warn(str(ailment), **ailment.fields)
     if not posterior.history.stopped_early and is_main_process():
         warn_of_unrest(posterior.history, pace or Pace(steps, epochs, first=math.ceil(warmup * epochs)))
-    lines = []
-    if bound is not None:
-        posterior.bound = bound_gain(bound, model, objective)
-        lines.append(str(posterior.bound))
     if before is not None:
         posterior.gain = gain(before, posterior, run.validation)  # type: ignore[arg-type]
         lines.append(str(posterior.gain))
@@ -361,7 +361,10 @@ class Pace:
     def __call__(self, history: History) -> int:
         """The number of epochs, as far as it is known."""
         values = history["elbo"] if history.epochs else []
-        self.turn, self.rise = self.latest, 0.0  # the epoch from which the rates fall, and the ELBO's rise there
+        self.turn, self.rise = (
+            self.latest,
+            0.0,
+        )  # the epoch from which the rates fall, and the ELBO's rise there
         self.cuts: list[int] = []  # epochs before which they were too large
         self.fall = 0.0  # by so much at most
         soonest = self.first + 2 * self.window
@@ -406,9 +409,12 @@ def late_rise(values: Sequence[float], window: int) -> float:
 def fallen(values: Sequence[float], window: int) -> float:
     """By how much the mean of the last values is below the best mean of as many in a row, of which every one is above all of them.
 
+    A tenth of the values is looked at where that is more than the window.
+
     >>> fallen([0.0, 2.0, 3.0, 1.0, 1.5], 2), fallen([0.0, 2.0, 3.0, 1.0, 2.5], 2)
     (1.25, 0.0)
     """
+    window = max(window, len(values) // 10)  # of many means the best is high by chance
     last = values[-window:]
     rows = (values[start : start + window] for start in range(len(values) - 2 * window + 1))
     return max((fmean(row) - fmean(last) for row in rows if min(row) > max(last)), default=0.0)
@@ -421,8 +427,8 @@ def warn_of_unrest(history: History, pace: Pace) -> None:
         cut = f" (they were cut to 1/{CUT ** len(pace.cuts)})" if pace.cuts and pace.falls else ""
         warn(
             f"the ELBO fell by {fall:.3g} per example in the course of the fit: the rates are too large for these batches{cut}, often "
-            "because the loader gives its data in an order; let it shuffle (shuffle=True), or take smaller rates (noise_lr=..., "
-            "weight_lr=...)",
+            "because the loader gives its data in an order; let it shuffle (shuffle=True), or take smaller rates (weight_lr=..., "
+            "noise_lr=...; lr=... of a method)",
             kind="fall",
             fall=fall,
         )

@@ -134,7 +134,7 @@ def bound_gain(given: tuple[list[Any], Tensor], model: nn.Module, objective: ELB
     if result.is_loss:
         warn(
             f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
-            "(weight_lr=..., noise_lr=...), or fit longer (epochs=...)",
+            "(weight_lr=..., noise_lr=...; lr=... of a method), or fit longer (epochs=...)",
             kind="elbo",
             before=result.before,
             after=result.after,
