@@ -159,3 +159,12 @@ def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
 
 
 # --- foreign transforms -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [Compose(), Exp(), Affine(3)], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("length", [1, 2])
+def test_values_of_another_length_than_the_base_are_refused(length: int, transform: Transform) -> None:
+    """A base of length one took vectors of any length for one vector."""
+    flow = Flow(DiagonalNormal(torch.zeros(length), torch.ones(length)), transform)
+    with pytest.raises(FlowBNNError, match=rf"DiagonalNormal takes events of shape \({length},\)"):
+        flow.log_prob(torch.ones(4, 3))

@@ -257,3 +257,15 @@ def test_codes_and_their_densities_stay_in_single_precision() -> None:
 def test_a_decoder_of_one_level_is_refused() -> None:
     with pytest.raises(fb.FlowBNNError, match="levels=.*at least 2"):
         fb.vae.LogisticDecoder(levels=1)
+
+
+@pytest.mark.parametrize("kind", [fb.vae.Autoencoder, fb.vae.VAE])
+@pytest.mark.parametrize(("decoder", "words"), [("bernoulli", "from 0 to 1, not"), ("logistic", "integers")])
+def test_likelihoods_of_data_that_the_decoder_cannot_give_are_refused(kind, decoder, words) -> None:
+    """A Bernoulli decoder gave bytes log-likelihoods above zero."""
+    model = kind((4,), 2, hidden=(4,), decoder=decoder)
+    x = torch.tensor([[0.5, 200.5, 3.5, 7.5]])
+    calls = [model.log_prob, Density(model).score, getattr(model, "log_likelihood", model.log_prob)]
+    for call in calls:
+        with pytest.raises(fb.FlowBNNError, match=words):
+            call(x)

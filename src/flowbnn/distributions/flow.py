@@ -82,10 +82,8 @@ class Flow(Distribution):
     ) -> None:
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            text = (
-                f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}"
-            )
-            raise refused(transform, f"{text}; give the base a vector of parameters", "shape")
+            text = f"works on events of {transform.event_dim} axes, but the base draws have shape"
+            raise refused(transform, f"{text} {tuple(shape)}; give the base a vector of parameters", "shape")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
@@ -188,10 +186,8 @@ class Flow(Distribution):
         outside = self._pull_back(value)[2]
         if bool(outside.any()):
             self.transform.inverse(self._fitted(value), self.context)
-            text = (
-                f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's base"
-            )
-            raise FlowBNNError(f"{text}, {type(self.base).__name__}", kind="range")
+            text = f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's"
+            raise FlowBNNError(f"{text} base, {type(self.base).__name__}", kind="range")
 
     def _fitted(self, value: Tensor) -> Tensor:
         """The value with the batch axes that the context needs."""

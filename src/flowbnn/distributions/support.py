@@ -9,7 +9,7 @@ from torch.distributions.constraints import Constraint
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Interval
-from flowbnn.transforms.base import Transform
+from flowbnn.transforms.base import Transform, check_events
 from flowbnn.transforms.compose import Compose, Inverse, run_part
 from flowbnn.transforms.linear import Permutation
 
@@ -131,6 +131,8 @@ def pull_back(
         after, before = (part.event_dim, part.sample_dim)[:: 1 if backwards else -1]
         value, change = run_part(part, value, context, not backwards, axes - after, path or (0,))
         log_det, axes = log_det + change, axes - after + before
+    shape = base.batch_shape + base.event_shape
+    check_events(value, shape[len(shape) - axes :], base)  # which would broadcast
     support = _base_support(base)
     if not _is_real(_of_numbers(support)):
         wrong = ~support.check(value) & ~any_rightmost(value.isnan(), support.event_dim)

@@ -210,7 +210,8 @@ class NSF(Steps):
         bins, bound: of the splines; outside ``[-bound, bound]``, by default 5, they are the identity.
         autoregressive: autoregressive maps with cheap densities in place of couplings, which are cheap in both directions;
             with cheap draws they are ``IAF(dim, univariate=SplineMap(bins, bound))``.
-        circular: the entries are angles between minus ``bound`` and ``bound``, by default pi; the base is uniform.
+        circular: the entries are angles between minus ``bound`` and ``bound``, by default pi, and others are taken modulo a turn: for
+            degrees say ``bound=180``; the base is uniform.
         dim, context_dim, length, hidden, base: as in :class:`NICE`.
     """
 

@@ -66,9 +66,7 @@ class Compose(Transform):
         beyond = [part.event_dim - change for part, change in zip(parts, changes, strict=False)]
         self.event_dim = max(beyond, default=1)
         self.sample_axes = self.event_dim + changes[-1]
-        self._extra = [
-            self.event_dim - axes for axes in beyond
-        ]  # axes of an event that are batch axes to the part
+        self._extra = [self.event_dim - axes for axes in beyond]  # axes of events that are the part's batch
         for name, order in _WEAKEST.items():
             setattr(
                 self, name, min((getattr(part, name) for part in parts), key=order.index, default=order[-1])

@@ -217,12 +217,8 @@ class _Adjoint(torch.autograd.Function):
             solution = ctx.owner._integrate(ctx.dynamics, ctx.ends, value, tensors)
             sources = [one for one in (value, *tensors) if one.requires_grad]
             found = iter(torch.autograd.grad(solution, sources, grads, create_graph=True, allow_unused=True))
-            return (
-                None,
-                None,
-                None,
-                *(next(found) if one.requires_grad else None for one in (value, *tensors)),
-            )
+            every = (next(found) if one.requires_grad else None for one in (value, *tensors))
+            return None, None, None, *every
         # the equation is linear
         scale = max(grad.abs().max() for grad in grads).clamp(min=torch.finfo(end.dtype).tiny)
         volume = grads[1] / scale

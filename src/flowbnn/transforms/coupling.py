@@ -101,9 +101,8 @@ def arrange(coupling: Coupling, loaded: Any = None) -> None:
     """Read the mask, once: a split is cheaper than indices, so entries are moved only where those kept are scattered."""
     keep = coupling.mask.long()
     coupling._scattered = int(keep.diff().abs().sum()) > 1
-    coupling._turn = (
-        1 if coupling._scattered or keep[0] else -1
-    )  # which half comes first: the one that is kept, or the other
+    # which half comes first: the one that is kept, or the other
+    coupling._turn = 1 if coupling._scattered or keep[0] else -1
     coupling._sizes = [int(keep.sum()), int((1 - keep).sum())][:: coupling._turn]
     coupling.order = torch.argsort(1 - keep, stable=True)
     coupling.restore = torch.argsort(coupling.order)

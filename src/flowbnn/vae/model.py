@@ -22,7 +22,7 @@ from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
-from flowbnn.numerics import soft_clamp
+from flowbnn.numerics import readable, soft_clamp
 from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
@@ -129,18 +129,23 @@ class Autoencoder(nn.Module):
         return True
 
     def check(self, x: Tensor) -> None:
-        """Refuse data that the decoder cannot give."""
-        self.decoder.check(x)
+        """Refuse data that the decoder cannot give, where they can be looked at."""
+        if readable(x):
+            self.decoder.check(x)
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The log-likelihood of each reconstruction, ``[B]``."""
+        self.check(x)
+        return self._fidelity(x, context)
+
+    def _fidelity(self, x: Tensor, context: Tensor | None) -> Tensor:
         return self.decoder.log_prob(self.decode(self.encode(x, context), context), x)
 
     def training_loss(
         self, x: Tensor, context: Tensor | None, clock: Clock
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What :func:`fit_autoencoder` minimises, and what is recorded."""
-        value = self.log_prob(x, context).mean()
+        value = self._fidelity(x, context).mean()
         return -value, {"reconstruction": value.detach()}
 
     @torch.no_grad()
@@ -285,6 +290,7 @@ class VAE(Autoencoder):
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The ELBO of each example, of one draw: a lower bound on the log-density."""
+        self.check(x)
         likelihood, kl = self.terms(x, context)
         return likelihood - kl
 
@@ -316,6 +322,7 @@ class VAE(Autoencoder):
             rows: examples times samples that are evaluated at a time; another number draws other samples from the same seed.
         """
         device = device_of(self)
+        self.check(x)
         found = []
         with evaluating(self), drawing(device, seed):
             for start in range(0, len(x), rows):
