@@ -134,13 +134,26 @@ def test_the_original_is_untouched(case):
     assert not noise_layers(network)
 
 
-COMPILED = [case for case in NETWORKS if case.compiles]
+MADE_OF_OTHERS = (  # what is traced of them is traced in other networks too
+    "non-square-kernel",
+    "depthwise",
+    "padding-same",
+    "padding-reflect",
+    "one-feature",
+    "conv1d",
+    "transformer-encoder-layer-sequence-first",
+    "transformer-encoder",
+    "embedding",
+    "linear-subclass",
+    "residual",
+)
+COMPILED = [case for case in NETWORKS if case.compiles and case.name not in MADE_OF_OTHERS]
 
 
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # dynamo's own look at the hook's product, where the root is noisy
-@pytest.mark.parametrize("cases", [COMPILED[i::4] for i in range(4)], ids=lambda cases: cases[0].name)
+@pytest.mark.parametrize("cases", [COMPILED[i::3] for i in range(3)], ids=lambda cases: cases[0].name)
 def test_compiles_without_a_graph_break(cases):
     """Several networks in one graph, since a start of the compiler takes as long as a network."""
     torch._dynamo.reset()

@@ -28,9 +28,10 @@ from flowbnn.posterior.compiled import (
 )
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
-    "rules", [MIXED, MAPPED, {**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}]
+    ("rules", "graphs"),
+    [(MIXED, False), (MAPPED, True), ({**MIXED, "conv2": fb.noise.NormalInvConv(site="position")}, True)],
+    ids=["channel", "position", "both"],
 )
 def test_compiled_samples_are_the_uncompiled_ones(rules, graphs, traced, monkeypatch):
     torch.manual_seed(0)

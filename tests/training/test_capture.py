@@ -34,7 +34,7 @@ def data(rows=40):
 MIXED = {  # every kind of noise, in as few graphs as hold them all
     "channel": {
         "2": fb.noise.NormalInvConv(),
-        "5": fb.noise.NormalPlanar(),
+        "5": fb.noise.NormalPlanar(1),
         "7": fb.noise.Dropout(0.1),
         "*": fb.noise.NormalAffine(),
     },

@@ -10,7 +10,7 @@ from flowbnn.objectives import ELBO
 
 ROWS, WIDTH, SIDE, LAYERS = 8, 8, 32, 2
 A_MAP, IMAGES = ROWS * WIDTH * SIDE * SIDE * 8, ROWS * 3 * SIDE * SIDE * 8  # bytes of float64
-RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalInvConv()}  # of site channel
+RULES = {"*": fb.noise.NormalAffine(), "3": fb.noise.NormalPlanar(1)}  # of site channel
 
 
 def _network(noisy: bool) -> nn.Module:

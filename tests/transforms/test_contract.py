@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -283,6 +284,9 @@ def test_copies_are_equal_and_apart(case: Case) -> None:
 def test_compiles_without_a_graph_break(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (tanh_root, monotone_root):
         monkeypatch.setattr(iteration, "__defaults__", (2,))  # the other steps compile alike
+    case = (
+        replace(case, dim=2) if 2 in case.quadrature else case
+    )  # loops over the dimensions take fewer rounds
     transform = build(case)
     ways = [
         (function, start)
