@@ -39,7 +39,7 @@ from flowbnn.results import (
     write_json,
 )
 from flowbnn.training import track
-from flowbnn.training.options import Accelerator, Precision
+from flowbnn.training.options import Accelerator, Precision, length_of
 
 # fmt: off
 METRICS = (
@@ -116,7 +116,7 @@ def compare(
     options |= {"accelerator": accelerator, "precision": precision}
     usual = FitOptions()
     options = {name: value for name, value in options.items() if value != getattr(usual, name)}
-    batches = len(train_loader) if hasattr(train_loader, "__len__") else None  # type: ignore[arg-type]
+    batches = length_of(train_loader)
     reasons: dict[str, str] = {}
     chosen = _choose(methods, reasons, epochs=epochs, lr=lr, batches=batches)
     weights = sum(parameter.numel() for parameter in network.parameters())

@@ -54,6 +54,7 @@ from flowbnn.training import (
     save_tensors,
     train,
 )
+from flowbnn.training.options import length_of
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
@@ -288,7 +289,8 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
             run = replace(run, early_stop=EarlyStop(monitor="validation_nll", patience=run.patience))
     weights = [parameter for parameter in density.parameters() if parameter.requires_grad]
     engine = torch.optim.AdamW(weights, lr=run.lr, weight_decay=run.weight_decay, fused=True)
-    schedule = cosine(engine, len(loader) * run.epochs, run.rise) if hasattr(loader, "__len__") else None
+    length = length_of(loader)
+    schedule = cosine(engine, length * run.epochs, run.rise) if length else None
     objective = _Objective(density, run.objective)
     density.history = train(
         objective, engine, loader, run, schedule=schedule, validate=validate, names_below="density.flow"

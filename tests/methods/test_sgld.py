@@ -7,6 +7,7 @@ import torch
 from chain_problems import regression
 from small_problem import QUIET, blobs, loader, network
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
@@ -244,5 +245,11 @@ def test_bad_runs_are_refused():
         def __iter__(self):
             yield blobs(30).tensors
 
-    with pytest.raises(FlowBNNError, match="needs a loader with a length"):
-        fb.SGLD(epochs=2).fit(network(), Endless(), **QUIET)
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from zip(*blobs(30).tensors, strict=True)
+
+    for endless in (Endless(), DataLoader(Stream(), batch_size=10)):  # which has a length that raises
+        with pytest.raises(FlowBNNError, match="needs a loader with a length"):
+            fb.SGLD(epochs=2).fit(network(), endless, num_data=30, **QUIET)
+    assert len(fb.SWAG(epochs=4).fit(network(), endless, num_data=30, **QUIET).history["loss"])

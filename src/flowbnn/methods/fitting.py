@@ -39,6 +39,7 @@ from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import Clock, History, TrainingOptions, train
+from flowbnn.training.options import length_of
 from flowbnn.training.randomness import Randomness, loader_generators
 from flowbnn.units import take_units
 
@@ -186,7 +187,7 @@ def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
         reason = f"the loader is empty: there is nothing for {use}"
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
         reason = f"{use} needs batches of (inputs, targets), but the loader gives inputs alone"
-    elif planned and not hasattr(loader, "__len__"):
+    elif planned and length_of(loader) is None:
         reason = f"{planned} is planned ahead and needs a loader with a length"
     if reason is not None:
         raise FlowBNNError(reason, kind="loader", argument="loader")

@@ -5,7 +5,7 @@ Training goes on at a constant learning rate; the running mean of the weights, t
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -24,6 +24,7 @@ from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of
 from flowbnn.training import Clock, History
+from flowbnn.training.options import length_of
 from flowbnn.units import units_of
 
 
@@ -66,7 +67,7 @@ class SWAG(Method):
         model, run = self.setup(network, loader, given)
         first = round(self.begin * self.epochs)
         left = self.epochs - first
-        if left * (min(self.per_epoch, len(loader)) if isinstance(loader, Sized) else 1) < 2:
+        if left * min(self.per_epoch, length_of(loader) or 1) < 2:
             raise FlowBNNError(
                 f"{left} of {self.epochs} epochs are left for the walk, which gives one set of weights and no variance; take more "
                 "epochs, a smaller begin, a larger per_epoch or smaller batches",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
-from flowbnn.training.options import TrainingOptions
+from flowbnn.training.options import TrainingOptions, length_of
 from flowbnn.training.storage import check_writable
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def track(loader: Any, description: str, shown: bool = True) -> Iterator[Any]:
 
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        yield from bar.track(loader, total=len(loader) if hasattr(loader, "__len__") else None)
+        yield from bar.track(loader, total=length_of(loader))
 
 
 def open_tensorboard(folder: File | None, step: int) -> Any:
