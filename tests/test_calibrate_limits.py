@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.methods.variational import natural
 from flowbnn.noise.joint import independent_vectors
 
 SCALE = 0.5
@@ -131,23 +132,42 @@ def test_a_network_that_mixes_the_rows_of_a_batch_is_refused() -> None:
     fb.calibrate(network(True), data, **given)
 
 
-def test_the_mean_of_a_factorized_gaussian_arrives_where_inputs_are_correlated() -> None:
-    """By the diagonal of the curvature alone it ended 17 standard deviations away."""
+@pytest.mark.parametrize(("dim", "solved", "away"), [(3, 512, 0.2), (60, 2, 0.6)])
+def test_the_mean_of_a_factorized_gaussian_arrives_where_inputs_are_correlated(
+    dim: int, solved: int, away: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the diagonal of the curvature alone it ended 17 standard deviations away, and beyond 512 dimensions still did."""
+    monkeypatch.setattr(natural, "SOLVED", solved)
     source = torch.Generator().manual_seed(1)
-    x = torch.randn(300, 3, generator=source, dtype=torch.float64)
-    x[:, 1] = 0.95 * x[:, 0] + 0.3 * x[:, 1]
-    network = nn.Linear(3, 1, bias=False, dtype=torch.float64).requires_grad_(False)
+    x = torch.randn(300, dim, generator=source, dtype=torch.float64)
+    x[:, 1::3] = 0.95 * x[:, ::3] + 0.3 * x[:, 1::3]
+    network = nn.Linear(dim, 1, bias=False, dtype=torch.float64).requires_grad_(False)
     nn.init.ones_(network.weight)
     y = (
-        x @ torch.tensor([[1.4], [0.6], [0.8]]).double()
+        x @ torch.tensor([[1.4], [0.6], [0.8]]).double().repeat(dim // 3, 1)
         + 0.01 * torch.randn(300, 1, generator=source).double()
     )
-    precision = x.T @ x / 0.01**2 + torch.eye(3).double() / SCALE**2
+    precision = x.T @ x / 0.01**2 + torch.eye(dim).double() / SCALE**2
     mean = torch.linalg.solve(precision, x.T @ y[:, 0] / 0.01**2 + 1.0 / SCALE**2)
     likelihood = fb.likelihoods.Gaussian(0.01)
     given = {"structure": "factorized", "prior": "fixed", "folds": 0, "progress": False}
     posterior = fb.calibrate(network, [(x, y)], likelihood=likelihood, **given)
     ((vector, _),) = independent_vectors(posterior.model)
     normal = vector.requires_grad_(False).posterior()
-    assert float(((normal.mean - mean) * precision.diagonal().sqrt()).abs().max()) < 0.2
+    assert float(((normal.mean - mean) * precision.diagonal().sqrt()).abs().max()) < away
     torch.testing.assert_close(normal.stddev, precision.diagonal().rsqrt(), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("solved", [512, 2])  # by a matrix, and by conjugate gradients
+def test_a_step_divides_by_the_whole_curvature_and_a_share_of_its_roots_stands_for_all(
+    solved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(natural, "SOLVED", solved)
+    source = torch.Generator().manual_seed(0)
+    roots = torch.randn(20, 6, generator=source, dtype=torch.float64)
+    slope, added = torch.randn(2, 6, generator=source, dtype=torch.float64).abs()
+    whole = 2.0 * roots.T @ roots  # every root is there twice, and one of the two is kept
+    zero = torch.zeros(())
+    estimate = natural.Estimate(zero, 0.0, slope, [whole.diagonal()], [], zero, list(roots.split(7)))
+    truth = torch.linalg.solve(whole + added.diag(), slope)
+    torch.testing.assert_close(natural._newton(estimate, added, slope), truth, rtol=1e-4, atol=1e-6)

@@ -39,7 +39,13 @@ ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs o
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 PASSES = 60  # over the data at most
 LATE = 8  # passes after the ELBO has settled
-CURVED = 512  # dimensions up to which the mean of a factorized Gaussian moves by the whole curvature: by its diagonal it creeps
+KEPT = (
+    2**26
+)  # numbers of the roots by which the mean of a factorized Gaussian moves: by the diagonal of the curvature it creeps
+SOLVED, STEPS = (
+    512,
+    100,
+)  # dimensions up to which that curvature is a matrix, and steps of conjugate gradients beyond
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
 
 
@@ -227,7 +233,7 @@ class Estimate:
     blocks: list[Tensor]
     links: list[Tensor]
     square: Tensor  # mean squared residuals of a regression
-    curve: Tensor | None = None  # the whole Gauss-Newton matrix, for the mean of a factorized Gaussian
+    roots: list[Tensor]  # of the whole Gauss-Newton matrix, for the mean of a factorized Gaussian
 
     @property
     def elbo(self) -> float:
@@ -289,9 +295,7 @@ class _Problem:
 
     def _estimate(self, q: BlockGaussian, labels: int) -> Estimate:
         blocks, links = ([torch.zeros_like(one) for one in some] for some in (q.blocks, q.links))
-        curve = (
-            q.mean.new_zeros(2 * q.mean.shape) if q.blocks[0].ndim == 1 and len(q.mean) <= CURVED else None
-        )
+        kept: list[Tensor] = []
         gradient, fitted, square = torch.zeros_like(q.mean), [], torch.zeros((), device=self.device)
         # every second pass has the draws of the one before, mirrored: what is linear in them cancels
         self.generator.manual_seed(self.seed + 7919 * (self.passes // 2))
@@ -307,8 +311,9 @@ class _Problem:
             )
             fitted.append(some.double())
             gradient += slope.double()
-            if curve is not None:
-                curve += (roots.mT @ roots).double()
+            if self.structure == "factorized":
+                thinned = math.ceil(roots.shape[0] / len(targets) * len(self.targets) * len(q.mean) / KEPT)
+                kept.append(roots[::thinned])
             parts = roots.split(self.sizes, -1)
             for number, part in enumerate(parts):
                 if self.structure == "factorized":
@@ -319,21 +324,42 @@ class _Problem:
                     links[number - 1] += (part.mT @ parts[number - 1]).double()
             if learns_noise(self.network.likelihood):
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
-        for total in (gradient, *blocks, *links, *([] if curve is None else [curve])):
+        for total in (gradient, *blocks, *links):
             total /= self.times
         each = torch.cat(fitted).reshape(self.times, -1).mean(0)
-        return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets), curve)
+        return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets), kept)
 
     def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
         blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
         links = [torch.lerp(old, new, size) for old, new in zip(q.links, estimate.links, strict=True)]
         moved = _positive(replace(q, blocks=blocks, links=links))
         slope = estimate.gradient - (q.mean - q.loc) / q.variance
-        if estimate.curve is None:
-            moved.mean = q.mean + size * moved.covariance_times(slope)
-        else:
-            moved.mean = q.mean + size * torch.linalg.solve(estimate.curve + (1.0 / q.variance).diag(), slope)
+        way = _newton(estimate, 1.0 / q.variance, slope) if estimate.roots else moved.covariance_times(slope)
+        moved.mean = q.mean + size * way
         return moved
+
+
+def _newton(estimate: Estimate, added: Tensor, slope: Tensor) -> Tensor:
+    r""":math:`(G + \mathrm{diag}(a))^{-1}` times the slope, from the roots of the Gauss-Newton matrix :math:`G` that were kept."""
+    diagonal = estimate.blocks[0]
+    kept = float(sum(root.square().sum(dtype=torch.float64) for root in estimate.roots))
+    share = float(diagonal.sum()) / kept if kept else 0.0
+    if len(slope) <= SOLVED:
+        whole = sum(((root.mT @ root).double() for root in estimate.roots), slope.new_zeros(()))
+        return torch.linalg.solve(share * whole + added.diag(), slope)
+    roots, scale = torch.cat(estimate.roots), added + diagonal
+    way, rest = torch.zeros_like(slope), slope
+    along = rest / scale
+    size = begun = float(rest @ along)
+    for _ in range(STEPS):  # of conjugate gradients, scaled by the diagonal
+        if not size > 1e-10 * begun:
+            break
+        bent = share * ((roots @ along.to(roots)) @ roots).double() + added * along
+        length = size / float(along @ bent)
+        way, rest = way + length * along, rest - length * bent
+        before, size = size, float(rest @ (rest / scale))
+        along = rest / scale + size / before * along
+    return way
 
 
 def _positive(q: BlockGaussian) -> BlockGaussian:
