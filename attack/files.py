@@ -27,8 +27,8 @@ import torch
 
 import flowbnn as fb
 from attack import Budget, Tally
-from attack.fuzz import NAN, _quiet, _trace, fitted, loader, network, small, vectors
-from flowbnn.methods import METHODS
+from attack.fuzz import NAN, quiet, trace
+from attack.subjects import FITS, Fit, alike, drawn, fitted, numbers
 from flowbnn_studies.data.load import load_source
 from flowbnn_studies.data.sources import Piece, Source
 from flowbnn_studies.report.reading import load_results
@@ -76,21 +76,14 @@ def images(source: Source, root: Path, path: Path) -> torch.Tensor:
     return load_source(source, "train", root, False).images
 
 
-def resumed(path: Path) -> torch.Tensor:
-    """Weights of a training that had ended."""
-    method = fb.MLE(epochs=2)
-    posterior = method.fit(network(), loader(), seed=0, checkpoint=path, resume=True, progress=False)
-    return torch.cat([value.detach().flatten() for value in posterior.model.parameters()])
+def resumed(fit: Fit, folder: Path, path: Path) -> Any:
+    """The result of a fit that had ended."""
+    return fit(checkpoint=folder / "run", checkpoint_every=5, resume=True)
 
 
-def sampled(path: Path) -> torch.Tensor:
-    """The last draws of chains that had ended."""
-    data = fb.data.TensorLoader(vectors(8, 3), torch.arange(8) % 2, batch_size=4)
-    posterior = small("hmc").fit(network(), data, seed=0, checkpoint=path.parent, resume=True, progress=False)
-    return torch.cat([value[-1].flatten() for value in posterior.members.values()])
-
-
-def subjects(place: Path) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
+def subjects(
+    place: Path, names: tuple[str, ...], dice: random.Random
+) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     """Good files, and how each is read; equal files give equal answers."""
     pixels, labels = np.arange(96, dtype=np.uint8).reshape(6, 1, 4, 4), np.array([0, 1, 0, 1, 1, 0], np.uint8)
     head = lambda *sizes: bytes((0, 0, 8, len(sizes))) + struct.pack(f">{len(sizes)}I", *sizes)  # noqa: E731
@@ -110,19 +103,15 @@ def subjects(place: Path) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
             (below / name).write_bytes(data)
         source = image_source(layout, folder, raw, (pixels, labels))
         found[kind] = below / next(iter(raw)), partial(images, source, root)
-    for name in METHODS:
-        path = fitted(name).save(place / f"{name}.safetensors")
-        found[name] = (
-            path,
-            lambda path: (
-                fb.load_posterior(path, network()).predict(torch.ones(2, 3), 2, seed=0).probabilities
-            ),
-        )
-    state = place / "checkpoint.safetensors"
-    fb.MLE(epochs=2).fit(network(), loader(), seed=0, checkpoint=state, progress=False)
-    found["checkpoint"] = state, resumed
-    sampled(place / "chains" / "chains.safetensors")
-    found["chains"] = place / "chains" / "chains.safetensors", sampled
+    for number, fit in enumerate(fit for name in names for fit in (Fit(name), drawn(name, dice))):
+        result, at = fitted(fit), place / f"fit-{number}"
+        if hasattr(result, "save"):
+            found[str(fit)] = result.save(place / f"fit-{number}.safetensors"), fit.restored
+        if fit.saves:
+            resumed(fit, at, at)
+            for path in sorted(at.rglob("*")):
+                if path.is_file():
+                    found[f"{fit}, {path.name}"] = path, partial(resumed, fit, at)
     results = place / "results.json"
     results.write_text(json.dumps({"schema": 1, "study": "x", "rows": [], "figures": []}))
     found["results"] = results, load_results
@@ -205,15 +194,15 @@ def strange(path: Path, dice: random.Random) -> str:
 
 def one(path: Path, read: Callable[[Path], Any], right: Any, marker: Path, label: str) -> tuple[str, str]:
     """Read one file: how it ended, and what failed."""
-    with _quiet():
+    with quiet():
         try:
             found = read(path)
         except fb.FlowBNNError as error:
             ended = ("refused", "") if "\n" not in str(error) else ("failed", f"not one line: {error}")
         except BaseException as error:
-            ended = ("failed", _trace(error))
+            ended = ("failed", trace(error))
         else:
-            same = torch.equal(found, right) if isinstance(right, torch.Tensor) else found == right
+            same = found == right if isinstance(right, dict) else alike(numbers(found), numbers(right))
             ended = ("read as it was", "") if same else ("failed", "read as something else")
     if marker.exists():
         marker.rmdir()
@@ -241,14 +230,14 @@ def batch(found: dict[str, Any], right: dict[str, Any], place: Path, seed: int) 
     return outcomes
 
 
-def attack(seed: int, budget: Budget) -> Tally:
+def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
     """Batch by batch, each in a process of its own."""
     tally = Tally("files", seed)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        found = subjects(place)
+        found = subjects(place, names, random.Random(seed))
         right = {}
         for name, (path, read) in found.items():
             try:

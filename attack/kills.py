@@ -1,4 +1,4 @@
-"""Trainings of every method, killed by SIGKILL at random moments and resumed: the same posterior to the bit, and no file left.
+"""Every fit with a checkpoint, killed by SIGKILL at random moments and resumed: the same result to the bit, and no file left.
 
 Children are forked from a process that has imported torch, and killed by their parent after a random time, or by themselves just
 before or after a file takes its place. Where fork is not to be had, nothing is tried.
@@ -10,43 +10,33 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-import flowbnn as fb
 from attack import Budget, Tally
-from attack.fuzz import network, small, vectors
-from flowbnn.methods import METHODS
-from flowbnn.training import load_tensors
+from attack.fuzz import trace
+from attack.subjects import FITS, Fit, alike, drawn, numbers
+from flowbnn.training import load_tensors, save_tensors
 
-__all__ = ["attack", "in_child", "same", "train"]
+__all__ = ["RESUMABLE", "Child", "attack", "same", "train"]
 
-MOST = 4  # kills of one training
+RESUMABLE = tuple(name for name in FITS if Fit(name).saves)
+
+MOST = 8  # kills of one training
 PATIENCE = 60.0  # seconds for a child
 
 
-def train(name: str, folder: Path) -> None:
-    """One training with a checkpoint, which goes on where an earlier one stopped; saves what it returns."""
+def train(fit: Fit, folder: Path, prepare: Callable[[], None] | None = None) -> None:
+    """One fit with a checkpoint, which goes on where an earlier one stopped; saves what it returns."""
+    if prepare is not None:
+        prepare()
     torch.manual_seed(os.getpid())  # a resumed run must not need the state of the process before
-    source = torch.Generator().manual_seed(3)
-    loader = fb.data.TensorLoader(
-        vectors(24, 3), torch.arange(24) % 2, batch_size=4, shuffle=True, generator=source
-    )
-    more = {"validation": loader} if name == "temperature" else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = {
-            "seed": 0,
-            "checkpoint": folder / "run",
-            "checkpoint_every": 2,
-            "resume": True,
-            "progress": False,
-        }
-        posterior = small(name).fit(network(), loader, **run, **more)
-    posterior.save(folder / "result.safetensors")
+    result = fit(checkpoint=folder / "run", checkpoint_every=2, resume=True)
+    save_tensors(folder / "result.safetensors", numbers(result), {})
 
 
 def die_writing(number: int, after: bool) -> Callable[[], None]:
@@ -68,30 +58,38 @@ def die_writing(number: int, after: bool) -> Callable[[], None]:
     return prepare
 
 
-def in_child(
-    work: Callable[[], None], seconds: float = PATIENCE, prepare: Callable[[], None] | None = None
-) -> str:
-    """Run in a forked process that is killed after some seconds: ``"done"``, ``"killed"`` or ``"failed"``."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if prepare is not None:
-                prepare()
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    end = time.monotonic() + seconds
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "killed" if os.WIFSIGNALED(status) else "failed" if os.WEXITSTATUS(status) else "done"
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "killed"
-        time.sleep(0.001)
+@dataclass
+class Child:
+    """A forked process that does some work; what it dies of comes back through a pipe."""
+
+    work: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.pipe, writing = os.pipe()
+        self.number = os.fork()
+        if self.number == 0:
+            code = 1
+            try:
+                self.work()
+                code = 0
+            except BaseException as error:
+                os.write(writing, trace(error).encode())
+            finally:
+                os._exit(code)
+        os.close(writing)
+
+    def ended(self, seconds: float = PATIENCE) -> str:
+        """``"done"``, ``"killed"``, which it is after so many seconds, or what it died of."""
+        end = time.monotonic() + seconds
+        while not (done := os.waitpid(self.number, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(self.number, signal.SIGKILL)
+                done = os.waitpid(self.number, 0)
+                break
+            time.sleep(0.001)
+        with os.fdopen(self.pipe, "rb") as pipe:
+            reason = pipe.read().decode()
+        return "killed" if os.WIFSIGNALED(done[1]) else reason if os.WEXITSTATUS(done[1]) else "done"
 
 
 def files(folder: Path) -> set[str]:
@@ -100,33 +98,28 @@ def files(folder: Path) -> set[str]:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two posteriors have the same tensors, to the bit."""
-    left, right = (load_tensors(folder / "result.safetensors")[0] for folder in (one, other))
-    return left.keys() == right.keys() and all(
-        left[key].numpy().tobytes() == right[key].numpy().tobytes() for key in left
-    )
+    """Whether two results have the same numbers, to the bit."""
+    return alike(*(load_tensors(folder / "result.safetensors")[0] for folder in (one, other)))
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -> Tally:
-    """Methods in turn, each with one to four kills."""
+def attack(seed: int, budget: Budget, names: tuple[str, ...] = RESUMABLE) -> Tally:
+    """Fits in turn, with settings at random, each with one to eight kills."""
     tally, dice = Tally("kills", seed), random.Random(seed)
     if not hasattr(os, "fork"):
         return tally
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        peaceful: dict[str, tuple[Path, float]] = {}
         while budget.allows(tally):
-            name = names[tally.tries % len(names)]
-            if name not in peaceful:
-                train(name, Path(place) / "first")  # what is imported late is imported before the clock runs
-                shutil.rmtree(Path(place) / "first")
-                began, folder = time.monotonic(), Path(place) / f"{name}-peaceful"
-                if in_child(lambda: train(name, folder)) != "done":  # noqa: B023
-                    tally.add("failed", f"{name}: fails without a kill")
-                    return tally
-                peaceful[name] = folder, time.monotonic() - began
-            quiet, seconds = peaceful[name]
-            folder, kills, plan = Path(place) / f"{name}-killed", 0, []
+            fit = drawn(
+                names[tally.tries % len(names)], dice
+            )  # what is imported late is imported before the clock runs
+            quiet, folder = Path(place) / "peaceful", Path(place) / "killed"
+            began, kills, plan = time.monotonic(), 0, []
+            ended = Child(partial(train, fit, quiet)).ended()
+            if ended != "done":
+                tally.add("failed", f"{fit}, not killed: {ended}")
+                continue
+            seconds = time.monotonic() - began
             for _ in range(dice.randint(1, MOST)):
                 number, after, moment = dice.randrange(12), dice.random() < 0.5, dice.uniform(0.0, seconds)
                 inside = dice.random() < 0.4
@@ -134,16 +127,17 @@ def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -
                     f"{'after' if after else 'before'} file {number}" if inside else f"{moment:.3f} s"
                 )
                 prepare = die_writing(number, after) if inside else None
-                ended = in_child(lambda: train(name, folder), PATIENCE if inside else moment, prepare)  # noqa: B023
-                kills += ended == "killed"
-            ended = in_child(lambda: train(name, folder))  # noqa: B023
-            trouble = "" if ended == "done" else f"the last run {ended}"
+                work = partial(train, fit, folder, prepare)
+                kills += Child(work).ended(PATIENCE if inside else moment) == "killed"
+            ended = Child(partial(train, fit, folder)).ended()
+            trouble = "" if ended == "done" else f"the last run: {ended}"
             if not trouble and not same(quiet, folder):
-                trouble = "another posterior"
+                trouble = "another result"
             left = files(folder) - files(quiet)
             if not trouble and left:
                 trouble = f"left over: {sorted(left)[:3]}"
             tally.counts["kills"] = tally.counts.get("kills", 0) + kills
-            tally.add("failed" if trouble else "resumed", trouble and f"{name}, killed {plan}: {trouble}")
-            shutil.rmtree(folder, ignore_errors=True)
+            tally.add("failed" if trouble else "resumed", trouble and f"{fit}, killed {plan}: {trouble}")
+            for one in (quiet, folder):
+                shutil.rmtree(one, ignore_errors=True)
     return tally

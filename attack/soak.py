@@ -4,6 +4,8 @@ Probabilities sum to one, a seed gives the same answer again, alone or among oth
 network that was handed in does not change, nor torch's generator by predicting; files, threads and memory do not pile up.
 """
 
+import contextlib
+import inspect
 import os
 import random
 import tempfile
@@ -11,13 +13,16 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import flowbnn as fb
 from attack import Budget, Tally
-from attack.fuzz import fitted, loader, network, small, vectors
-from flowbnn.methods import METHODS
+from attack.fuzz import trace
+from attack.subjects import FITS, Fit, alike, drawn, fitted, network, numbers, vectors
+from attack.threads import answer, questions
 
 __all__ = ["attack"]
 
@@ -34,58 +39,75 @@ def resources() -> tuple[int, int, float]:
     )
 
 
-def checks(name: str, dice: random.Random, folder: Path) -> Iterator[tuple[str, bool]]:
-    """One round with one method: what must hold, and whether it does."""
-    posterior, inputs, seed = fitted(name), vectors(9, 3), dice.randrange(100)
-    before = torch.get_rng_state()
-    first = posterior.predict(inputs, 5, seed=seed).probabilities
-    yield "prediction leaves torch's generator alone", torch.equal(before, torch.get_rng_state())
-    yield "probabilities sum to one", bool(((first.sum(-1) - 1).abs() < 1e-5).all() and (first >= 0).all())
-    yield (
-        "a seed gives the same answer",
-        torch.equal(first, posterior.predict(inputs, 5, seed=seed).probabilities),
-    )
-    alone = posterior.predict(inputs[3:4], 5, seed=seed).probabilities
-    yield "an input gets the same answer alone", torch.allclose(alone[0], first[3], atol=1e-5)
-    batches = [inputs[:4], inputs[4:]]
-    yield (
-        "nor do batches matter",
-        torch.allclose(posterior.predict(batches, 5, seed=seed).probabilities, first, atol=1e-5),
-    )
-    loaded = fb.load_posterior(posterior.save(folder / f"{name}.safetensors"), network())
-    yield "loaded is as saved", torch.equal(loaded.predict(inputs, 5, seed=seed).probabilities, first)
-    try:
-        posterior.predict(torch.full((2, 3), float("nan")))
-    except fb.FlowBNNError:
-        again = posterior.predict(inputs, 5, seed=seed).probabilities
-        yield "a refused call leaves nothing behind", torch.equal(again, first)
+def checks(fit: Fit, dice: random.Random, folder: Path) -> Iterator[tuple[str, bool]]:
+    """One round with one fit: what must hold, and whether it does."""
+    result, seed, before = fitted(fit), dice.randrange(100), torch.get_rng_state()
+    known = questions(fit)
+    for name in dice.sample([*known], min(3, len(known))):
+        door, rows = known[name], dice.randint(1, 16)
+        first = answer(door, seed, rows)
+        yield f"{name}: a seed gives the same answer", alike(first, answer(door, seed, rows))
+        yield f"{name} leaves torch's generator alone", torch.equal(before, torch.get_rng_state())
+    if isinstance(result, fb.Posterior):
+        yield from predictions(result, seed)
+    if hasattr(result, "save"):
+        loaded = fit.restored(result.save(folder / "saved.safetensors"))
+        whole = fb.Posterior.tensors if isinstance(result, fb.Posterior) else numbers
+        yield "loaded is as saved", alike(whole(loaded), whole(result))
     if dice.random() < 0.3:
-        given, kept = network(), [value.clone() for value in network().parameters()]
-        more = {"validation": loader()} if name == "temperature" else {}
-        small(name).fit(given, loader(), seed=seed, progress=False, **more)
-        yield "the network handed in is unchanged", all(map(torch.equal, given.parameters(), kept))
-    yield (
-        "only the files asked for",
-        set(os.listdir(folder)) <= {f"{method}.safetensors" for method in METHODS},
-    )
+        given = {"network": network()} if "network" in inspect.signature(fit.function).parameters else {}
+        again = fit(**given)
+        yield "a fit with the same seed is the same", alike(numbers(again), numbers(result))
+        kept = network()
+        yield (
+            "the network handed in is unchanged",
+            all(alike(numbers(one), numbers(kept)) for one in given.values()),
+        )
+    yield "only the files asked for", set(os.listdir(folder)) <= {"saved.safetensors"}
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS)) -> Tally:
-    """Methods at random."""
+def predictions(posterior: Any, seed: int) -> Iterator[tuple[str, bool]]:
+    """What holds of predictions."""
+    inputs = vectors(9, 3)
+
+    def outputs(inputs: Any) -> Tensor:
+        predictive = posterior.predict(inputs, 5, seed=seed)
+        return predictive.probabilities if hasattr(predictive, "probabilities") else predictive.mean
+
+    first = outputs(inputs)
+    if isinstance(posterior.likelihood, fb.likelihoods.Categorical):
+        yield (
+            "probabilities sum to one",
+            bool(((first.sum(-1) - 1).abs() < 1e-5).all() and (first >= 0).all()),
+        )
+    yield "an input gets the same answer alone", torch.allclose(outputs(inputs[3:4])[0], first[3], atol=1e-5)
+    yield "nor do batches matter", torch.allclose(outputs([inputs[:4], inputs[4:]]), first, atol=1e-5)
+    with contextlib.suppress(fb.FlowBNNError):
+        posterior.predict(torch.full((2, 3), float("nan")))
+    yield "a refused call leaves nothing behind", torch.equal(outputs(inputs), first)
+
+
+def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS) -> Tally:
+    """Fits at random."""
     tally, dice = Tally("soak", seed), random.Random(seed)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         base, rounds = resources(), 0
         while budget.allows(tally):
-            name = names[rounds] if rounds < len(names) else dice.choice(names)
+            fit = Fit(names[rounds]) if rounds < len(names) else drawn(dice.choice(names), dice)
             rounds += 1
-            for what, holds in checks(name, dice, Path(folder)):
-                tally.add("held" if holds else "failed", "" if holds else f"{name}, round {rounds}: {what}")
-            if rounds == len(names):
+            try:
+                for what, holds in checks(fit, dice, Path(folder)):
+                    tally.add(
+                        "held" if holds else "failed", "" if holds else f"{fit}, round {rounds}: {what}"
+                    )
+            except Exception as error:
+                tally.add("failed", f"{fit}, round {rounds}: {trace(error)}")
+            if rounds == 5 * len(names):
                 base = resources()  # all is imported and warm
         files, threads, memory = (now - then for now, then in zip(resources(), base, strict=True))
         tally.most["MiB grown"] = round(memory, 1)
-        bad = rounds > len(names) and (files > 2 or threads > 2 or memory > GROWTH)
+        bad = rounds > 5 * len(names) and (files > 2 or threads > 2 or memory > GROWTH)
         grown = f"grown by {files} files, {threads} threads, {memory:.0f} MiB"
         tally.add("failed" if bad else "held", grown if bad else "")
     return tally

@@ -1,64 +1,127 @@
-"""Eight threads that predict from one posterior and use its network at once: each answer is the one that a single thread gets."""
+"""Eight threads that ask one result and use its network at once: each answer is the one that a single thread gets.
 
+Asked is whatever takes a ``seed``: methods of what a fit gives, and public functions of a posterior.
+"""
+
+import inspect
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import flowbnn as fb
 from attack import Budget, Tally
-from attack.fuzz import fitted, vectors
-from flowbnn.methods import METHODS
+from attack.doors import Door, results_of
+from attack.fuzz import trace
+from attack.subjects import FITS, Fit, drawn, few, fitted, loader, numbers, public, vectors
 from flowbnn.noise import noise_layers, noise_mode
 
-__all__ = ["attack"]
+__all__ = ["answer", "attack", "questions"]
 
 THREADS, CALLS = 8, 48
+OFTEN = {
+    "predict": 20,
+    "sample": 6,
+    "network": 6,
+}  # what users ask, so many times as often as other questions
 
 
-def answer(name: str, case: tuple[int, int, str]) -> Tensor:
-    """The probabilities of one case: a seed, a number of inputs, and a call."""
-    seed, rows, call = case
-    posterior, inputs = fitted(name), vectors(16, 3)[:rows]
-    if call == "sample":
-        with torch.no_grad():
-            return torch.softmax(posterior.sample(seed).eval()(inputs), -1)
-    if call == "network":
-        own = posterior.model
-        with torch.no_grad(), noise_mode(own, "off") if noise_layers(own) else nullcontext():
-            outputs = own(inputs).flatten().double()
-        weights = deepcopy(own).state_dict() if seed else own.state_dict()
-        return torch.cat([outputs, *(value.flatten().double() for value in weights.values())])
-    return posterior.predict(inputs, 6, seed=seed, progress=False).probabilities
+@lru_cache(maxsize=64)
+def questions(fit: Fit) -> dict[str, Door]:
+    """What can be asked of a fit's result, with a seed."""
+    asked = {door.name.split(".")[-1]: door for door in results_of(fit)}
+    if isinstance(fitted(fit), fb.Posterior):
+        for name, thing in public():
+            if inspect.isfunction(thing) and "posterior" in inspect.signature(thing).parameters:
+                last = name.split(".")[-1]
+                data = {"loader": partial(loader, 8, fit.real), f"{last}.posterior": partial(fitted, fit)}
+                if thing is not fb.quality.noise_chains:
+                    data[f"{last}.chains"] = partial(chains, fit)
+                asked[last] = Door(name, thing, data)
+        asked["network"] = Door("network", partial(used, fitted(fit)))
+    asked = {name: door for name, door in asked.items() if "seed" in door.parameters}
+    return {name: door for name, door in asked.items() if answers(door)}
 
 
-def attack(seed: int, budget: Budget, names: tuple[str, ...] = tuple(METHODS), calls: int = CALLS) -> Tally:
-    """Methods in turn, 48 calls of 8 threads each."""
+@lru_cache(maxsize=64)
+def chains(fit: Fit) -> Any:
+    """A few steps of chains."""
+    make = fb.quality.noise_chains
+    return make(fitted(fit), loader(8, fit.real), **few(make))
+
+
+def answers(door: Door) -> bool:
+    """Whether it does: not of every posterior there is all to be known."""
+    try:
+        answer(door, 0, 2)
+    except fb.FlowBNNError:
+        return False
+    return True
+
+
+def answer(door: Door, seed: int, rows: int) -> dict[str, Tensor]:
+    """The numbers of one answer."""
+    arguments = door.arguments() | few(door.function) | {"seed": seed}
+    if "inputs" in door.parameters:
+        arguments["inputs"] = vectors(16, 3)[:rows]
+    if "progress" in door.parameters:
+        arguments["progress"] = False
+    return numbers(door.call(arguments))
+
+
+def used(posterior: Any, inputs: Tensor, seed: int) -> Any:
+    """The posterior's own network, called and copied."""
+    own = posterior.model
+    with torch.no_grad(), noise_mode(own, "off") if noise_layers(own) else nullcontext():
+        outputs = own(inputs.to(next(own.parameters()).dtype))
+    return outputs, (deepcopy(own) if seed else own).state_dict()
+
+
+def attack(seed: int, budget: Budget, names: tuple[str, ...] = FITS, calls: int = CALLS) -> Tally:
+    """Fits in turn, the first time as they are, then with settings at random: 48 calls of 8 threads each."""
     tally, dice = Tally("threads", seed), random.Random(seed)
     warnings.simplefilter("ignore")
-    round_number = 0
+    number = 0
     while budget.allows(tally):
-        name = names[round_number % len(names)]
-        round_number += 1
+        name = names[number % len(names)]
+        fit = Fit(name) if number < len(names) else drawn(name, dice)
+        number += 1
+        try:
+            known = questions(fit)
+        except Exception as error:
+            tally.add("failed", f"{fit}: {trace(error)}")
+            continue
+        often = [OFTEN.get(name, 1) for name in known]
         cases = [
-            (dice.randrange(5), dice.randint(1, 16), dice.choice(["predict"] * 3 + ["sample", "network"]))
-            for _ in range(calls)
+            (dice.choices([*known], often)[0], dice.randrange(5), dice.randint(1, 16)) for _ in range(calls)
         ]
-        right = {case: answer(name, case) for case in set(cases)}
-        with ThreadPoolExecutor(THREADS) as pool:
-            given = [pool.submit(partial(answer, name), case) for case in cases for _ in range(THREADS)]
+        right = {case: answer(known[case[0]], *case[1:]) for case in set(cases)}
         asked = [case for case in cases for _ in range(THREADS)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            given = [pool.submit(answer, known[case[0]], *case[1:]) for case in asked]
         for case, future in zip(asked, given, strict=True):
-            error = future.exception()
-            if error is not None:
-                tally.add("failed", f"{name} {case}: {type(error).__name__}: {error}")
-                continue
-            off = float((future.result() - right[case]).abs().max())
-            tally.add(
-                "failed" if off > 1e-5 else "right", f"{name} {case}: off by {off:.2g}" if off > 1e-5 else ""
-            )
+            broken = future.exception()
+            wrong = trace(broken) if broken else apart(future.result(), right[case])
+            tally.add("failed" if wrong else "right", wrong and f"{fit} {case}: {wrong}")
     return tally
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
+    """By how much two answers differ, if by more than rounding."""
+    if one.keys() != other.keys() or any(one[key].shape != other[key].shape for key in one):
+        return "another kind of answer"
+    off = max(
+        (
+            float((one[key].double() - other[key].double()).abs().nan_to_num().max())
+            for key in one
+            if one[key].numel()
+        ),
+        default=0.0,
+    )
+    return f"off by {off:.2g}" if off > 1e-5 else ""

@@ -1,6 +1,7 @@
 """Densities by maximum likelihood, and targets by variational inference, against what is known in closed form."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -299,3 +300,11 @@ def test_bad_input_ends_in_one_line(call, words) -> None:
     with pytest.raises(fb.FlowBNNError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_seed_draws_the_same_in_every_thread():
+    density = Density(fb.flows.RealNVP(3))
+    alone = [density.sample(50, seed=seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        several = list(pool.map(lambda number: density.sample(50, seed=number % 8), range(160)))
+    assert all(torch.equal(drawn, alone[number % 8]) for number, drawn in enumerate(several))

@@ -63,6 +63,7 @@ from flowbnn.transforms.base import check_tensor
 __all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
+LOADER = Annotated[Iterable[Any], Hint("a tensor, an array or a loader")]
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 ROWS = 4096  # evaluated at a time
 BESIDE = "a loader gives the context beside the examples; leave out context="
@@ -140,10 +141,12 @@ class Density(nn.Module):
 
     def _given(self, context: Tensor | None) -> Any:
         """The flow's distribution for a context, which is brought to its device and precision."""
+        check("context", context, Tensor | None, "Density")
         return self.flow(None if context is None else move(context, device_of(self), dtype_of(self.flow)))
 
     def scaled(self, x: Tensor) -> Tensor:
         """Examples in the units and the precision of the flow."""
+        check("x", x, Tensor, "Density")
         if self.loc is None or self.scale is None:
             return move(x, x.device, dtype_of(self.flow))
         check_tensor(x, self)
@@ -186,6 +189,8 @@ class Density(nn.Module):
         one of them.
         """
         scores = self.score(data, context, seed)
+        if not len(scores):
+            raise FlowBNNError("there are no examples to code", kind="data", argument="data")
         size = math.prod(next(_batches(data, context, self.flow))[0].shape[1:])
         return -float(scores.double().mean()) / (math.log(2.0) * size)
 
@@ -372,8 +377,10 @@ def _exact(data: Any) -> Any:
 
 def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Examples and their contexts, from a tensor or a loader."""
-    if context is not None and not _in_memory(data):
-        raise FlowBNNError(BESIDE, argument="context")
+    if not _in_memory(data):
+        check("data", data, LOADER)
+        if context is not None:
+            raise FlowBNNError(BESIDE, argument="context")
     for batch in _loaded(data, context, flow) if _in_memory(data) else data:
         yield _pair(batch, flow)
 
@@ -397,7 +404,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
     if not _in_memory(data):
         if run.context is not None:
             raise FlowBNNError(BESIDE, argument="context")
-        check("data", data, Annotated[Iterable[Any], Hint("a tensor, an array or a loader")], "fit_density")
+        check("data", data, LOADER, "fit_density")
         if isinstance(data, Iterator):
             raise FlowBNNError(
                 "data can be gone through once only; give a loader or a list of batches", argument="data"

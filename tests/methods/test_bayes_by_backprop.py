@@ -270,3 +270,12 @@ def test_saved_posterior_of_another_network(tmp_path):
 def test_bad_deviations(std, told):
     with pytest.raises(FlowBNNError, match=told):
         GaussianWeightPosterior(nn.Linear(2, 1), fb.likelihoods.Gaussian(1.0), std)
+
+
+@pytest.mark.parametrize("estimator", ["local", "flipout", "reparameterization"])
+def test_weights_in_half_precision(estimator):
+    data = [(torch.ones(4, 3), torch.arange(4) % 2)]
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    method = fb.BayesByBackprop(epochs=1, estimator=estimator)
+    posterior = method.fit(network, data, seed=0, precision="bf16-true", progress=False, accelerator="cpu")
+    assert posterior.predict(data[0][0], 4, seed=0).probabilities.isfinite().all()

@@ -207,3 +207,9 @@ def test_layers_it_cannot_serve_are_named():
     assert {one.layer: one.way for one in posterior.distribution.served}["head"] == "reparameterization"
     with pytest.raises(FlowBNNError, match=r"'reads' \(LSTM\) is not; BayesByBackprop serves it"):
         fb.MNF(layers="reads", epochs=1).fit(Reader(), sentences, **QUIET)
+
+
+def test_flows_in_half_precision_are_refused():
+    data = [(torch.ones(4, 3), torch.arange(4) % 2)]
+    with pytest.raises(FlowBNNError, match="bf16-mixed"):
+        fb.MNF(epochs=1).fit(nn.Linear(3, 2), data, precision="bf16-true", progress=False)

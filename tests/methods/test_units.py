@@ -68,3 +68,14 @@ def test_a_fit_is_compared_with_the_network_in_the_units_it_was_given():
     divergence = 51 * (math.log(5.0) + 0.5 / 5.0**2 - 0.5)  # of 51 normals, 0.1 wide, from priors of 0.5
     assert posterior.bound.before == pytest.approx(-best_nll(size) - divergence / 500, abs=0.01)
     assert posterior.bound.after > posterior.bound.before + 0.5
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_regression_in_another_precision_is_saved_and_loaded(precision, tmp_path):
+    data = [(torch.rand(8, 3), torch.rand(8, 1))]
+    posterior = fb.MAP(epochs=1).fit(
+        nn.Linear(3, 1), data, precision=precision, seed=0, progress=False, accelerator="cpu"
+    )
+    path = posterior.save(tmp_path / "saved.safetensors")
+    loaded = fb.load_posterior(path, nn.Linear(3, 1).to(posterior.model.weight.dtype))
+    assert torch.equal(loaded.likelihood.log_scale, posterior.likelihood.log_scale)

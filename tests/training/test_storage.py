@@ -359,3 +359,17 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_anew(tmp_path, mon
     tensors, document = load_tensors(path)
     assert document == {"number": 2}
     assert torch.equal(tensors["a"], torch.ones(3))
+
+
+def test_a_file_that_takes_the_name_meanwhile_spoils_nothing(tmp_path, monkeypatch):
+    path, identity = save_tensors(tmp_path / "a.safetensors", {"x": torch.ones(3)}, {}), storage._identity
+
+    def replaced(file):
+        found = identity(file)
+        save_tensors(path, {"x": torch.zeros(3)}, {})
+        return found
+
+    file = storage.TensorFile(path)
+    monkeypatch.setattr(storage, "_identity", replaced)  # between the look at the file and its reading
+    assert file.tensors["x"].tolist() == [1.0, 1.0, 1.0]
+    assert load_tensors(path)[0]["x"].tolist() == [0.0, 0.0, 0.0]

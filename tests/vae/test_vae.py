@@ -269,3 +269,11 @@ def test_likelihoods_of_data_that_the_decoder_cannot_give_are_refused(kind, deco
     for call in calls:
         with pytest.raises(fb.FlowBNNError, match=words):
             call(x)
+
+
+def test_a_linear_autoencoder_and_what_its_fit_does_not_take():
+    model = fb.vae.Autoencoder((4,), 2, hidden=())
+    assert model.encode(torch.ones(3, 4)).tolist() == model.code(torch.ones(3, 4)).tolist()
+    for wrong in ({"standardize": True}, {"objective": "flow-matching"}):
+        with pytest.raises(fb.FlowBNNError, match=f"{next(iter(wrong))}=.*must be"):
+            fb.vae.fit_autoencoder(model, torch.rand(8, 4), **FEW, **wrong)

@@ -44,6 +44,8 @@ class _Vectors(Distribution):
             wanted = "(..., dim)" if self.axes == 1 else "(..., components, dim)"
             text = f"the loc of {name} is a tensor of shape {wanted}, not {shape}"
             raise FlowBNNError(text, kind="shape", argument="loc")
+        if not loc.is_floating_point():
+            check("loc", loc, Tensor, name)
         if not isinstance(validate_args, bool | None):
             check("validate_args", validate_args, bool | None, name)
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):

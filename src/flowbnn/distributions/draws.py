@@ -1,6 +1,7 @@
 """Standard normal numbers, by the fastest generator of the machine, and draws of any distribution."""
 
 import platform
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,8 @@ from flowbnn.errors import FlowBNNError
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
 _WORTH_A_THREAD = 2**17  # numbers
 _WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
+
+TURNS = threading.RLock()  # of whoever seeds torch's global generators for a while, which all threads share
 
 
 def standard_normal(

@@ -26,7 +26,7 @@ from flowbnn.distributions.bases import (
     as_diagonal_normal,
     numbers_of,
 )
-from flowbnn.distributions.draws import reparameterized
+from flowbnn.distributions.draws import TURNS, reparameterized
 from flowbnn.distributions.support import any_rightmost, covers_everything, image, pull_back
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
@@ -228,7 +228,7 @@ class Flow(Distribution):
 @contextmanager
 def _following(generator: Any) -> Iterator[None]:
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng():
+    with TURNS, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 

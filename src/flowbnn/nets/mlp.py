@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, shown
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Ge, Positive, checked, made_by
 
@@ -18,8 +18,8 @@ Length = Annotated[int, Ge(0)]
 
 def check_context(context: Tensor | None, context_dim: int) -> Tensor:
     """The context, if it has the length that a network reads."""
-    if context is None or context.shape[-1:] != (context_dim,):
-        given = None if context is None else tuple(context.shape)
+    if not isinstance(context, Tensor) or context.shape[-1:] != (context_dim,):
+        given = tuple(context.shape) if isinstance(context, Tensor) else shown(context)
         text = f"this network needs a context of length {context_dim}, not {given}: pass context="
         raise FlowBNNError(text, kind="shape", argument="context")
     return context

@@ -68,6 +68,7 @@ from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units
 
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that a run may have
 CHECKED = {"sample", "draws", "log_prob", "member"}  # methods whose arguments users write
 
 
@@ -323,6 +324,9 @@ class Posterior:
         """
         with reading(file):
             likelihood = make_likelihood(file.document["likelihood"])
+            for view in _part(file.views, "likelihood").values():
+                if view.dtype in PRECISIONS:
+                    likelihood.to(view.dtype)
             history = History.from_dict(file.document["history"])
         filled = {"network": model, "likelihood": likelihood}
         units = [view for name, view in _part(file.views, "network").items() if name in (LOC, SCALE)]

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowbnn.distributions.draws import TURNS
+
 
 def seed_all(seed: int) -> None:
     """Seed torch (all devices), numpy's global generator and ``random``."""
@@ -96,9 +98,11 @@ class Randomness:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Parameters that begin at random begin from this seed; torch's generator is put back afterwards. None leaves it alone."""
-    with torch.random.fork_rng([], enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
+    if seed is None:
+        yield
+        return
+    with TURNS, torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(seed)
         yield
 
 
@@ -109,6 +113,6 @@ def drawing(device: torch.device, seed: int | None) -> Iterator[None]:
         if seed is None:
             yield
             return
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with TURNS, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield

@@ -115,13 +115,19 @@ class TensorFile:
         safetensors opens a file twice, by its name. Where another process puts a new file in its place in between, header and tensors
         are of two files: then both are opened anew.
         """
+        header = None
         for _ in range(10):
-            self.identity = _identity(self.path)
-            with safe_open(self.path, framework="pt", device="cpu") as file:
-                header = json.loads((file.metadata() or {}).get(HEADER, "null"))
-                self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.identity, trouble = _identity(self.path), None
+            try:
+                with safe_open(self.path, framework="pt", device="cpu") as file:
+                    header = json.loads((file.metadata() or {}).get(HEADER, "null"))
+                    self.stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            except (SafetensorError, ValueError, RuntimeError) as error:
+                trouble = error
             if self.identity == _identity(self.path):
                 break
+        if trouble is not None:
+            raise trouble
         return header
 
     def __str__(self) -> str:
@@ -131,31 +137,35 @@ class TensorFile:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, read and checked."""
         with self.reading():
-            if self.checksum != _checksum(self.stored, self.content, self._bytes()):
+            with self._bytes() as pieces:
+                whole = self.checksum == _checksum(self.stored, self.content, pieces)
+            if not whole:
                 text = f"'{self.path}' is damaged: its bytes are not those that were written"
                 raise FlowBNNError(text, kind="file")
             read = {name: view.clone() for name, view in self.stored.items()}
             return read | {name: read[of] for name, of in self.aliases.items()}
 
-    def _bytes(self) -> Bytes | None:
+    @contextmanager
+    def _bytes(self) -> Iterator[Bytes | None]:
         """Gives the bytes of a stored tensor in pieces from the disk, since a view that is walked through stays in memory.
 
-        None where another file has taken the name since: then the views are all there is.
+        None where another file has taken the name since: then the views are all there is. The file is opened once, so that none can
+        take the name in between.
         """
-        if _identity(self.path) != self.identity:
-            return None
         with self.path.open("rb") as file:
+            if _identity(file.fileno()) != self.identity:
+                yield None
+                return
             start = int.from_bytes(file.read(8), "little")
             places = json.loads(file.read(start))
 
-        def pieces(name: str) -> Iterator[bytes]:
-            first, last = places[name]["data_offsets"]
-            with self.path.open("rb") as file:
+            def pieces(name: str) -> Iterator[bytes]:
+                first, last = places[name]["data_offsets"]
                 file.seek(8 + start + first)
                 for begin in range(first, last, PIECE):
                     yield file.read(min(PIECE, last - begin))
 
-        return pieces
+            yield pieces
 
     def check_names(self, known: Iterable[str]) -> None:
         """Refuse a file that has other tensors besides."""
@@ -380,9 +390,9 @@ def _checksum(tensors: Mapping[str, Tensor], content: str, pieces: Bytes | None 
     return value
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    """What another file under this name does not have."""
-    found = path.stat()
+def _identity(file: Path | int) -> tuple[int, int]:
+    """What another file under this name does not have; of a path, or of an open file."""
+    found = os.stat(file)
     return found.st_ino, found.st_mtime_ns
 
 

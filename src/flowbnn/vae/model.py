@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from flowbnn.batches import device_of, evaluating
-from flowbnn.density import fit_density
+from flowbnn.density import DensityOptions, fit_density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import readable, soft_clamp
-from flowbnn.options import Count, Ge, NonNegative, Seed, Share, checked
+from flowbnn.options import Count, Ge, NonNegative, Seed, Share, check, checked, takes
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms import Compose, Transform
@@ -97,6 +97,7 @@ class Autoencoder(nn.Module):
 
     def features_of(self, x: Tensor, context: Tensor | None) -> Tensor:
         """What the encoder says, with the context."""
+        check("x", x, Tensor, type(self).__name__)
         if x.shape[1:] != self.shape:
             raise FlowBNNError(
                 f"{type(self).__name__} takes examples of shape {self.shape}, not a batch of {tuple(x.shape)}",
@@ -115,6 +116,13 @@ class Autoencoder(nn.Module):
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The decoder's outputs for codes ``[B, latent_dim]``."""
+        check("z", z, Tensor, type(self).__name__)
+        if z.ndim != 2 or z.shape[1] != self.latent_dim:
+            raise FlowBNNError(
+                f"{type(self).__name__} takes codes of shape (batch, {self.latent_dim}), not {tuple(z.shape)}",
+                kind="shape",
+                argument="z",
+            )
         return self.net(self._beside(z, context)).to(z.dtype)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -130,6 +138,7 @@ class Autoencoder(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Refuse data that the decoder cannot give, where they can be looked at."""
+        check("x", x, Tensor, type(self).__name__)
         if readable(x):
             self.decoder.check(x)
 
@@ -378,15 +387,26 @@ class Generator:
         return drawn.reshape(*shape, *drawn.shape[1:])
 
 
-def fit_autoencoder(model: Autoencoder, data: Any, **given: Any) -> Any:
+@takes(DensityOptions)
+@checked
+def fit_autoencoder(
+    model: Autoencoder,
+    data: Any,
+    *,
+    standardize: Literal[False] = False,
+    objective: Literal["likelihood"] = "likelihood",
+    **given: Any,
+) -> Any:
     """Train a copy of an autoencoder; its record is its ``history``.
 
     Args:
         model: an :class:`Autoencoder` or a :class:`VAE`.
         data: a tensor of examples, or a loader, as in :func:`~flowbnn.fit_density`.
-        given: as there: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
+        standardize, objective: as they are: examples keep the units of the decoder, and the model has a loss of its own.
+        given: as in :class:`~flowbnn.density.DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``,
+            ``resume`` and the rest.
     """
-    density = fit_density(model, data, standardize=False, **given)
+    density = fit_density(model, data, standardize=standardize, objective=objective, **given)
     trained: Any = density.flow
     trained.history = density.history
     return trained

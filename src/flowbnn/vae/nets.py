@@ -93,7 +93,9 @@ def _image(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def encoder_of(shape: Sequence[int], hidden: Sequence[int]) -> nn.Module:
-    """A fully connected encoder, whose last hidden layer is what it gives."""
+    """A fully connected encoder, whose last hidden layer is what it gives; without any, it gives the example itself."""
+    if not hidden:
+        return nn.Flatten()
     numbers = 1
     for size in shape:
         numbers *= size

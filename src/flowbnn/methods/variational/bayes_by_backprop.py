@@ -328,7 +328,8 @@ class DrawnWeights(DrawnNetwork):
             if self.shared is None:
                 return None
             x = args[0] if args else kwargs["input"]
-            return output + noise(module, x, self.shared[weight], self.shared.get(bias), current_share())
+            drawn = noise(module, x, self.shared[weight], self.shared.get(bias), current_share())
+            return output + drawn.to(output.dtype)
 
         return hook
 

@@ -188,10 +188,10 @@ def rows_of(
 
     def draw(rows: int | None) -> Tensor:
         whole = shape if rows is None else torch.Size((rows, *shape[1:]))
-        dtype = torch.promote_types(like.dtype, torch.float32)
         if signs:
-            return torch.empty(whole, dtype=dtype, device=like.device).bernoulli_(0.5).mul_(2.0).sub_(1.0)
-        return standard_normal(whole, dtype, like.device)
+            drawn = torch.empty(whole, dtype=like.dtype, device=like.device)
+            return drawn.bernoulli_(0.5).mul_(2.0).sub_(1.0)
+        return standard_normal(whole, torch.promote_types(like.dtype, torch.float32), like.device)
 
     if share is None or not batched or shape[0] % (share.stop - share.start):
         return draw(None)
@@ -210,7 +210,7 @@ def local_noise(
     if (
         isinstance(module, nn.Linear)
         and x.ndim == 2
-        and x.dtype == std.dtype
+        and x.dtype == std.dtype == torch.promote_types(x.dtype, torch.float32)
         and not torch.is_autocast_enabled(x.device.type)
     ):
         shape = torch.Size((x.shape[0], std.shape[0]))

@@ -103,6 +103,13 @@ class MNF(Variational):
         The history has ELBO, log-likelihood and the bound on the KL of every epoch.
         """
         model, run = self.setup(network, loader, given, "fitting the weights")
+        if run.precision in ("bf16-true", "16-true"):
+            raise FlowBNNError(
+                f"precision={run.precision!r} would keep the flows in half precision, which is too coarse for them; "
+                "'bf16-mixed' keeps them in float32",
+                kind="unsupported",
+                argument="precision",
+            )
         likelihood, inputs, check = prepare(model, loader, run.likelihood, run.seed)
         served = self._served(model, inputs)
         own = dict(model.named_parameters())
