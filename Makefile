@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= results
+export PYTHONDONTWRITEBYTECODE =  # the tests start many processes, each of which would compile the library anew
 
 .PHONY: demo test lint bench attack clean
 

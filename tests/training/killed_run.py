@@ -1,12 +1,13 @@
 """Trains in forked children that are killed by SIGKILL, resumes them, and compares with a run left in peace.
 
-Run as a script by test_resume.py: prints one JSON line per case, ``{"case": ..., "kills": ..., "equal": ...}``, and at last one
-of a child that is killed inside a write.
+Run as a script by test_resume.py: prints one JSON line of the memory that passes take, while the process has none at hand, one per
+case, ``{"case": ..., "kills": ..., "equal": ...}``, and at last one of a child that is killed inside a write.
 """
 
 import json
 import os
 import random
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent))
 from objectives import train
 
+from flowbnn.diagnostics.cost import PeakMemory
 from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors, storage
+from flowbnn.training.device import keep_memory
 
 BATCHES, EPOCHS, EVERY = 5, 6, 3
 
@@ -154,11 +157,32 @@ def kill_inside_a_write(folder):
     return answer | {"after": os.listdir(folder)}
 
 
+def memory():
+    """The peak of what one tensor takes, and the pages that twenty passes over maps of 48 MB have faulted in."""
+    peak = PeakMemory()
+    held = torch.ones(30 * 2**20)
+    answer = {"case": "memory", "peak": peak.read(), "value": float(held[0]), "faults": []}
+    del held
+    keep_memory()
+
+    def passes(number, size):
+        for _ in range(number):
+            maps = [torch.ones(2**18 * size) for _ in range(48 // size)]
+            del maps
+
+    for size in (4, 8, 16):
+        passes(3, size)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        passes(20, size)
+        answer["faults"].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return answer
+
+
 CASES = [
-    ("shuffled", [{"kill_at": 4}]),
-    ("shuffled", [{"kill_at": 7}, {"kill_at": 8}, {"kill_at": 16}]),
+    ("shuffled", [{"kill_at": 4}, {"kill_at": 7}, {"kill_at": 8}, {"kill_at": 16}]),
+    # before a checkpoint is written, and after one of an epoch's last step, before its record
+    ("shuffled", [{"kill_in": ("after", 5)}]),
     ("shuffled", [{"kill_in": ("before", 2)}]),
-    ("shuffled", [{"kill_in": ("after", 5)}]),  # after an epoch's last step, before its record
     ("shuffled", [{"kill_validating": 2}, {"kill_validating": 1}, {"kill_validating": 3}]),
     ("own generator", [{"kill_at": 8}, {"kill_in": ("before", 1)}]),
     ("with replacement", [{"kill_at": 13}]),
@@ -169,6 +193,7 @@ CASES = [
 
 def main(folder):
     torch.set_num_threads(1)
+    print(json.dumps(memory()), flush=True)
     run(
         folder / "warm-up", "shuffled", fresh=True
     )  # what torch imports late is imported once, not in every child
