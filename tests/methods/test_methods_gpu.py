@@ -10,9 +10,11 @@ from problems import QUIET, blobs, lines, loader, normalized, small
 
 import flowbnn as fb
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:.*transitions diverged:flowbnn.errors.FlowBNNWarning"),
 ]
 every_method = pytest.mark.parametrize("name", NAMES)

@@ -17,10 +17,10 @@ from flowbnn.training import train as train_objective
 from flowbnn.training.cuda_graph import Recorder
 from flowbnn.training.options import Clock
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
 
 
 def network(width=16):

@@ -129,13 +129,17 @@ def standard_normal(z: Tensor) -> Tensor:
     return torch.exp(-0.5 * rows.square().sum(-1)) / (2 * math.pi) ** (rows.shape[-1] / 2)
 
 
-@EVERY_CASE
+def integrated(dim: int) -> pytest.MarkDecorator:
+    """The cases with a density in so many dimensions; a map of numbers is a product in the plane."""
+    cases = [case for case in CASES if dim in case.quadrature and (dim == 1 or case.covers.event_dim != 0)]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@integrated(1)
 @FRESH_OR_TRAINED
 def test_density_integrates_to_one_on_a_line(case: Case, trained: bool) -> None:
-    if 1 not in case.quadrature:
-        pytest.skip(case.no_quadrature)
     transform = build(case, trained=trained, dim=1)
-    nodes = torch.linspace(-7, 7, 20001, dtype=torch.float64)
+    nodes = torch.linspace(-7, 7, 8001, dtype=torch.float64)
     with torch.no_grad():
         x = transform(nodes.reshape(-1, *(1,) * transform.event_dim))[0]
         z, log_det = transform.inverse(x)
@@ -144,19 +148,15 @@ def test_density_integrates_to_one_on_a_line(case: Case, trained: bool) -> None:
     assert mass == pytest.approx(1, abs=1e-3)
 
 
-@EVERY_CASE
+@integrated(2)
 @FRESH_OR_TRAINED
 def test_density_integrates_to_one_in_the_plane(case: Case, trained: bool) -> None:
-    if 2 not in case.quadrature:
-        pytest.skip(case.no_quadrature)
     transform = build(case, trained=trained, dim=2)
-    if transform.event_dim == 0:
-        pytest.skip("a map of numbers is a product in the plane")
     side = torch.linspace(-6, 6, 61, dtype=torch.float64)
     with torch.no_grad():
         image = transform(torch.cartesian_prod(side, side))[0]
         low, high = image.amin(0), image.amax(0)
-        middles = (torch.arange(300, dtype=torch.float64) + 0.5) / 300
+        middles = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
         x = low + (high - low) * torch.cartesian_prod(middles, middles)
         z, log_det = transform.inverse(x)
     mass = ((standard_normal(z) * log_det.exp()).mean() * (high - low).prod()).item()
