@@ -172,14 +172,16 @@ def planned(job: Job, estimate: Callable[[], int]) -> int:
 
 
 def affordable(flow: FlowModel, images: Tensor, batch: int, minutes: float, common: dict[str, Any]) -> int:
-    """How many steps a budget allows, from the time of two short trainings of different length."""
+    """How many steps a budget allows, from the time of two short trainings of different length, after one that wakes the device."""
     some = images[: 20 * batch]
     took = []
-    for epochs in (1, 3):
+    for epochs in (1, 1, 5):
         start = time.perf_counter()
         fit_density(flow, some, epochs=epochs, **common)
         took.append(time.perf_counter() - start)
-    step = max(1e-6, took[1] - took[0]) / (2 * max(1, len(some) // batch))
+    _, short, long = took
+    steps = max(1, len(some) // batch)
+    step = (long - short) / (4 * steps) if long > short else long / (5 * steps)
     return max(1, int(60 * minutes / step))
 
 

@@ -237,6 +237,17 @@ def test_bad_input_ends_in_one_line():
         Residual(2, lipschitz=1.0)
 
 
+def test_a_net_that_rounds_coarsely_is_inverted_to_its_digits():
+    class Coarse(nn.Module):  # as convolutions in TF32, which have 11 bits
+        def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+            rounding = 2**-11 * torch.sin(1e6 * value.detach())
+            return 0.3 * torch.sin(3.0 * value.roll(1, -1)) + rounding
+
+    torch.manual_seed(0)
+    block, z = Residual((2, 3, 3), net=Coarse()), torch.randn(4, 2, 3, 3)
+    assert (block.inverse(block(z)[0])[0] - z).abs().max() < 0.01
+
+
 class Expansion(nn.Module):
     def forward(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         return 2 * z

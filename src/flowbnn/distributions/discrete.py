@@ -61,12 +61,12 @@ class DiscretizedLogistic(Distribution):
         return torch.logsumexp(each + F.log_softmax(self.logits, -1), -1).sum(-1)
 
 
-def discretized_logistic(parameters: Tensor, components: int, values: float) -> DiscretizedLogistic:
-    """That of raw numbers ``(..., 3 * components * dim)``, which at zero spreads over integers from 0 to ``values``."""
-    loc, log_scale, logits = parameters.unflatten(-1, (-1, 3, components)).unbind(-2)
+def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
+    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``; widths vary at ``pace``."""
+    loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
     places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
-    scale = values / (6.0 * components) * soft_clamp(log_scale, 8.0).exp()
-    return DiscretizedLogistic(values * (loc + places), scale, logits)
+    scale = values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
+    return DiscretizedLogistic(values * (loc + places), scale, pace * logits)
 
 
 class DiscretizedLogisticBase(Base):
@@ -83,7 +83,7 @@ class DiscretizedLogisticBase(Base):
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
 
     def distribution(self) -> DiscretizedLogistic:
-        return discretized_logistic(self.raw, self.components, self.values)
+        return discretized_logistic(self.raw, self.components, self.values, pace=10.0)
 
 
 class OneHotVectors(Distribution):
