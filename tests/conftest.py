@@ -20,8 +20,6 @@ sys.path[:0] = [
 
 
 def pytest_collection_finish() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pass  # as torch's optimizers do
     gc.freeze()  # half a million objects of modules, which no collection of the tests' garbage need look through
 
 
