@@ -38,6 +38,10 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKI
         ("Bernoulli.predictive", "outputs", "no rows"),
         ("laplace.posterior.functional_variance", "inputs", "meta tensor"),
         ("map.fit", "loader", "empty batches"),
+        ("fit_density.result.score", "data", "meta tensor"),
+        ("fit_density.result.bits_per_dimension", "data", "empty batches"),
+        ("fit_autoencoder.result.decode", "z", "a list of lists"),
+        ("flowbnn.training.cosine", "steps", "'x'"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(name, argument, label, tmp_path, monkeypatch):

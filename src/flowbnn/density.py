@@ -394,6 +394,9 @@ def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
         )
     parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     count = 2 if getattr(flow, "context_dim", 0) else 1
+    for one in parts[:count]:
+        if isinstance(one, Tensor):  # what else there is, is refused where it is moved
+            check("data", one, Tensor)
     x, *context = move(parts[:count], device_of(flow))
     return x, move(context[0], x.device, dtype_of(flow)) if context else None
 

@@ -34,7 +34,7 @@ from flowbnn.noise.layout import absorbs, weight_scale
 from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
-from flowbnn.posterior.base import Posterior, opened, reading
+from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
 from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
@@ -146,6 +146,16 @@ class NoisePosterior(Posterior):
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
+                noises = [pair for pair in network.named_modules() if isinstance(pair[1], Noise)]
+                for (
+                    name,
+                    noise,
+                ) in noises:  # of the precision of the run, where the recipes make them in single
+                    found = {
+                        view.dtype for at, view in file.views.items() if at.startswith(f"network.{name}.")
+                    }
+                    if len(found) == 1 and found < {*PRECISIONS}:
+                        noise.to(*found)
         file.check_names(cls.restore(network, file, read=False).tensors())
         restored: Any = cls.restore(network, file)
         with reading(file):

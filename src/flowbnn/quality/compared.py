@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.diagnostics.gaussian import sliced_wasserstein
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Positive, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -265,6 +266,13 @@ def simulation_ranks(
             predictive.sample(1, seed=seed + number)[0].reshape(target.targets.shape).to(target.targets)
         )
         made = fit([(target.inputs, simulated)])
-        found = torch.cat([made.draws(draws, seed=seed + number)[name] for name in target.names], -1)
+        drawn = made.draws(draws, seed=seed + number)
+        found = torch.cat([drawn[name] for name in target.names if name in drawn] or [truth[None, :0]], -1)
+        if found.shape[1:] != truth.shape:
+            raise FlowBNNError(
+                f"fit must give posteriors of the noise of the one that is given, of {len(truth)} numbers, not of {found.shape[-1]}",
+                kind="shape",
+                argument="fit",
+            )
         ranks.append((found.to(truth) < truth).sum(0))
     return Ranks(torch.stack(ranks), draws)
