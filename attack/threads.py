@@ -40,7 +40,10 @@ def questions(fit: Fit) -> dict[str, Door]:
         for name, thing in public():
             if inspect.isfunction(thing) and "posterior" in inspect.signature(thing).parameters:
                 last = name.split(".")[-1]
-                data = {"loader": partial(loader, 8, fit.real), f"{last}.posterior": partial(fitted, fit)}
+                data: dict[str, Any] = {
+                    "loader": partial(loader, 8, fit.real),
+                    f"{last}.posterior": partial(fitted, fit),
+                }
                 data[f"{last}.fit"] = lambda: lambda batches: fitted(fit)
                 if thing is not fb.quality.noise_chains:
                     data[f"{last}.chains"] = partial(chains, fit)

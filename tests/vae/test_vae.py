@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
-from flowbnn.density import Density, _Objective
+from flowbnn.density import Density
+from flowbnn.density.density import _Objective
 from flowbnn.transforms import Amortized, LULinear, Residual
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}

@@ -1,39 +1,23 @@
-r"""Densities: a flow fitted to data by maximum likelihood, and what it is good for.
-
->>> import torch, flowbnn as fb
->>> data = torch.randn(500, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 30.0])
->>> density = fb.fit_density(fb.flows.RealNVP(2), data, epochs=2, seed=0, progress=False)
->>> density.log_prob(data[:5]).shape, density.sample(3, seed=0).shape
-(torch.Size([5]), torch.Size([3, 2]))
->>> detector = density.novelty(data[:100], rate=0.05)
->>> detector.is_novel(torch.tensor([[0.0, 0.0], [9.0, 900.0]])).tolist()
-[False, True]
-
-What is fitted is any module that, called, gives a distribution: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or one
-of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is everything made of it here.
-"""
+"""A flow fitted to data by maximum likelihood, in the units of the data."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
+from flowbnn.density.examples import BESIDE, LOADER, ROWS, batches, in_memory, loaded, pair
 from flowbnn.distributions.support import is_everywhere
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.options import (
     Count,
-    Hint,
     Interval,
     Positive,
     Probability,
@@ -63,10 +47,7 @@ from flowbnn.transforms.base import check_tensor
 __all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
-LOADER = Annotated[Iterable[Any], Hint("a tensor, an array or a loader")]
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
-ROWS = 4096  # evaluated at a time
-BESIDE = "a loader gives the context beside the examples; leave out context="
 
 
 @options(kw_only=True, of="fit_density")
@@ -170,7 +151,7 @@ class Density(nn.Module):
         """The log-densities of a data set, in batches, without gradients; random bounds draw from ``seed``."""
         parts = [torch.zeros(0, dtype=dtype_of(self.flow))]
         with evaluating(self), drawing(device_of(self), seed):
-            for x, beside in _batches(data, context, self.flow):
+            for x, beside in batches(data, context, self.flow):
                 parts.append(self.log_prob(x, beside).cpu())
                 if parts[-1].shape != x.shape[:1]:
                     raise FlowBNNError(
@@ -191,7 +172,7 @@ class Density(nn.Module):
         scores = self.score(data, context, seed)
         if not len(scores):
             raise FlowBNNError("there are no examples to code", kind="data", argument="data")
-        size = math.prod(next(_batches(data, context, self.flow))[0].shape[1:])
+        size = math.prod(next(batches(data, context, self.flow))[0].shape[1:])
         return -float(scores.double().mean()) / (math.log(2.0) * size)
 
     @checked
@@ -328,7 +309,7 @@ class _Objective(nn.Module):
 
     def check_batch(self, batch: Any) -> None:
         """Look at the batches of the first epoch: what the model cannot give is refused."""
-        x, context = _pair(batch, self.density.flow)
+        x, context = pair(batch, self.density.flow)
         model: Any = self.density.flow if hasattr(self.density.flow, "check") else self.density.flow(context)
         if hasattr(model, "check"):
             model.check(self.density.scaled(x))
@@ -336,7 +317,7 @@ class _Objective(nn.Module):
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         if clock.epoch == 0 and not clock.recording:
             self.check_batch(batch)
-        x, context = _pair(batch, self.density.flow)
+        x, context = pair(batch, self.density.flow)
         own = getattr(self.density.flow, "training_loss", None)
         if own is not None:
             return own(self.density.scaled(x), context, clock)
@@ -347,64 +328,10 @@ class _Objective(nn.Module):
         return -log_prob, {"log_likelihood": log_prob.detach()}
 
 
-def _in_memory(data: Any) -> bool:
-    """Whether it is no loader: a list of numbers, or of rows of them, is none, a list of batches is one."""
-    first = data[0] if isinstance(data, list) and data else None
-    while isinstance(first, list | tuple) and first and not isinstance(first[0], np.ndarray):
-        first = first[0]
-    rows = isinstance(first, Real) or (isinstance(data, list) and isinstance(first, np.ndarray))
-    return rows or isinstance(data, Tensor | np.ndarray | tuple)
-
-
-def _loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
-    """Examples, and contexts if there are any, that lie in memory: a tensor or a tuple of them."""
-    if context is not None and not getattr(flow, "context_dim", 0):
-        raise FlowBNNError(
-            f"a context is given, but {type(flow).__name__} has no context_dim", argument="context"
-        )
-    tensors = [_exact(one) for one in (data if isinstance(data, tuple) else (data,))]
-    return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=ROWS)
-
-
-def _exact(data: Any) -> Any:
-    """Arrays and lists in double precision, as they are; a loader would round them."""
-    with suppress(TypeError, ValueError):
-        array = None if isinstance(data, Tensor) else np.asarray(data)
-        if array is not None and array.dtype == np.float64:
-            return torch.from_numpy(array)
-    return data
-
-
-def _batches(data: Any, context: Any, flow: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Examples and their contexts, from a tensor or a loader."""
-    if not _in_memory(data):
-        check("data", data, LOADER)
-        if context is not None:
-            raise FlowBNNError(BESIDE, argument="context")
-    for batch in _loaded(data, context, flow) if _in_memory(data) else data:
-        yield _pair(batch, flow)
-
-
-def _pair(batch: Any, flow: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Examples and context of a batch, as the flow takes them; labels are left out where it takes no context."""
-    if not isinstance(batch, Tensor | tuple | list):
-        found = type(batch).__name__
-        raise FlowBNNError(
-            f"a batch is a tensor, or a tuple that begins with one, not of type {found}", argument="data"
-        )
-    parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-    count = 2 if getattr(flow, "context_dim", 0) else 1
-    for one in parts[:count]:
-        if isinstance(one, Tensor):  # what else there is, is refused where it is moved
-            check("data", one, Tensor)
-    x, *context = move(parts[:count], device_of(flow))
-    return x, move(context[0], x.device, dtype_of(flow)) if context else None
-
-
 def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]:
     """What is trained on and what is held out, or None."""
     share = run.validation if isinstance(run.validation, float | int) else None
-    if not _in_memory(data):
+    if not in_memory(data):
         if run.context is not None:
             raise FlowBNNError(BESIDE, argument="context")
         check("data", data, LOADER, "fit_density")
@@ -415,12 +342,12 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         if next(iter(data), None) is None:
             raise FlowBNNError("data has no batches", argument="data")
         return data, None if share is not None else run.validation
-    tensors = list(_loaded(data, run.context, flow).tensors)
+    tensors = list(loaded(data, run.context, flow).tensors)
     check_finite(tensors[0], "data")
     generator = None if run.seed is None else torch.Generator().manual_seed(run.seed)
     held_out = None if share is not None else run.validation
-    if _in_memory(held_out):
-        held_out = _loaded(held_out, None, flow)
+    if in_memory(held_out):
+        held_out = loaded(held_out, None, flow)
         check_finite(held_out.tensors[0], "validation data")
     if share:
         check("validation", share, Fraction, "fit_density")
@@ -443,7 +370,7 @@ def _units(
     flow: nn.Module, loader: Any, standardize: bool | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
-    first, context = _pair(next(iter(loader)), flow)
+    first, context = pair(next(iter(loader)), flow)
     made = flow(context)
     if first.ndim <= len(getattr(made, "event_shape", ())):
         raise FlowBNNError(
@@ -462,7 +389,7 @@ def _units(
     count, origin = 0, first[0].double().cpu()
     total, square = torch.zeros_like(origin), torch.zeros_like(origin)
     for batch in loader:
-        x = _pair(batch, flow)[0].double().cpu() - origin
+        x = pair(batch, flow)[0].double().cpu() - origin
         count, total, square = count + len(x), total + x.sum(0), square + x.square().sum(0)
     loc = origin + total / count
     scale = (square / count - (total / count).square()).clamp_min(0.0).sqrt()

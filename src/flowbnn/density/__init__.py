@@ -1,0 +1,18 @@
+r"""Densities: a flow fitted to data by maximum likelihood, and what it is good for.
+
+>>> import torch, flowbnn as fb
+>>> data = torch.randn(500, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 30.0])
+>>> density = fb.fit_density(fb.flows.RealNVP(2), data, epochs=2, seed=0, progress=False)
+>>> density.log_prob(data[:5]).shape, density.sample(3, seed=0).shape
+(torch.Size([5]), torch.Size([3, 2]))
+>>> detector = density.novelty(data[:100], rate=0.05)
+>>> detector.is_novel(torch.tensor([[0.0, 0.0], [9.0, 900.0]])).tolist()
+[False, True]
+
+What is fitted is any module that, called, gives a distribution: a :class:`~flowbnn.flows.FlowModel`, a variational autoencoder, or one
+of your own. Where its ``log_prob`` is a bound (``lower_bound`` is True), so is everything made of it here.
+"""
+
+from flowbnn.density.density import Density, DensityOptions, NoveltyDetector, fit_density, load_density
+
+__all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
