@@ -2,14 +2,15 @@
 
     python benchmarks/calibrate.py [--threads 2] [--seeds 10] [--examples 1000]
 
-Time: a LeNet with random weights and images, with and without cross-validation. Few examples: an MLP of 64-64-10 units trained on
-scikit-learn's digits (100, the same for longer, and 1,000), its noise on 50 others, the test on the last 697; differences to factorized
-noise are paired by seed, with Student's 95 % interval.
+Time: a LeNet with random weights and images, with and without cross-validation. Few examples: an MLP of 64-64-10 units or a small
+convolutional network trained on scikit-learn's digits, its noise on 20 to 1,000 others, the test on the last 697; differences to
+factorized noise are paired by seed, with Student's 95 % interval.
 """
 
 import argparse
 import time
 import warnings
+from dataclasses import dataclass
 from statistics import mean, stdev
 
 import torch
@@ -18,7 +19,7 @@ from scipy.special import stdtrit
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.methods.temperature import temper
-from flowbnn.models import MLP, LeNet
+from flowbnn.models import MLP, LeNet, SmallConv
 
 
 def seconds(examples: int) -> None:
@@ -31,7 +32,29 @@ def seconds(examples: int) -> None:
         print(f"LeNet, {examples:,} examples, {folds} folds: {time.perf_counter() - began:.1f} s")
 
 
-def few_digits(seeds: int, images: int, epochs: int) -> None:
+@dataclass(frozen=True)
+class Few:
+    """Weights of ``images`` digits, noise of ``examples`` others under a prior of width ``scale``."""
+
+    images: int
+    epochs: int
+    examples: int = 50
+    lr: float = 0.01
+    scale: float = 0.5
+    conv: bool = False
+
+
+CASES = (
+    *(Few(100, 100, examples) for examples in (20, 50, 100, 1_000)),
+    *(Few(100, 100, examples, conv=True) for examples in (20, 50, 100)),
+    Few(100, 400),
+    Few(1_000, 30),
+    Few(1_000, 30, scale=1.0),
+    Few(50, 200, lr=0.05),  # learned by heart, and sure of it
+)
+
+
+def few_digits(seeds: int, case: Few) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -39,22 +62,24 @@ def few_digits(seeds: int, images: int, epochs: int) -> None:
     losses: dict[str, list[float]] = {}
     bounds: dict[str, list[float]] = {}
     quiet = {"progress": False, "accelerator": "cpu"}
-    print(f"weights on {images:,} digits, {epochs} epochs, noise on 50 others, {seeds} seeds")
+    print(f"{case}, {seeds} seeds")
     for seed in range(seeds):
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-        parts = order[:images], order[images : images + 50], order[1100:]
+        parts = order[: case.images], order[case.images : case.images + case.examples], order[1100:]
         first, fresh, rest = ((inputs[index], targets[index]) for index in parts)
+        if case.conv:
+            first, fresh, rest = ((x.reshape(-1, 1, 8, 8), y) for x, y in (first, fresh, rest))
         torch.manual_seed(seed)
         loader = TensorLoader(*first, batch_size=50, shuffle=True)
-        plain = fb.MLE(epochs=epochs, lr=0.01).fit(MLP(64, (64,), 10), loader, seed=seed, **quiet)
+        network = SmallConv(classes=10, width=12) if case.conv else MLP(64, (64,), 10)
+        plain = fb.MLE(epochs=case.epochs, lr=case.lr).fit(network, loader, seed=seed, **quiet)
         rivals = {"plain": plain, "temperature": temper(plain, [fresh], progress=False)}
         for structure in ("factorized", "layers", "full"):
             for prior in ("fixed", "fitted"):
                 name = f"{structure}, {prior} prior"
-                rivals[name] = fb.calibrate(
-                    plain.model, [fresh], structure=structure, prior=prior, folds=0, **quiet
-                )
-                bounds.setdefault(name, []).append(50 * mean(rivals[name].history["elbo"][-8:]))
+                given = {"structure": structure, "prior": prior, "prior_scale": case.scale, "folds": 0}
+                rivals[name] = fb.calibrate(plain.model, [fresh], **given, **quiet)
+                bounds.setdefault(name, []).append(case.examples * mean(rivals[name].history["elbo"][-8:]))
         for name, posterior in rivals.items():
             loss = fb.evaluate(posterior, rest, samples=128, progress=False)["nll"]
             losses.setdefault(name, []).append(loss)
@@ -76,9 +101,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
-    seconds(given.examples)
-    for images, epochs in ((100, 100), (100, 400), (1_000, 30)):
-        few_digits(given.seeds, images, epochs)
+    if given.examples:
+        seconds(given.examples)
+    for case in CASES:
+        few_digits(given.seeds, case)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """fb.calibrate at its limits: narrow posteriors, priors of the rules, what it refuses; against closed forms."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,15 @@ def test_a_step_divides_by_the_whole_curvature_and_a_share_of_its_roots_stands_f
     estimate = natural.Estimate(zero, 0.0, slope, [whole.diagonal()], [], zero, list(roots.split(7)))
     truth = torch.linalg.solve(whole + added.diag(), slope)
     torch.testing.assert_close(natural._newton(estimate, added, slope), truth, rtol=1e-4, atol=1e-6)
+
+
+def test_data_that_are_all_predicted_right_are_told_of_once_and_not_in_every_fold() -> None:
+    x = torch.linspace(-1.0, 1.0, 40)[:, None]
+    network = nn.Linear(1, 2)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[-5.0], [5.0]]))
+        network.bias.zero_()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fb.calibrate(network, [(x, (x[:, 0] > 0).long())], folds=4, progress=False)
+    assert [one.message.fields["kind"] for one in told] == ["memorised"]  # type: ignore[union-attr]

@@ -171,9 +171,7 @@ def calibrate(
             "error": float(difference.std() / len(difference) ** 0.5),
         }
     posterior, fitted_flow = work.flowed(result, everything, progress)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FlowBNNWarning)  # of data that are all predicted right
-        temperature = work.tempered(everything).temperature
+    temperature = work.tempered(everything).temperature
     posterior.calibration = Calibration(
         **report,
         folds=folds,
@@ -343,7 +341,11 @@ class _Work:
 
     def tempered(self, index: Tensor) -> TemperedPosterior:
         """The plain network with the temperature for these examples."""
-        return temper(self.point(index), self._batches(index), progress=False)
+        with (
+            warnings.catch_warnings()
+        ):  # of data that are all predicted right, which calibrate tells once and for all of them
+            warnings.filterwarnings("ignore", category=FlowBNNWarning)
+            return temper(self.point(index), self._batches(index), progress=False)
 
     def _batches(self, index: Tensor) -> list[tuple[Any, Tensor]]:
         return [self._some(part) for part in index.split(ROWS)]
