@@ -58,6 +58,15 @@ def test_resume_does_what_is_left_and_nothing_else(study, tmp_path):
     assert any("2 of 4 trainings" in note for note in results["notes"])
 
 
+def test_results_that_are_taken_over_keep_the_time_of_their_trainings(study, tmp_path):
+    run(study, tmp_path)
+    for path in (tmp_path / "tiny" / "parts").iterdir():
+        part = json.loads(path.read_text())
+        part["content"]["seconds"] = 100.0
+        path.write_text(json.dumps(part))
+    assert run(study, tmp_path, resume=True)["seconds"] == 400.0
+
+
 def test_without_resume_everything_is_done_again(study, tmp_path):
     run(study, tmp_path)
     run(study, tmp_path)

@@ -52,9 +52,8 @@ class _Vectors(Distribution):
             check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
         try:  # sums over the last axis would be wrong in silence for a scale that only broadcasts
-            self.loc, self.scale = (
-                (loc, scale) if loc.shape == scale.shape else torch.broadcast_tensors(loc, scale)
-            )
+            same = loc.shape == scale.shape
+            self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)
         except RuntimeError:
             text = f"the scale of {name}, of shape {tuple(scale.shape)}, does not fit its loc, of {tuple(loc.shape)}"
             raise FlowBNNError(text, kind="shape", argument="scale") from None

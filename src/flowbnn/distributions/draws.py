@@ -124,7 +124,5 @@ def reparameterized(
     try:
         return distribution.rsample(torch.Size(sample_shape), generator=generator)
     except TypeError as error:
-        text = (
-            f"{type(distribution).__name__} takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
-        )
-        raise FlowBNNError(text, kind="unsupported") from error
+        text = "takes no generator; use flowbnn's DiagonalNormal or NormalMixture"
+        raise FlowBNNError(f"{type(distribution).__name__} {text}", kind="unsupported") from error

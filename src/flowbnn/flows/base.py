@@ -182,6 +182,9 @@ class MAF(Steps):
         hidden: widths of their masked networks.
         univariate: the map of each entry.
         dim, context_dim, base: as in :class:`NICE`.
+
+    >>> MAF(3, univariate=SplineMap())().sample((5,)).shape, MAF(3).transform.cheap
+    (torch.Size([5, 3]), 'inverse')
     """
 
     univariate: Univariate = AffineMap()
@@ -196,6 +199,8 @@ class IAF(MAF):
 
     Draws and their own densities cost one pass, which is what noise and posteriors want; the density of another point costs
     ``dim`` passes. Arguments as in :class:`MAF`.
+
+    >>> x, log_prob = IAF(3, context_dim=2)(torch.ones(5, 2)).rsample_and_log_prob()
     """
 
     def step(self, size: int, number: int) -> Transform:
@@ -213,6 +218,9 @@ class NSF(Steps):
         circular: the entries are angles between minus ``bound`` and ``bound``, by default pi, and others are taken modulo a turn: for
             degrees say ``bound=180``; the base is uniform.
         dim, context_dim, length, hidden, base: as in :class:`NICE`.
+
+    >>> NSF(2, circular=True)().log_prob(torch.tensor([[0.5, -3.0]])).shape
+    torch.Size([1])
     """
 
     bins: Bins = 8
@@ -273,6 +281,8 @@ class Planar(Maps):
         dim, context_dim: lengths of the vectors and of the context; with one, all parameters are linear functions of it.
         length: number of flows.
         base: standard normal by default.
+
+    >>> posterior = Planar(3, length=2)().rsample_and_log_prob((5,))
     """
 
     length: Count = 10

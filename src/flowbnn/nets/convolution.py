@@ -92,9 +92,8 @@ class WaveNet(nn.Module):
         self.kernel, self.context_dim = kernel, context_dim
         self.first = nn.Conv1d(channels, hidden, kernel)
         self.place = nn.Conv1d(context_dim, hidden, 1) if context_dim else None
-        self.gates = nn.ModuleList(
-            nn.Conv1d(hidden, 2 * hidden, kernel, dilation=2**layer) for layer in range(layers)
-        )
+        apart = (2**layer for layer in range(layers))
+        self.gates = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, kernel, dilation=gap) for gap in apart)
         self.steps = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, 1) for _ in range(layers))
         self.last = zeroed(nn.Conv1d(hidden, per_entry * channels, 1))
 
@@ -171,9 +170,8 @@ class PixelCNN(nn.Module):
         self.down, self.across = nn.ModuleList(), nn.ModuleList()
         self.joins, self.outs = nn.ModuleList(), nn.ModuleList()
         for layer in range(layers):
-            before, itself = (
-                (colours, 0) if layer == 0 else (inside, 1)
-            )  # data see neither their row nor themselves
+            # data see neither their row nor themselves
+            before, itself = (colours, 0) if layer == 0 else (inside, 1)
             rows = torch.zeros(len(pairs), len(before), kernel, kernel)
             rows[:, :, : kernel // 2 + itself] = 1.0
             row = torch.zeros(len(pairs), len(before), 1, kernel)

@@ -245,9 +245,8 @@ class LipschitzMLP(SmoothMLP):
     def _size(self, index: int, weight: Tensor, floor: float) -> Tensor:
         if weight.shape[2:].numel() == 1:  # a matrix, or a convolution that is one at each pixel
             matrix = weight.flatten(1)
-            gram = (
-                matrix @ matrix.mT if len(matrix) <= matrix.shape[1] else matrix.mT @ matrix
-            )  # the smaller one
+            short = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
+            gram = short @ short.mT
             return torch.linalg.eigvalsh(gram)[-1].clamp(min=floor**2).sqrt()
         left = getattr(self, f"left_{index}")
         with torch.no_grad():

@@ -118,10 +118,8 @@ def check_tensor(value: Any, owner: object) -> None:
     """Refuse what is no tensor of real numbers; cheap, since a flow asks at every step."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
         check_dense(value, owner, "dense floating point tensor")
-        hint = "dequantize integers: end the flow with Dequantization, or give it .float()"
-        raise refused(
-            owner, f"takes a dense floating point tensor, not a tensor of {value.dtype}; {hint}", "dtype"
-        )
+        text = f"takes a dense floating point tensor, not a tensor of {value.dtype}; dequantize integers: end the flow with"
+        raise refused(owner, f"{text} Dequantization, or give it .float()", "dtype")
 
 
 def check_integers(value: Any, owner: object) -> None:

@@ -68,9 +68,8 @@ class Compose(Transform):
         self.sample_axes = self.event_dim + changes[-1]
         self._extra = [self.event_dim - axes for axes in beyond]  # axes of events that are the part's batch
         for name, order in _WEAKEST.items():
-            setattr(
-                self, name, min((getattr(part, name) for part in parts), key=order.index, default=order[-1])
-            )
+            kinds = {getattr(part, name) for part in parts}
+            setattr(self, name, min(kinds, key=order.index, default=order[-1]))
         for name, (least, most) in _DIRECTIONS.items():
             kinds = {getattr(part, name) for part in parts} - {least}
             setattr(self, name, most if len(kinds) > 1 else min(kinds, default=least))

@@ -229,9 +229,8 @@ class _Adjoint(torch.autograd.Function):
                 velocity, divergence = ctx.dynamics(time, place, leaves)
                 both = (velocity, -state[1]), (divergence, -volume)
                 values, weights = zip(*(pair for pair in both if pair[0].requires_grad), strict=True)
-                slopes = torch.autograd.grad(
-                    values, sources, weights, allow_unused=True, materialize_grads=True
-                )
+                # a zero for what neither of them depends on
+                slopes = torch.autograd.grad(values, sources, weights, materialize_grads=True)
             return velocity.detach(), *slopes
 
         state = end, grads[0] / scale, *(torch.zeros_like(one) for one in tensors)

@@ -364,7 +364,6 @@ def assign(
             map_.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
     for own, link in zip(map_.links, links, strict=False):
         own.copy_(link)
-    map_.scale.copy_(
-        torch.cat([root.diagonal() for root in roots])
-    )  # exact, where a bounded logarithm would end
+    # exact, where a bounded logarithm would end
+    map_.scale.copy_(torch.cat([root.diagonal() for root in roots]))
     map_.raw_log_scale.zero_()

@@ -306,10 +306,8 @@ class SplineMap(Univariate):
         knots = F.pad(knots, (0, 1), value=self.bound)
         index = (value.unsqueeze(-1) >= knots[..., side, 1:-1]).sum(-1)
         table = torch.cat([knots, self._slopes(parameters[..., 2 * bins :]).unsqueeze(-2)], -2)
-        index = torch.stack([index, index + 1], -1).unsqueeze(-2)
-        (x0, x1), (y0, y1), logs = (
-            part.unbind(-1) for part in table.gather(-1, index.expand(*index.shape[:-2], 3, 2)).unbind(-2)
-        )
+        index = torch.stack([index, index + 1], -1).unsqueeze(-2).expand(*index.shape, 3, 2)
+        (x0, x1), (y0, y1), logs = (part.unbind(-1) for part in table.gather(-1, index).unbind(-2))
         w, h = x1 - x0, y1 - y0
         d0, d1 = (soft_clamp(log, -math.log(self.smallest)).exp() * (w / h) for log in logs)
         return x0, w, y0, h, d0, d1

@@ -141,8 +141,8 @@ def run_study(
                 f"{len(done)} of {len(every)} trainings were finished by an earlier run and taken over (--resume)."
             )
         results = _results(study, settings, content, notes, command, collect)
-        # else it is the time of all trainings, which may have been put together from several runs
-        if not study.partial:
+        # else it is the time of all trainings, which were put together from several runs
+        if not (study.partial or done or collect):
             results["seconds"] = round(time.monotonic() - started, 1)
         if trial:
             results |= mark_trial(results, getattr(settings, "source", "") == "generated")
