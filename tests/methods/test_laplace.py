@@ -18,6 +18,7 @@ from laplace_problems import (
 from torch import nn
 
 import flowbnn as fb
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods.laplace.prior import Quadratic
 from flowbnn.posterior import PredictOptions
 
@@ -144,6 +145,9 @@ def test_learned_noise_is_that_of_the_highest_evidence(prior_scale):
         assert max(conjugate(inputs, targets, scale * by, noise)[2] for by in (0.9, 1.1)) < best
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the weights are not at the mode"
+)  # which is far from a network that is not trained
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_directions_without_curvature_do_not_hide_the_noise(structure, per_layer):
@@ -171,6 +175,21 @@ def test_newton_ends_at_the_mode_of_its_own_prior():
     assert float(slope @ truth.covariance(posterior) @ slope) < 1e-6  # in standard deviations, squared
     again = fb.Laplace("full", layers="all", epochs=0).fit(model, data, **QUIET)
     assert again.prior_scale == pytest.approx(posterior.prior_scale, rel=1e-3)
+
+
+def test_a_network_that_newton_leaves_off_the_mode_is_told():
+    """Of correlated inputs a diagonal does not hold the curvature; the density that is left to gain there is the warning's."""
+    inputs, targets = regression()
+    inputs[:, 1] = inputs[:, 0] + 0.1 * inputs[:, 1]
+    fit = {"likelihood": fb.likelihoods.Gaussian(noise=NOISE), **QUIET}
+    method = fb.Laplace("diag", prior_scale=SCALE, epochs=0, newton=1)
+    with pytest.warns(FlowBNNWarning, match="not at the mode") as caught:
+        model = method.fit(nn.Linear(3, 1).double(), truth.batches(inputs, targets), **fit).model
+    design = torch.cat([inputs, torch.ones(len(inputs), 1).double()], 1)
+    weights = torch.cat([model.weight[0], model.bias]).detach()
+    slope = design.T @ (targets.flatten() - design @ weights) / NOISE**2 - weights / SCALE**2
+    left = 0.5 * (slope.square() / (design.square().sum(0) / NOISE**2 + SCALE**-2)).sum()
+    assert caught[0].message.fields["left"] == pytest.approx(float(left))
 
 
 def test_the_best_precision_is_the_best():

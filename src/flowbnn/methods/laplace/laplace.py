@@ -21,7 +21,7 @@ from flowbnn.methods.laplace.curvature import Problem
 from flowbnn.methods.laplace.layers import choose_layers, survey
 from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
-from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, with_prior
+from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, warn_of_slope, with_prior
 from flowbnn.methods.layers import without_nested
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.point import PointPosterior
@@ -51,7 +51,7 @@ class Laplace(Method):
         newton: steps of Newton's method, each with two passes over the data or more, to the mode under the prior; a prior (and noise)
             chosen by marginal likelihood is chosen together with the mode that goes with it. One makes a network that is linear in
             its weights exact, wherever training stopped, if the structure holds the whole curvature ("full" always does); with
-            "diag" train first. It stops when there is nothing left to gain.
+            "diag" train first. It stops when there is nothing left to gain; what is left after the last one is warned of.
 
     >>> import torch
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
@@ -120,6 +120,8 @@ class Laplace(Method):
                 if not more:
                     break
             blocks, evidence = with_prior(problem, curvature, deltas)
+            if self.newton and more:
+                warn_of_slope(problem, curvature, blocks, deltas)
         return LaplacePosterior(
             model,
             likelihood,

@@ -18,15 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.likelihoods import Gaussian, log_variance
 from flowbnn.methods.laplace.blocks import Block, Full
 from flowbnn.methods.laplace.curvature import Curvature, Problem
+from flowbnn.training import is_main_process
 
 LEAST, MOST = 1e-10, 1e10  # of a prior precision
 QUIETER, LOUDER = 1e-8, 1e4  # of the factor of the noise's variance
 ROUNDS = 500  # of MacKay's iteration
 CONVERGED = 1e-9  # of the log-density that a step would gain
+LEFT = 1.0  # of the log-density, that the last step may leave
 
 
 def crossing(grows: Callable[[float], bool], low: float, high: float) -> float:
@@ -155,20 +157,11 @@ class Prior:
     ) -> list[Quadratic]:
         """One for all layers together; or, with a prior for each, one for each, or one with several priors of a full curvature."""
         blocks, separate = curvature.blocks, self.scale is None and self.per_layer and len(problem.layers) > 1
-        rounding = 10.0 * torch.finfo(next(iter(problem.weights.values())).dtype).eps
-
-        def inside(block: Block, values: Mapping[str, Tensor]) -> Tensor:
-            return block.to_basis(block.pack(values)).detach().double().flatten()
 
         def uphill(group: list[Block]) -> Tensor | None:
             if slope is None:
                 return None
-            parts = []
-            for block in group:
-                # without curvature a slope is rounding, which a weak prior would follow without end
-                curved = block.eigenvalues.flatten() > rounding * block.eigenvalues.max()
-                parts.append(torch.where(curved, inside(block, slope), 0.0))
-            return torch.cat(parts)
+            return torch.cat([steepness(block, slope) for block in group])
 
         if separate and curvature.matrix is not None:
             block, steep = blocks[0], uphill(blocks)
@@ -182,6 +175,17 @@ class Prior:
             weights = torch.cat([inside(block, problem.weights) for block in group])
             parts.append(Quadratic(values, weights, uphill(group), [len(values)]))
         return parts
+
+
+def inside(block: Block, values: Mapping[str, Tensor]) -> Tensor:
+    """Values in the basis in which the block's curvature is diagonal."""
+    return block.to_basis(block.pack(values)).detach().double().flatten()
+
+
+def steepness(block: Block, slope: Mapping[str, Tensor]) -> Tensor:
+    """The slope in that basis, where there is curvature: elsewhere it is rounding, which a weak prior would follow without end."""
+    values, rounding = block.eigenvalues.flatten(), 10.0 * torch.finfo(next(iter(slope.values())).dtype).eps
+    return torch.where(values > rounding * values.max(), inside(block, slope), 0.0)
 
 
 def _sizes(problem: Problem) -> list[int]:
@@ -276,6 +280,26 @@ def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[C
             after = problem.measure()
             deltas = deltas if prior.scale is not None else [delta * count / misfit for delta in deltas]
     return after, deltas, gain > CONVERGED
+
+
+def warn_of_slope(problem: Problem, curvature: Curvature, blocks: list[Block], deltas: list[float]) -> None:
+    """Warn where one more step of Newton's method would raise the log-density much: the weights are not at its mode."""
+    slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
+    for shapes, delta in zip(problem.layers.values(), deltas, strict=True):
+        for name in shapes:
+            slope[name] = slope[name] - delta * problem.weights[name].detach()
+    left = 0.0
+    for block in blocks:
+        left += 0.5 * float(
+            (steepness(block, slope).square() / (block.eigenvalues.flatten() + block.prior)).sum()
+        )
+    if left > LEFT and is_main_process():
+        warn(
+            f"the weights are not at the mode yet: another step of Newton's method would raise the log-density by {left:.3g}, and "
+            "the evidence is too low; take more steps (newton=...), or train first (epochs=...)",
+            kind="mode",
+            left=left,
+        )
 
 
 @torch.no_grad()
