@@ -177,7 +177,7 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
                 f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
                 f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
             )
-    lines += _rivals(parts, metrics)
+    lines += _rivals(parts, metrics) if len(parts.seeds) > 1 else []
     lines += _reached(parts, variants, metrics, published)
     return "\n".join(lines) or "Too little has been trained for an answer."
 
