@@ -308,3 +308,11 @@ def test_a_seed_draws_the_same_in_every_thread():
     with ThreadPoolExecutor(8) as pool:
         several = list(pool.map(lambda number: density.sample(50, seed=number % 8), range(160)))
     assert all(torch.equal(drawn, alone[number % 8]) for number, drawn in enumerate(several))
+
+
+def test_a_training_that_diverged_is_warned_of() -> None:
+    data = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    given = {**FEW, "epochs": 4, "rise": 0.5, "batch_size": 20, "validation": 0}
+    with pytest.warns(fb.FlowBNNWarning, match=r"the training diverged.*validation=0.1"):
+        fb.fit_density(Gaussian(), data, lr=10.0, **given)
+    fb.fit_density(Gaussian(), data, lr=0.01, **given)

@@ -281,6 +281,15 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     density.history = train(
         objective, engine, loader, run, schedule=schedule, validate=validate, names_below="density.flow"
     )
+    losses = density.history["loss"]
+    rise = losses[-1] - losses[0]
+    if held_out is None and rise > 0.1 * (1.0 + abs(losses[0])) and not hasattr(flow, "training_loss"):
+        warn(
+            f"the training diverged: its mean loss was {losses[0]:.4g} in the first epoch and {losses[-1]:.4g} in the last; take a smaller "
+            f"rate (lr={run.lr / 3:.2g}), or hold data out (validation=0.1), which keeps the best epoch",
+            kind="fall",
+            fall=rise,
+        )
     return density.eval()
 
 
