@@ -285,8 +285,8 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     rise = losses[-1] - losses[0]
     if held_out is None and rise > 0.1 * (1.0 + abs(losses[0])) and not hasattr(flow, "training_loss"):
         warn(
-            f"the training diverged: its mean loss was {losses[0]:.4g} in the first epoch and {losses[-1]:.4g} in the last; take a smaller "
-            f"rate (lr={run.lr / 3:.2g}), or hold data out (validation=0.1), which keeps the best epoch",
+            f"the training diverged: its mean loss was {losses[0]:.4g} in the first epoch and {losses[-1]:.4g} in the last; take a "
+            f"smaller rate (lr={run.lr / 3:.2g}), or hold data out (validation=0.1), which keeps the best epoch",
             kind="fall",
             fall=rise,
         )

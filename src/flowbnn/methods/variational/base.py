@@ -33,6 +33,7 @@ from flowbnn.methods.noise_level import learn_level, spread_of_draws, warn_of_le
 from flowbnn.methods.variational.gain import (
     bound_gain,
     bound_of_given,
+    elbos,
     gain,
     plain_log_likelihoods,
     warn_of_memory,
@@ -309,11 +310,16 @@ def fit(
     for layer in noise_layers(model).values():
         layer.fitted = True
     lines = []
-    if bound is not None:  # with the level of the ELBO, which is above that of the predictive
-        posterior.bound = bound_gain(bound, model, objective)
-        lines.append(str(posterior.bound))
+    reached = [] if bound is None else [elbos(model, objective, bound[0])]
     if not learn_level(posterior, loader, run.seed):
         warn_of_level(posterior, loader, run.seed)
+    if (
+        bound is not None
+    ):  # by the better level: that of the ELBO follows the last batches, that of predictions leaves out their spread
+        posterior.bound = bound_gain(
+            bound[1], max(*reached, elbos(model, objective, bound[0]), key=Tensor.mean)
+        )
+        lines.append(str(posterior.bound))
     if is_main_process():
         called = [health for health in posterior_health(model) if health.layer not in idle]
         for ailment in health_warnings(called):

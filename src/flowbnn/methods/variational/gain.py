@@ -127,10 +127,9 @@ def bound_of_given(
     return (batches, before) if bool(torch.isfinite(before).all()) else None
 
 
-def bound_gain(given: tuple[list[Any], Tensor], model: nn.Module, objective: ELBO) -> Gain:
+def bound_gain(before: Tensor, after: Tensor) -> Gain:
     """Compare the ELBO after a fit with :func:`bound_of_given`; a loss of more than two standard errors is warned of."""
-    batches, before = given
-    result = Gain.of(before, elbos(model, objective, batches), "ELBO")
+    result = Gain.of(before, after, "ELBO")
     if result.is_loss:
         warn(
             f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
