@@ -12,6 +12,7 @@ from torch import nn
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
 from flowbnn.models import Block
+from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
 from flowbnn_studies.images import cost, rivals
@@ -388,10 +389,13 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
             "mirror_nll",
         } <= set(rows[key])
     content = {
-        key: json.loads((tmp_path / study.name / "parts" / f"{key}-seed0.json").read_text()) for key in only
+        key: json.loads((tmp_path / study.name / "parts" / f"{key}-seed0.json").read_text())
+        for key in [*only, "best-gaussian-channel"]
     }
     assert all(part["content"]["shift"]["blur"]["nll"] for part in content.values())
-    assert "SWAG against Gaussian noise: undecided with one seed" in results["answer"]
+    assert results["answer"].startswith("Best means: NLL")  # one seed decides no comparison
+    twice = Parts([0, 1], {(key, seed): part["content"] for key, part in content.items() for seed in (0, 1)})
+    assert "SWAG against Gaussian noise: " in study.findings(settings, twice).answer
     assert not any("Xiong" in note for note in results["notes"])
     # the walk depends on how the plain network was trained, the noise does not
     other = study.make_settings(quick=True, **{"plain.weight_decay": 0.5})
