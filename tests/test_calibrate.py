@@ -13,7 +13,8 @@ import flowbnn as fb
 from flowbnn.calibrate.flow import FlowFit, fit_flow, score
 from flowbnn.calibrate.network import _Work
 from flowbnn.methods.variational import natural
-from flowbnn.methods.variational.natural import BlockGaussian, NoisyNetwork, fit_gaussian
+from flowbnn.methods.variational.block_gaussian import BlockGaussian
+from flowbnn.methods.variational.natural import NoisyNetwork, fit_gaussian
 from flowbnn.noise import NormalAffine, NormalCoupling, NormalPlanar, Recipe, noise_layers
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.quality.target import NoiseTarget

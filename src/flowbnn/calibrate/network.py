@@ -22,13 +22,8 @@ from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS
-from flowbnn.methods.variational.natural import (
-    BlockGaussian,
-    NaturalFit,
-    NoisyNetwork,
-    Structure,
-    fit_gaussian,
-)
+from flowbnn.methods.variational.block_gaussian import BlockGaussian
+from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise

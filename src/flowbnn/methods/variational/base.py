@@ -367,10 +367,8 @@ class Pace:
     def __call__(self, history: History) -> int:
         """The number of epochs, as far as it is known."""
         values = history["elbo"] if history.epochs else []
-        self.turn, self.rise = (
-            self.latest,
-            0.0,
-        )  # the epoch from which the rates fall, and the ELBO's rise there
+        # the epoch from which the rates fall, and the ELBO's rise there
+        self.turn, self.rise = self.latest, 0.0
         self.cuts: list[int] = []  # epochs before which they were too large
         self.fall = 0.0  # by so much at most
         soonest = self.first + 2 * self.window

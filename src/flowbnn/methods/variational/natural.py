@@ -15,7 +15,7 @@ than its own error is taken back and halved.
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise, least_variance
 from flowbnn.methods.laplace.output_hessian import output_hessian
+from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, positive
 from flowbnn.noise.base import Noise, noise_layers, settings_of
 from flowbnn.noise.passes import NoisePass
 
@@ -39,103 +40,11 @@ ROWS = {"cpu": 256, "cuda": 1024}  # examples at once, fewer where memory runs o
 EXACT = 3  # outputs up to which the Gauss-Newton matrix is exact; beyond, as many labels are drawn for each example in a pass
 PASSES = 60  # over the data at most
 LATE = 8  # passes after the ELBO has settled
-KEPT = (
-    2**26
-)  # numbers of the roots by which the mean of a factorized Gaussian moves: by the diagonal of the curvature it creeps
-SOLVED, STEPS = (
-    512,
-    100,
-)  # dimensions up to which that curvature is a matrix, and steps of conjugate gradients beyond
+# the mean of a factorized Gaussian moves by the whole curvature, since by its diagonal it creeps
+KEPT = 2**26  # numbers of the roots of that curvature
+SOLVED = 512  # dimensions up to which it is a matrix
+STEPS = 100  # of conjugate gradients, beyond
 WEIGHT = 1.0  # of the prior of the prior's width, in dimensions
-
-
-@dataclass
-class BlockGaussian:
-    r"""A Gaussian whose precision is block diagonal, or block tridiagonal where ``links`` has what lies beside the diagonal.
-
-    Args:
-        mean: ``[D]``.
-        blocks: the diagonal blocks of the precision, without the prior's part: matrices, or one vector where it is diagonal.
-        links: the blocks below them.
-        loc, variance: of the prior, ``[D]``.
-    """
-
-    mean: Tensor
-    blocks: list[Tensor]
-    links: list[Tensor]
-    loc: Tensor
-    variance: Tensor
-    maps: list[Tensor] = field(default_factory=list)  # from the deviation of a block to that of the next
-    roots: list[Tensor] = field(
-        default_factory=list
-    )  # of the conditional covariances: triangular, or diagonal
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(block) for block in self.blocks]
-
-    def factorize(self) -> "BlockGaussian":
-        """Conditional covariances of the blocks given the one before, from the last to the first."""
-        self.maps, self.roots = [], []
-        added = (1.0 / self.variance).split(self.sizes)
-        taken: Tensor | float = 0.0
-        for number in reversed(range(len(self.blocks))):
-            if self.blocks[number].ndim == 1:
-                self.roots.insert(0, (self.blocks[number] + added[number]).rsqrt())
-                continue
-            inner = self.blocks[number] + added[number].diag() - taken
-            factor = torch.linalg.cholesky(inner)
-            # the root of the inverse that is lower triangular
-            self.roots.insert(0, torch.linalg.cholesky(torch.cholesky_inverse(factor)))
-            if number and self.links:
-                solved = torch.cholesky_solve(self.links[number - 1], factor)
-                self.maps.insert(0, -solved)
-                taken = self.links[number - 1].mT @ solved
-        return self
-
-    def deviations(self, normal: Tensor) -> Tensor:
-        """What standard normal numbers ``[..., D]`` become, less the mean."""
-        parts: list[Tensor] = []
-        for number, (root, some) in enumerate(zip(self.roots, normal.split(self.sizes, -1), strict=True)):
-            part = some @ root.mT if root.ndim == 2 else some * root
-            parts.append(part + parts[-1] @ self.maps[number - 1].mT if number and self.maps else part)
-        return torch.cat(parts, -1)
-
-    def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times a vector ``[D]``."""
-        parts, carried = list(vector.split(self.sizes)), None
-        for number in reversed(range(len(parts))):
-            whole = parts[number] if carried is None else parts[number] + carried
-            root = self.roots[number]
-            parts[number] = whole @ root if root.ndim == 2 else whole * root
-            carried = self.maps[number - 1].mT @ whole if number and self.maps else None
-        return self.deviations(torch.cat(parts))
-
-    def variances(self) -> Tensor:
-        """Of every number, ``[D]``."""
-        if not self.maps:
-            squares = [root.square() for root in self.roots]
-            return torch.cat([square.sum(-1) if square.ndim == 2 else square for square in squares])
-        result, before = [], None
-        for number, root in enumerate(self.roots):
-            covariance = root @ root.mT
-            if number:
-                covariance = covariance + self.maps[number - 1] @ before @ self.maps[number - 1].mT  # type: ignore[operator]
-            result.append(covariance.diagonal())
-            before = covariance
-        return torch.cat(result)
-
-    def kl(self) -> float:
-        """To the prior, in nats."""
-        away = self.variances() + (self.mean - self.loc).square()
-        diagonals = [root.diagonal() if root.ndim == 2 else root for root in self.roots]
-        log_det = float(torch.cat(diagonals).log().sum())
-        return 0.5 * float((away / self.variance + self.variance.log() - 1.0).sum()) - log_det
-
-    def covariance(self) -> Tensor:
-        """``[D, D]``."""
-        columns = self.deviations(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
-        return columns.mT @ columns
 
 
 class NoisyNetwork:
@@ -332,7 +241,7 @@ class _Problem:
     def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
         blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
         links = [torch.lerp(old, new, size) for old, new in zip(q.links, estimate.links, strict=True)]
-        moved = _positive(replace(q, blocks=blocks, links=links))
+        moved = positive(replace(q, blocks=blocks, links=links))
         slope = estimate.gradient - (q.mean - q.loc) / q.variance
         way = _newton(estimate, 1.0 / q.variance, slope) if estimate.roots else moved.covariance_times(slope)
         moved.mean = q.mean + size * way
@@ -362,16 +271,6 @@ def _newton(estimate: Estimate, added: Tensor, slope: Tensor) -> Tensor:
     return way
 
 
-def _positive(q: BlockGaussian) -> BlockGaussian:
-    """The Gaussian, its links shrunk until the precision is positive definite: cutting it to a chain may make it indefinite."""
-    for _ in range(20):
-        try:
-            return q.factorize()
-        except torch.linalg.LinAlgError:
-            q = replace(q, links=[0.7 * link for link in q.links])
-    return replace(q, links=[]).factorize()
-
-
 def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: Tensor, scale: Tensor) -> BlockGaussian:
     r"""The prior with the mean and width of each layer that maximise the ELBO, drawn a little to its given ones.
 
@@ -387,7 +286,7 @@ def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: Tensor, scale: Tensor
         total = (spread + (own - center).square()).sum() + WEIGHT * away
         locs.append(center.expand_as(own))
         variances.append((total / count).expand_as(own))
-    return _positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
+    return positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
 
 
 def fit_gaussian(
@@ -457,18 +356,10 @@ def fit_gaussian(
             if len(late) == LATE:
                 break
         if late:
-            current = _average(late)
+            current = average(late)
     elbos = trace[-max(2, len(late)) :]  # of Gaussians that differ by noise alone
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
     return NaturalFit(current, mean(elbos), error, tuple(trace), likelihood)
-
-
-def _average(some: Sequence[BlockGaussian]) -> BlockGaussian:
-    """The mean of means and precisions, with the last prior."""
-    center = torch.stack([q.mean for q in some]).mean(0)
-    blocks = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.blocks for q in some), strict=True)]
-    links = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.links for q in some), strict=True)]
-    return _positive(replace(some[-1], mean=center, blocks=blocks, links=links))
 
 
 def settled_by(trace: Sequence[float], error: float) -> bool:
