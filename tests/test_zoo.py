@@ -66,6 +66,12 @@ def test_a_flow_is_a_density_a_posterior_and_noise_per_layer_and_joint(name: str
         assert posterior.log_prob(draws).isfinite().all()
 
 
+def test_residual_flows_are_noise_of_wide_layers_with_the_same_density_for_the_same_draw() -> None:
+    noise = fb.NodeNoise("residualflow").rules()["*"].build(Layout(12))
+    drawn, density = noise.posterior().rsample_and_log_prob((4,))
+    torch.testing.assert_close(noise.posterior().log_prob(drawn), density, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["nsf", "iaf"])
 def test_the_noise_starts_at_the_base_of_the_recipe(name: str) -> None:
     noise = recipe(name, base_scale=0.2).build(Layout(3))
@@ -102,6 +108,8 @@ def test_slow_draws_are_warned_of_with_the_remedy() -> None:
         (lambda: NormalFlow("nfs"), "no flow 'nfs'; did you mean 'nsf'"),
         (lambda: NormalFlow("nsf", settings={"bin": 4}).build(Layout(2)), "NSF has no setting 'bin'"),
         (lambda: fb.NodeNoise("maf"), "must be 'gaussian'"),
+        (lambda: fb.NodeNoise(NormalFlow("nsf"), joint="full"), "give joint to the recipe"),
+        (lambda: fb.NodeNoise({"*": None}, prior_scale=0.1), "give prior_scale to the recipe"),
     ],
 )
 def test_bad_input_is_one_line(call, words: str) -> None:

@@ -22,6 +22,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.quality.chains import NoiseChains, seconds_for
+from flowbnn.quality.compared import Ranks
 from flowbnn.quality.evidence import Evidence, warn_of_disagreement
 from flowbnn.quality.report import Report
 from flowbnn.quality.target import NoiseTarget
@@ -391,6 +392,14 @@ def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
     assert ranks[0].ranks.shape == (64, 5)
     assert ranks[0].p_value > 0.01
     assert max(ranks[1].p_value, ranks[2].p_value) < 1e-4
+
+
+@pytest.mark.parametrize("draws", [1, 5, 10, 63])
+def test_uniform_ranks_are_rejected_as_often_as_the_level_says(draws):
+    uniform = torch.randint(draws + 1, (400, 64, 2), generator=torch.Generator().manual_seed(0))
+    rejected = sum(Ranks(ranks, draws).p_value < 0.05 for ranks in uniform)
+    assert rejected < 0.05 * 400 + 3 * (0.05 * 0.95 * 400) ** 0.5
+    assert Ranks(torch.zeros(64, 2, dtype=torch.long), draws).p_value < 1e-6
 
 
 def test_too_many_dimensions_for_a_mass_matrix_are_refused_in_one_line(known, monkeypatch):

@@ -21,7 +21,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning, warn
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
-from flowbnn.methods.variational.base import FLOWS
+from flowbnn.methods.variational.base import FLOWS, FlowName
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
@@ -54,7 +54,7 @@ def calibrate(
     prior: Literal["auto", "fitted", "fixed"] = "auto",
     prior_scale: Positive | None = None,
     rules: Mapping[Rule, Recipe | None] | None = None,
-    flow: Literal["planar", "radial", "sylvester", "coupling", "invconv", "glow"] | Recipe | None = None,
+    flow: FlowName | Recipe | None = None,
     folds: Literal[0] | Annotated[int, Ge(2)] = 4,
     samples: Count = 64,
     likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"] | Likelihood = "auto",
@@ -79,10 +79,10 @@ def calibrate(
         prior_scale: :math:`\mathrm{scale}`, 0.5 unless given.
         rules: which layers get noise, and under which priors, as in :func:`~flowbnn.to_stochastic`; all, under the same prior,
             unless given.
-        flow: on the noise before its covariance, by its name (``"coupling"``, ``"planar"``, ... as in :class:`~flowbnn.NodeNoise`) or
-            as a recipe: on all layers' noise at once, or with ``structure="factorized"`` on every layer's own. It begins at the
-            Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is left out where it does not raise it; hundreds of
-            steps of 32 passes over the data each, so for small networks or a GPU.
+        flow: on the noise before its covariance, by its name (``"coupling"``, ``"nsf"``, ``"iaf"``, ... as in
+            :class:`~flowbnn.NodeNoise`) or as a recipe: on all layers' noise at once, or with ``structure="factorized"`` on every
+            layer's own. It begins at the Gaussian, is trained by the ELBO (:mod:`flowbnn.calibrate.flow`), and is left out where it
+            does not raise it; hundreds of steps of 32 passes over the data each, so for small networks or a GPU.
         folds: of the cross-validation that compares the result with the plain network and with temperature scaling; 0 leaves it
             out.
         samples: of the predictions in it.

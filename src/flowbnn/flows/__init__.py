@@ -62,13 +62,15 @@ def named_flows() -> dict[str, Callable[..., FlowModel]]:
 
 
 def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Transform:
-    """The transform of a flow by its name for noise and posteriors: draws are cheap where a setting ``cheap`` lets one choose.
+    """The transform of a flow by its name for noise and posteriors: draws are cheap, and log-determinants exact, where a setting lets
+    one choose.
 
     A ``length`` is for flows that have steps, which flows in continuous time have not.
     """
     kind = named_flows()[name]
     takes = signature(kind).parameters
-    settings = {"cheap": "forward", **settings} if "cheap" in takes else settings
+    wanted = {"cheap": "forward", "log_det": "exact"}
+    settings = {name: value for name, value in wanted.items() if name in takes} | settings
     if "length" not in takes:
         settings.pop("length", None)
     return kind(dim, context_dim, **settings).transform

@@ -7,12 +7,13 @@ Mixtures of Gaussians are those of Trinh, Kaski and Heinonen 2020 (https://arxiv
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any, Literal
 
 from torch import nn
 
 from flowbnn.convert import to_stochastic
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.base import FitOptions, register_method
 from flowbnn.methods.fitting import Schedule
 from flowbnn.methods.variational.base import FLOWS, FlowName, Variational, fit
@@ -20,6 +21,8 @@ from flowbnn.noise import NormalAffine, Recipe
 from flowbnn.options import Count, NonNegative, Positive, options, takes
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training.randomness import seeded
+
+SHARED = ("site", "side", "prior_scale", "base_scale", "joint")  # settings of every recipe
 
 
 @register_method
@@ -33,7 +36,8 @@ class NodeNoise(Variational):
             ``"sylvester"``, ``"coupling"``, ``"invconv"``, ``"glow"``; a flow of :mod:`flowbnn.flows` that draws cheaply, ``"nsf"``,
             ``"iaf"``, ``"realnvp"``, ``"nice"``, ``"naf"``, ``"flowpp"``, ``"householder"``, ``"residualflow"``; or a recipe, for all
             layers; or rules as :func:`~flowbnn.to_stochastic` takes them.
-        components: of the mixture.
+        components: of the mixture. This, and ``site``, ``side``, ``joint``, ``base_scale`` and ``prior_scale``, are for noise by its
+            name; a recipe has them itself.
         site: ``"channel"`` or ``"position"``.
         side: ``"input"``, or ``"output"``: the noise multiplies what linear layers and convolutions give (Trinh et al. 2022,
             https://arxiv.org/abs/2206.02435, use it against corrupted inputs, with ``gamma`` above 0).
@@ -56,15 +60,19 @@ class NodeNoise(Variational):
 
     __hash__ = object.__hash__  # rules may be a dictionary
 
+    def __post_init__(self) -> None:
+        own = (f for f in fields(self) if f.name in (*SHARED, "components"))
+        changed = next((f.name for f in own if getattr(self, f.name) != f.default), None)
+        if not isinstance(self.kind, str) and changed is not None:
+            raise FlowBNNError(f"give {changed} to the recipe, which has a setting for it", argument=changed)
+
     def rules(self) -> Mapping[Any, Recipe | None]:
         """What :func:`~flowbnn.to_stochastic` is given."""
         if isinstance(self.kind, Mapping):
             return self.kind
         if isinstance(self.kind, Recipe):
             return {"*": self.kind}
-        common = {
-            name: getattr(self, name) for name in ("site", "side", "prior_scale", "base_scale", "joint")
-        }
+        common = {name: getattr(self, name) for name in SHARED}
         if self.kind == "joint":
             return {"*": NormalAffine(**{**common, "joint": self.joint or "full"})}
         if self.kind == "mixture":

@@ -226,11 +226,15 @@ class Ranks:
     @property
     def p_value(self) -> float:
         """Of uniform ranks: chi-squared in eight bins, the least over dimensions with a Bonferroni correction."""
-        bins = (self.ranks * 8 // (self.draws + 1)).long()
-        counts = torch.nn.functional.one_hot(bins, 8).sum(0).double()  # [D, 8]
-        mean = len(self.ranks) / 8
+        places = self.draws + 1  # that a rank can take
+        bins = min(8, places)
+        counts = (
+            torch.nn.functional.one_hot(self.ranks.cpu() * bins // places, bins).sum(0).double()
+        )  # [D, bins]
+        sizes = torch.bincount(torch.arange(places) * bins // places)
+        mean = len(self.ranks) * sizes / places
         square = ((counts - mean).square() / mean).sum(-1)
-        p = torch.special.gammaincc(torch.tensor(3.5, dtype=torch.float64), square.cpu() / 2)
+        p = torch.special.gammaincc(torch.tensor(0.5 * (bins - 1), dtype=torch.float64), square / 2)
         return min(1.0, float(p.min()) * self.ranks.shape[1])
 
 

@@ -64,13 +64,14 @@ class NoisyNetwork:
         self.dtype = dtype_of(model) or torch.get_default_dtype()
 
     def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
-        """The network's outputs where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
+        """The network's outputs ``[B, ...]``, at least a matrix, where example ``i`` has the noise ``vectors[i]``, ``[B, D]``."""
         state = NoisePass(settings_of(self.model, "sample"), shares=False)
         state.gradients, state.only_prepared = torch.is_grad_enabled(), True
         parts = vectors.split(self.sizes, -1)
         state.prepared = {noise.key: part for noise, part in zip(self.layers.values(), parts, strict=True)}
         with state:
-            return call(self.model, inputs)
+            outputs = call(self.model, inputs)
+        return outputs if outputs.ndim > 1 else outputs.unsqueeze(1)  # of one logit, squeezed
 
     def passes(
         self, vectors: Tensor, inputs: Any, targets: Tensor, rows: int
