@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.distributions import StudentBase
+from flowbnn.distributions import CircularBase, StudentBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
 from flowbnn.transforms import Autoregressive, Compose, Inverse
@@ -104,7 +104,17 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
     [
         (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
         (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
-        (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of length 2, not of 3"),
+        (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of 2 real numbers, not of 3"),
+        (lambda: fb.flows.NSF(2, circular=True, base=StudentBase(2)), "angles up to 3.14159, not of 2 real"),
+        (
+            lambda: fb.flows.NSF(2, circular=True, bound=180.0, base=CircularBase(2)),
+            "up to 180, not of 2 angles",
+        ),
+        (lambda: fb.flows.RealNVP(2, base=CircularBase(2)), "2 real numbers, not of 2 angles"),
+        (
+            lambda: fb.flows.NICE(3, 2).transform(torch.ones(4, 3), torch.ones(5, 2)),
+            r"part 0 .* Coupling, \(4,\)",
+        ),
         (lambda: fb.flows.NSF(2, bins=1), "at least 2"),
         (lambda: fb.flows.NSF(2)().log_prob(torch.ones(3)), "vectors of length 2"),
         (

@@ -188,7 +188,7 @@ def test_bad_input_is_one_line() -> None:
         (lambda: fb.flows.IDF(2)().log_prob(torch.rand(2)), "takes a tensor of integers"),
         (lambda: flow().log_prob(torch.rand(2)), "takes a tensor of integers"),
         (lambda: flow().log_prob(torch.ones(3).long()), "vectors of length 2"),
-        (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "base of length 2"),
+        (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "base of 2 integers, not of 3 real"),
     ):
         with pytest.raises(FlowBNNError, match=words):
             call()

@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.density.density import _Objective
-from flowbnn.transforms import Amortized, LULinear, Residual
+from flowbnn.transforms import Amortized, Compose, LULinear, Residual, Sigmoid
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 
@@ -205,6 +205,7 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
         ),
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
         (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context of length 3"),
+        (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "all real vectors"),
     ],
 )
 def test_bad_input_ends_in_one_line(call, words: str) -> None:

@@ -285,9 +285,10 @@ def as_diagonal_normal(distribution: Any, event_axes: int = 0) -> DiagonalNormal
 
 
 class Base(nn.Module, ABC):
-    """The owner of a base distribution's tensors. Subclasses set ``dim`` and define ``distribution()``."""
+    """The owner of a base distribution's tensors. Subclasses set ``dim``, and ``numbers``, and define ``distribution()``."""
 
     dim: int
+    numbers: str = "real numbers"
 
     @abstractmethod
     def distribution(self) -> Any:
@@ -357,6 +358,7 @@ class CircularBase(_Fixed):
     @checked
     def __init__(self, dim: Count, bound: Positive = math.pi) -> None:
         super().__init__(dim, 0.0, bound)
+        self.numbers = f"angles up to {bound:g}"
 
 
 class StudentBase(_Fixed):

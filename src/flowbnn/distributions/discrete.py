@@ -76,6 +76,8 @@ class DiscretizedLogisticBase(Base):
     torch.Size([2, 3])
     """
 
+    numbers = "integers"
+
     @checked
     def __init__(self, dim: Count, components: Count = 5, values: Positive = 256.0) -> None:
         super().__init__()

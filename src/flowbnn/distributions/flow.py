@@ -32,7 +32,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import checked
 from flowbnn.transforms.base import Transform, check_dense, check_events, refused
-from flowbnn.transforms.compose import Compose, Inverse
+from flowbnn.transforms.compose import Compose, Inverse, together
 from flowbnn.transforms.linear import BlockTriangular
 
 
@@ -87,7 +87,7 @@ class Flow(Distribution):
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
-            wide = _together(batch_shape, context.shape[:-1], "the base", "the context")
+            wide = together(batch_shape, context.shape[:-1], "the base")
             if wide != batch_shape:
                 base = base.expand(wide + start[: axes - len(base.event_shape)])
                 batch_shape = wide
@@ -185,23 +185,15 @@ class Flow(Distribution):
             return
         outside = self._pull_back(value)[2]
         if bool(outside.any()):
-            self.transform.inverse(self._fitted(value), self.context)
+            self.transform.inverse(value, self.context)
             text = f"{int(outside.sum())} of {outside.numel()} values lie outside the support of the flow's"
             raise FlowBNNError(f"{text} base, {type(self.base).__name__}", kind="range")
 
-    def _fitted(self, value: Tensor) -> Tensor:
-        """The value with the batch axes that the context needs."""
-        check_dense(value, self.transform)
-        axes = len(self.event_shape)
-        if value.ndim < axes:
-            check_events(value, self.event_shape, self)
-        if self.context is None:
-            return value
-        batch = _together(value.shape[: value.ndim - axes], self.batch_shape, "the values", "the context")
-        return value.expand(batch + value.shape[value.ndim - axes :])
-
     def _pull_back(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return pull_back(self.base, self.transform, self._fitted(value), self.context, len(self.event_shape))
+        check_dense(value, self.transform)
+        if value.ndim < len(self.event_shape):
+            check_events(value, self.event_shape, self)
+        return pull_back(self.base, self.transform, value, self.context, len(self.event_shape))
 
     def rsample_and_log_prob(
         self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None
@@ -231,14 +223,6 @@ def _following(generator: Any) -> Iterator[None]:
     with TURNS, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
-
-
-def _together(first: torch.Size, second: torch.Size, *names: str) -> torch.Size:
-    try:
-        return torch.broadcast_shapes(first, second)
-    except RuntimeError:
-        text = f"the batch shapes of {names[0]}, {tuple(first)}, and of {names[1]}, {tuple(second)}, do not fit each other"
-        raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
 class _Image(constraints.Constraint):

@@ -101,10 +101,11 @@ class Named(FlowModel):
     def __post_init__(self, base: Base | None) -> None:
         transform = Compose(*self.parts())
         size = transform.inverse_shape([self.dim] if isinstance(self.dim, int) else self.dim)[-1]
-        if base is not None and base.dim != size:
-            text = f"{type(self).__name__}({self.dim}) needs a base of length {size}, not of {base.dim}"
-            raise FlowBNNError(text, kind="shape", argument="base")
-        super().__init__(base or self.own_base(size), transform, self.context_dim)
+        own = self.own_base(size)
+        if base is not None and (base.dim, base.numbers) != (size, own.numbers):
+            wanted = f"needs a base of {size} {own.numbers}, not of {base.dim} {base.numbers}"
+            raise FlowBNNError(f"{type(self).__name__}({self.dim}) {wanted}", kind="shape", argument="base")
+        super().__init__(base or own, transform, self.context_dim)
 
     def parts(self) -> Sequence[Transform]:
         """The transforms, from the base to the sample."""

@@ -30,12 +30,14 @@ def run_part(
     part: Transform, value: Tensor, context: Tensor | None, backwards: bool, extra: int, path: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """One part of a chain, whose events have ``extra`` axes more than the part's; an error tells its place."""
-    if context is not None and extra:
-        check_dense(context, part)
-        if not context.ndim:
-            raise FlowBNNError("a context has vectors on its last axis", kind="shape", argument="context")
-        context = context.reshape(*context.shape[:-1], *(1,) * extra, context.shape[-1])
     try:
+        if context is not None:
+            check_dense(value, part)
+            check_dense(context, part)
+            context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
+            cut = max(0, value.ndim - (part.sample_dim if backwards else part.event_dim))
+            batch = together(value.shape[:cut], context.shape[:-1], f"the values of {type(part).__name__}")
+            value = value.expand(batch + value.shape[cut:])
         value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
     except FlowBNNError as error:
         fields = {"reason": str(error), **error.fields, "place": path[0]}
@@ -43,6 +45,15 @@ def run_part(
         where = ".".join(map(str, fields["path"]))
         raise FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields) from None
     return value, sum_rightmost(log_det, extra)
+
+
+def together(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
+    """The batch shape of what is named and of the context."""
+    try:
+        return torch.broadcast_shapes(batch, context)
+    except RuntimeError:
+        text = f"the batch shapes of {name}, {tuple(batch)}, and of the context, {tuple(context)}, do not fit each other"
+        raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
 class Compose(Transform):
@@ -177,9 +188,12 @@ class Amortized(Transform):
             setattr(self, declared, getattr(transform, declared))
         self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        if transform.event_dim != 1 or transform.stochastic or not sum(sizes):
-            text = f"Amortized takes a transform of vectors that has parameters and draws nothing, not {type(transform).__name__}"
-            raise FlowBNNError(text, argument="transform")
+        limited = any(
+            getattr(type(part), "ends", Transform.ends) is not Transform.ends for part in transform.modules()
+        )
+        if transform.event_dim != 1 or transform.stochastic or limited or not sum(sizes):
+            text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
+            raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
         # in a dictionary, so that its parameters are not counted twice
         self._ways: dict[str, Any] = {"forward": (transform, "")}
         if transform.inverse_kind != "none":
