@@ -184,3 +184,56 @@ def test_data_that_are_all_predicted_right_are_told_of_once_and_not_in_every_fol
         warnings.simplefilter("always")
         fb.calibrate(network, [(x, (x[:, 0] > 0).long())], folds=4, progress=False)
     assert [one.message.fields["kind"] for one in told] == ["memorised"]  # type: ignore[union-attr]
+
+
+class Beside(nn.Module):
+    """Three layers beside each other: linear in the noise of all, which the first and the last share inputs of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(2, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x[:, :2]) + self.two(x[:, 2:4]) + self.three(x[:, 4:])
+
+
+def test_a_chain_is_the_best_one_where_layers_that_are_no_neighbours_are_correlated() -> None:
+    torch.manual_seed(0)
+    network, inputs = Beside().double(), torch.randn(15, 6).double() @ (torch.eye(6) + 0.4).double()
+    design = inputs * torch.cat([layer.weight for layer in network.children()], 1).detach()
+    exact = design.mT @ design / 0.3**2 + torch.eye(6) / SCALE**2
+    fit = natural.fit_gaussian(
+        fb.to_stochastic(network, {"*": fb.noise.NormalAffine()}),
+        fb.likelihoods.Gaussian(0.3),
+        inputs,
+        design.sum(1, keepdim=True),
+        "chain",
+        prior="fixed",
+        scale=SCALE,
+    )
+
+    def divergence(covariance: torch.Tensor) -> torch.Tensor:
+        """To the exact posterior, whose mean is that of the prior, from a Gaussian of the same mean."""
+        return 0.5 * ((exact @ covariance).trace() - 6.0 - torch.logdet(exact @ covariance))
+
+    free = torch.eye(
+        6, dtype=torch.float64
+    ).requires_grad_()  # a triangular root of the precision, of the shape of a chain's
+    shape = torch.ones(6, 6).tril()
+    shape[4:, :2] = 0.0
+
+    def loss() -> torch.Tensor:
+        root = free * shape
+        return divergence(torch.linalg.inv(root.mT @ root))
+
+    search = torch.optim.LBFGS([free], max_iter=300, line_search_fn="strong_wolfe")
+
+    def again() -> torch.Tensor:
+        search.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    search.step(again)
+    assert float(divergence(fit.gaussian.covariance())) == pytest.approx(loss().item(), abs=2e-3)
+    torch.testing.assert_close(fit.gaussian.mean, torch.ones(6).double(), rtol=0, atol=0.02)

@@ -73,14 +73,22 @@ class BlockGaussian:
         if not self.maps:
             squares = [root.square() for root in self.roots]
             return torch.cat([square.sum(-1) if square.ndim == 2 else square for square in squares])
-        result, before = [], None
-        for number, root in enumerate(self.roots):
-            covariance = root @ root.mT
-            if number:
-                covariance = covariance + self.maps[number - 1] @ before @ self.maps[number - 1].mT  # type: ignore[operator]
-            result.append(covariance.diagonal())
-            before = covariance
-        return torch.cat(result)
+        return torch.cat([covariance.diagonal() for covariance in self._marginals()])
+
+    def _marginals(self) -> list[Tensor]:
+        """The covariance of each block of a chain."""
+        found = [self.roots[0] @ self.roots[0].mT]
+        for way, root in zip(self.maps, self.roots[1:], strict=True):
+            found.append(root @ root.mT + way @ found[-1] @ way.mT)
+        return found
+
+    def backward_maps(self) -> list[Tensor]:
+        """From the deviation of a block of a chain to the mean of that of the block before."""
+        marginals = self._marginals()
+        return [
+            torch.linalg.solve(after, way @ before).mT
+            for way, before, after in zip(self.maps, marginals, marginals[1:], strict=False)
+        ]
 
     def kl(self) -> float:
         """To the prior, in nats."""
@@ -95,14 +103,12 @@ class BlockGaussian:
         return columns.mT @ columns
 
 
-def positive(q: BlockGaussian) -> BlockGaussian:
-    """The Gaussian, its links shrunk until the precision is positive definite: cutting it to a chain may make it indefinite."""
-    for _ in range(20):
-        try:
-            return q.factorize()
-        except torch.linalg.LinAlgError:
-            q = replace(q, links=[0.7 * link for link in q.links])
-    return replace(q, links=[]).factorize()
+def factorized(q: BlockGaussian, instead: BlockGaussian) -> BlockGaussian:
+    """The Gaussian, or another where its precision is not positive definite."""
+    try:
+        return q.factorize()
+    except torch.linalg.LinAlgError:
+        return instead
 
 
 def average(some: Sequence[BlockGaussian]) -> BlockGaussian:
@@ -110,4 +116,4 @@ def average(some: Sequence[BlockGaussian]) -> BlockGaussian:
     center = torch.stack([q.mean for q in some]).mean(0)
     blocks = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.blocks for q in some), strict=True)]
     links = [sum(parts[1:], parts[0]) / len(some) for parts in zip(*(q.links for q in some), strict=True)]
-    return positive(replace(some[-1], mean=center, blocks=blocks, links=links))
+    return factorized(replace(some[-1], mean=center, blocks=blocks, links=links), some[-1])

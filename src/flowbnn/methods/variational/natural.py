@@ -27,7 +27,7 @@ from flowbnn.batches import call, dtype_of, evaluating, in_memory, repeat, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood, learns_noise, least_variance
 from flowbnn.methods.laplace.output_hessian import output_hessian
-from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, positive
+from flowbnn.methods.variational.block_gaussian import BlockGaussian, average, factorized
 from flowbnn.noise.base import Noise, noise_layers, settings_of
 from flowbnn.noise.passes import NoisePass
 
@@ -210,6 +210,7 @@ class _Problem:
         # every second pass has the draws of the one before, mirrored: what is linear in them cancels
         self.generator.manual_seed(self.seed + 7919 * (self.passes // 2))
         sign = 1.0 - 2.0 * (self.passes % 2)
+        back = q.backward_maps() if links else []
         for low in range(0, len(self.targets), self.rows):
             inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
             normal = torch.randn(
@@ -225,13 +226,13 @@ class _Problem:
                 thinned = math.ceil(roots.shape[0] / len(targets) * len(self.targets) * len(q.mean) / KEPT)
                 kept.append(roots[::thinned])
             parts = roots.split(self.sizes, -1)
-            for number, part in enumerate(parts):
+            for block, part in zip(blocks, parts, strict=True):
                 if self.structure == "factorized":
-                    blocks[number] += part.square().sum(0, dtype=torch.float64)
+                    block += part.square().sum(0, dtype=torch.float64)
                 else:
-                    blocks[number] += (part.mT @ part).double()
-                if number and links:
-                    links[number - 1] += (part.mT @ parts[number - 1]).double()
+                    block += (part.mT @ part).double()
+            if links:
+                _add_chain(blocks, links, parts, q.maps, back)
             if learns_noise(self.network.likelihood):
                 square = square + (outputs - targets.reshape(outputs.shape)).square().sum(0)
         for total in (gradient, *blocks, *links):
@@ -240,13 +241,42 @@ class _Problem:
         return Estimate(each, q.kl(), gradient, blocks, links, square / len(self.targets), kept)
 
     def step(self, q: BlockGaussian, estimate: Estimate, size: float) -> BlockGaussian:
+        """From a Gaussian by this size, or by less where the precision would not be positive definite, as that of a chain may."""
         blocks = [torch.lerp(old, new, size) for old, new in zip(q.blocks, estimate.blocks, strict=True)]
         links = [torch.lerp(old, new, size) for old, new in zip(q.links, estimate.links, strict=True)]
-        moved = positive(replace(q, blocks=blocks, links=links))
+        moved = factorized(replace(q, blocks=blocks, links=links), q)
+        if moved is q:
+            return self.step(q, estimate, 0.5 * size)
         slope = estimate.gradient - (q.mean - q.loc) / q.variance
         way = _newton(estimate, 1.0 / q.variance, slope) if estimate.roots else moved.covariance_times(slope)
         moved.mean = q.mean + size * way
         return moved
+
+
+def _add_chain(
+    blocks: Sequence[Tensor],
+    links: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    maps: Sequence[Tensor],
+    back: Sequence[Tensor],
+) -> None:
+    r"""Add to the blocks :math:`R_l^\top R_l` and to the links what the roots :math:`R` of the Gauss-Newton matrix ask of a chain.
+
+    Layers that are not neighbours are correlated through those between them: :math:`T_l = R_l + T_{l+1} A_{l+1}` and
+    :math:`S_l = R_l + S_{l-1} B_l` are the roots at deviations of layer :math:`l` that the layers after it, or before it, follow by the
+    maps. The gradient of :math:`\frac12 \mathrm{tr}(R^\top R\, C)` in the covariances that a chain has is
+    :math:`T_l^\top S_{l-1}` for neighbours; in those of a layer, with :math:`X_l = (T_l - R_l)^\top (S_l - R_l)`, half of
+    :math:`R_l^\top R_l - X_l - X_l^\top`.
+    """
+    ahead, behind = list(parts), list(parts)
+    for number, way in reversed(list(enumerate(maps))):
+        ahead[number] = parts[number] + ahead[number + 1] @ way.to(parts[0])
+    for number, way in enumerate(back):
+        behind[number + 1] = parts[number + 1] + behind[number] @ way.to(parts[0])
+        links[number].add_(ahead[number + 1].mT @ behind[number])
+    for block, part, after, before in zip(blocks, parts, ahead, behind, strict=True):
+        both = (after - part).mT @ (before - part)
+        block.sub_(both + both.mT)
 
 
 def _newton(estimate: Estimate, added: Tensor, slope: Tensor) -> Tensor:
@@ -287,7 +317,7 @@ def fit_prior(q: BlockGaussian, sizes: Sequence[int], loc: Tensor, scale: Tensor
         total = (spread + (own - center).square()).sum() + WEIGHT * away
         locs.append(center.expand_as(own))
         variances.append((total / count).expand_as(own))
-    return positive(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)))
+    return factorized(replace(q, loc=torch.cat(locs), variance=torch.cat(variances)), q)
 
 
 def fit_gaussian(
