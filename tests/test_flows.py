@@ -62,6 +62,16 @@ def test_a_context_makes_one_distribution_for_each(name: str, dim: int) -> None:
     assert flow(context).rsample((7,)).shape == (7, 5, dim)
 
 
+@pytest.mark.parametrize("name", ["nsf", "planar", "residualflow"])
+def test_flows_compute_in_single_precision_under_autocast(name: str) -> None:
+    flow = named_flows()[name](2, 3, length=1).eval()
+    context, x = torch.ones(4, 3, dtype=torch.bfloat16), torch.randn(4, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flow(context).rsample().dtype == torch.float32
+        found = flow(context).log_prob(x)
+    torch.testing.assert_close(found, flow(context).log_prob(x), rtol=0.0, atol=0.0)
+
+
 def test_the_mean_of_a_conditional_gaussian_follows_its_context() -> None:
     flow = small("Householder", 2, context_dim=1)
     context = torch.tensor([[0.0], [2.0]]).double()

@@ -1,6 +1,8 @@
 """Stable tensor functions; imports torch only."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,12 @@ def sum_rightmost(value: Tensor, dims: int) -> Tensor:
     tensor([12., 12.])
     """
     return value if dims == 0 else value.flatten(-dims).sum(-1) if dims > 1 else value.sum(-1)
+
+
+def exactly(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Flows and their densities, which half precision would spoil, compute in that of their weights under autocast as well."""
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def readable(value: Tensor) -> bool:

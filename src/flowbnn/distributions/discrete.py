@@ -76,12 +76,11 @@ class DiscretizedLogisticBase(Base):
     torch.Size([2, 3])
     """
 
-    numbers = "integers"
-
     @checked
     def __init__(self, dim: Count, components: Count = 5, values: Positive = 256.0) -> None:
         super().__init__()
         self.dim, self.components, self.values = dim, components, values
+        self.numbers = "integers"
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
 
     def distribution(self) -> DiscretizedLogistic:

@@ -59,7 +59,7 @@ class Evaluated:
             x = applied(x, weight, shift)
             gate = torch.sigmoid(rate * x)
             x = x * gate
-            slopes.append(torch.lerp(gate, torch.ones_like(rate), rate * x))  # gate + rate x (1 - gate)
+            slopes.append(torch.lerp(gate, gate.new_ones(()), rate * x))  # gate + rate x (1 - gate)
         return applied(x, self.weights[-1], self.shifts[-1]), slopes
 
     def linearize(self, x: Tensor) -> tuple[Tensor, Product, Product]:

@@ -34,6 +34,7 @@ def run_part(
         if context is not None:
             check_dense(value, part)
             check_dense(context, part)
+            context = context.to(value.dtype) if value.is_floating_point() else context
             context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
             cut = max(0, value.ndim - (part.sample_dim if backwards else part.event_dim))
             batch = together(value.shape[:cut], context.shape[:-1], f"the values of {type(part).__name__}")
@@ -182,16 +183,13 @@ class Amortized(Transform):
     @checked
     def __init__(self, transform: Transform, context_dim: Count, hidden: Sequence[Count] = ()) -> None:
         super().__init__()
-        self.transform = transform
-        self.context_dim = context_dim
+        self.transform, self.context_dim = transform, context_dim
         for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
             setattr(self, declared, getattr(transform, declared))
         self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        limited = any(
-            getattr(type(part), "ends", Transform.ends) is not Transform.ends for part in transform.modules()
-        )
-        if transform.event_dim != 1 or transform.stochastic or limited or not sum(sizes):
+        ends = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
+        if transform.event_dim != 1 or transform.stochastic or ends != {Transform.ends} or not sum(sizes):
             text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
             raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
         # in a dictionary, so that its parameters are not counted twice

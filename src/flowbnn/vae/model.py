@@ -22,7 +22,7 @@ from flowbnn.distributions import DiagonalNormal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
-from flowbnn.numerics import readable, soft_clamp
+from flowbnn.numerics import exactly, readable, soft_clamp
 from flowbnn.options import Count, Ge, NonNegative, Seed, Share, check, checked, takes
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
@@ -37,11 +37,6 @@ DECODERS: dict[str, type[Decoder]] = {
     "logistic": LogisticDecoder,
 }
 POSTERIORS = {name: name for name in named_flows()} | {"coupling": "realnvp"}
-
-
-def exactly(tensor: Tensor) -> torch.autocast:
-    """Under autocast encoder and decoder compute in half precision; codes and their densities do not."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 class Autoencoder(nn.Module):
