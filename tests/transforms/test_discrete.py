@@ -187,7 +187,7 @@ def test_bad_input_is_one_line() -> None:
     for call, words in (
         (lambda: fb.flows.IDF(2)().log_prob(torch.rand(2)), "takes a tensor of integers"),
         (lambda: flow().log_prob(torch.rand(2)), "takes a tensor of integers"),
-        (lambda: flow().log_prob(torch.ones(3).long()), "vectors of length 2"),
+        (lambda: flow().log_prob(torch.ones(3).long()), r"events of shape \(2,\), not shape \(3,\)"),
         (lambda: fb.flows.IDF(2, base=fb.distributions.NormalBase(3)), "base of 2 integers, not of 3 real"),
     ):
         with pytest.raises(FlowBNNError, match=words):

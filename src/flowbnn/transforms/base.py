@@ -101,6 +101,20 @@ class Transform(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} {text}")
 
 
+class TwoWay(Transform):
+    """A transform whose directions are one computation, which a subclass gives as :meth:`run`."""
+
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        """:meth:`forward`, or :meth:`inverse` if ``backwards``."""
+        raise NotImplementedError
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.run(z, context, backwards=False)
+
+    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.run(x, context, backwards=True)
+
+
 def refused(owner: object, text: str, kind: str) -> FlowBNNError:
     """What a transform says of its arguments."""
     return FlowBNNError(f"{type(owner).__name__} {text}", kind=kind)
@@ -122,27 +136,12 @@ def check_tensor(value: Any, owner: object) -> None:
         raise refused(owner, f"{text} Dequantization, or give it .float()", "dtype")
 
 
-def check_integers(value: Any, owner: object) -> None:
-    """Refuse what is no tensor of integers (or booleans)."""
-    check_dense(value, owner)
-    if value.is_floating_point():
-        hint = "floats that hold integers are cast with .long()"
-        raise refused(owner, f"takes a tensor of integers, not of {value.dtype}; {hint}", "dtype")
-
-
 def check_range(value: Tensor, low: float, high: float, owner: str, hint: str = "") -> None:
     """Refuse numbers outside an interval, where they can be looked at; the ends belong to it."""
     if readable(value) and bool((wrong := (value < low) | (value > high)).any()):
         worst = value[wrong][0].item()
         text = f"{owner} takes numbers {Interval(ge=low, le=high)}, not {worst:.8g}{hint}"
         raise FlowBNNError(text, kind="range", value=worst)
-
-
-def check_length(value: Tensor, dim: int, owner: object) -> None:
-    """Refuse vectors of another length, which would broadcast to a wrong log-det."""
-    if value.ndim == 0 or value.shape[-1] != dim:
-        text = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
-        raise refused(owner, text, "shape")
 
 
 def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Size:
@@ -156,7 +155,9 @@ def check_events(value: Tensor, shape: Sequence[int], owner: object) -> torch.Si
 def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | None = None) -> None:
     """Refuse what is no real vector of this length, and another dtype than that of the parameters."""
     check_tensor(value, owner)
-    check_length(value, dim, owner)
+    if value.ndim == 0 or value.shape[-1] != dim:  # which would broadcast to a wrong log-det
+        text = f"takes vectors of length {dim} on the last axis, not shape {tuple(value.shape)}"
+        raise refused(owner, text, "shape")
     if parameter is not None and value.dtype != parameter.dtype:
         text = f"has {parameter.dtype} parameters but got {value.dtype} input; cast one with .to(dtype)"
         raise refused(owner, text, "dtype")

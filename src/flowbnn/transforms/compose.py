@@ -1,9 +1,8 @@
 """Transforms made of transforms."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, check_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Hint, checked
-from flowbnn.transforms.base import Transform, check_dense, check_tensor
+from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_tensor
 
 # what a chain declares is the weakest of its parts: the first of these ...
 _WEAKEST = {
@@ -57,7 +56,7 @@ def together(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
         raise FlowBNNError(text, kind="shape", argument="context") from None
 
 
-class Compose(Transform):
+class Compose(TwoWay):
     r"""One transform after another: ``Compose(f, g)`` maps :math:`z \mapsto g(f(z))`, the order of application.
 
     Its events have as many axes as the parts need, and log-dets are summed to that shape; a part of smaller events, such as one that
@@ -90,13 +89,7 @@ class Compose(Transform):
         for part in reversed(parts):
             self.takes_integers = part.takes_integers or (self.takes_integers and not part.discrete)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(z, context, backwards=False)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(x, context, backwards=True)
-
-    def _run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         parts = list(enumerate(self))
         total: Tensor | None = None
         for place, part in reversed(parts) if backwards else parts:
@@ -127,7 +120,7 @@ class Compose(Transform):
         return self.parts[index]  # type: ignore[return-value]
 
 
-class Inverse(Transform):
+class Inverse(TwoWay):
     r"""The same map run backwards: its forward is the part's inverse.
 
     A surjection that gives a bound on log-densities gives them exactly when it is run backwards, and the reverse.
@@ -150,11 +143,8 @@ class Inverse(Transform):
             setattr(self, name, _TURNED[getattr(part, name)])
         self.discrete, self.takes_integers = part.takes_integers, part.discrete
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.part.inverse(z, context)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.part.forward(x, context)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        return self.part.forward(value, context) if backwards else self.part.inverse(value, context)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
         return self.part.inverse_shape(shape)
@@ -163,7 +153,7 @@ class Inverse(Transform):
         return self.part.forward_shape(shape)
 
 
-class Amortized(Transform):
+class Amortized(TwoWay):
     r"""A transform whose parameters are :math:`\theta + \mathrm{net}(c)`, others for every context :math:`c`.
 
     This is how planar, radial and Sylvester flows are conditioned on an encoder (Rezende and Mohamed 2015; van den Berg et al. 2018).
@@ -186,35 +176,29 @@ class Amortized(Transform):
         self.transform, self.context_dim = transform, context_dim
         for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
             setattr(self, declared, getattr(transform, declared))
-        self.shapes = {name: parameter.shape for name, parameter in transform.named_parameters()}
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
-        ends = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
-        if transform.event_dim != 1 or transform.stochastic or ends != {Transform.ends} or not sum(sizes):
+        self.sizes = [parameter.numel() for parameter in transform.parameters()]
+        real = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()} == {
+            Transform.ends
+        }
+        if transform.event_dim != 1 or transform.stochastic or not real or not sum(self.sizes):
             text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
             raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
-        # in a dictionary, so that its parameters are not counted twice
-        self._ways: dict[str, Any] = {"forward": (transform, "")}
-        if transform.inverse_kind != "none":
-            self._ways["inverse"] = Inverse(transform), "part."
-        self.net = MLP(context_dim, sum(sizes), hidden)
+        # in a tuple, so that its parameters are not counted twice
+        self._turned: tuple[Inverse, ...] = (Inverse(transform),) if transform.inverse_kind != "none" else ()
+        self.net = MLP(context_dim, sum(self.sizes), hidden)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._apply_rows(z, context, "forward")
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        known = "inverse" in self._ways
-        return self._apply_rows(x, context, "inverse") if known else super().inverse(x, context)
-
-    def _apply_rows(self, value: Tensor, context: Tensor | None, direction: str) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        if backwards and not self._turned:
+            return Transform.inverse(self, value)
         context = check_context(context, self.context_dim)
         batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
         value = value.expand(*batch, value.shape[-1])
         if not value.numel():  # vmap takes no empty batch
-            return getattr(self.transform, direction)(value)
+            return self.transform.inverse(value) if backwards else self.transform.forward(value)
         flat = self.net(context)
         parts = flat.expand(*batch, flat.shape[-1]).flatten(0, -2) if batch else flat.unsqueeze(0)
-        parts = parts.split([math.prod(shape) for shape in self.shapes.values()], -1)
-        whole, prefix = self._ways[direction]
+        parts = parts.split(self.sizes, -1)
+        whole, prefix = (self._turned[0], "part.") if backwards else (self.transform, "")
         given = {
             prefix + name: own + part.reshape(-1, *own.shape)
             for (name, own), part in zip(self.transform.named_parameters(), parts, strict=True)

@@ -11,7 +11,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context
 from flowbnn.nets.smooth import Evaluated, SmoothMLP, Traced
 from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.base import Transform, TwoWay, check_vectors
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.residual import EXACT_IN_EVAL, EXACT_IN_TRAINING
 
@@ -20,7 +20,7 @@ Dynamics = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 Ends = tuple[float, float]
 
 
-class NeuralODE(Transform):
+class NeuralODE(TwoWay):
     r"""The flow of a vector field: :math:`\dot z = f(t, z, c)` from :math:`z(0)` to :math:`x = z(1)`, solved by torchdiffeq.
 
     .. math:: \log|\det| = \int_0^1 \operatorname{tr} \frac{\partial f}{\partial z}(t, z(t), c)\, dt
@@ -78,12 +78,6 @@ class NeuralODE(Transform):
         self.evaluations = 0  #: of the network, in the last solve
         self.adjoint_evaluations = 0  #: of the network, in the last gradient by the adjoint equation
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._solve(z, context, (0.0, 1.0))
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._solve(x, context, (1.0, 0.0))
-
     def velocity(self, time: Tensor | float, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The vector field; ``time`` is a number, or ``(..., 1)`` for a time of each row."""
         at, tensors = self._field(z, context)
@@ -120,7 +114,7 @@ class NeuralODE(Transform):
 
         return traced, [*self.net.parameters(), behind]
 
-    def _solve(self, value: Tensor, context: Tensor | None, ends: Ends) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, next(self.net.parameters(), None))
         if torch._C._functorch.maybe_current_level() is not None:
             text = "NeuralODE is not for torch.func: its solver looks at values; use torch.autograd"
@@ -151,6 +145,7 @@ class NeuralODE(Transform):
             product = (pull(signs) * signs).sum(-1)
             return velocity, product.sum(0) if exact else product
 
+        ends = (1.0, 0.0) if backwards else (0.0, 1.0)
         if not self.adjoint or not torch.is_grad_enabled():
             return self._integrate(dynamics, ends, value, tensors)
         return _Adjoint.apply(self, dynamics, ends, value, *tensors)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length
 from flowbnn.numerics import inverse_softplus
 from flowbnn.options import Count, Positive, checked, options
-from flowbnn.transforms.base import check_length, check_tensor, check_vectors
+from flowbnn.transforms.base import check_events, check_tensor, check_vectors
 from flowbnn.transforms.surjective import Several, ToIntegers
 from flowbnn.transforms.univariate import ShiftMap, Univariate
 
@@ -20,7 +20,8 @@ from flowbnn.transforms.univariate import ShiftMap, Univariate
 class _Categories(ToIntegers):
     """Vectors of ``dim`` categories from ``categories`` numbers for each, one after the other."""
 
-    def __init__(self, dim: int, categories: int) -> None:
+    @checked
+    def __init__(self, dim: Count, categories: Several) -> None:
         super().__init__()
         self.dim, self.categories, self.lengths = dim, categories, (dim * categories, dim)
 
@@ -35,7 +36,7 @@ class _Categories(ToIntegers):
     def _codes(self, x: Tensor) -> Tensor:
         """Whether each category is the one of ``x``, on a new last axis."""
         self._check_integers(x, 0, self.categories - 1)
-        check_length(x, self.dim, self)
+        check_events(x, (self.dim,), self)
         return one_hot(x, self.categories)
 
 
@@ -135,10 +136,6 @@ class OneHot(_Categories):
     >>> OneHot(2, categories=3).inverse(torch.tensor([2, 0]))[0]
     tensor([0., 0., 1., 1., 0., 0.])
     """
-
-    @checked
-    def __init__(self, dim: Count, categories: Several) -> None:
-        super().__init__(dim, categories)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self._scores(z).argmax(-1), z.new_zeros(z.shape[:-1])

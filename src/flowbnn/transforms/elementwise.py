@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
 from flowbnn.options import Count, Interval, Positive, checked
-from flowbnn.transforms.base import Transform, check_range, check_tensor, check_vectors
+from flowbnn.transforms.base import Transform, TwoWay, check_range, check_tensor, check_vectors
 from flowbnn.transforms.compose import Inverse
 
 
@@ -146,7 +146,7 @@ class Exp(_Monotone):
         return z, -z
 
 
-class Affine(Transform):
+class Affine(TwoWay):
     r"""Elementwise affine map :math:`x = c + t + e^{s} \odot (z - c)` with :math:`\log|\det| = \sum_i s_i`.
 
     Starts at the identity. The log-scale is bounded softly, :math:`s = b \tanh(a / b)`, so that neither direction can overflow.
@@ -176,16 +176,13 @@ class Affine(Transform):
     def log_scale(self) -> Tensor:
         return soft_clamp(self.raw_log_scale, self.bound)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, len(self.shift), self)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, len(self.shift), self)
         log_scale = self.log_scale
-        scale = log_scale.exp()
-        return torch.addcmul(self._offset(scale), z, scale), log_scale.sum().expand(z.shape[:-1])
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, len(self.shift), self)
-        log_scale = self.log_scale
-        return (x - self._offset(log_scale.exp())) * (-log_scale).exp(), -log_scale.sum().expand(x.shape[:-1])
+        scale, log_det = log_scale.exp(), log_scale.sum().expand(value.shape[:-1])
+        if backwards:
+            return (value - self._offset(scale)) * (-log_scale).exp(), -log_det
+        return torch.addcmul(self._offset(scale), value, scale), log_det
 
     @torch.no_grad()
     def start(self, loc: float, scale: float) -> None:
@@ -228,26 +225,22 @@ class ActNorm(Affine):
     @checked
     def __init__(self, dim: Count, bound: Positive = 8.0, data_start: bool = True) -> None:
         super().__init__(dim, bound)
-        self.dim = dim
         self.register_buffer("initialized", torch.tensor(not data_start))
         # the same fact for Python, because a compiled graph must not branch on a tensor
         self.started = not data_start
-        self.register_load_state_dict_post_hook(_read_started)
+        self.register_load_state_dict_post_hook(ActNorm._read_started)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._start(z, backwards=False)
-        return super().forward(z, context)
+    def _read_started(self, loaded: Any) -> None:
+        self.started = bool(self.initialized)
 
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._start(x, backwards=True)
-        return super().inverse(x, context)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, len(self.shift), self)
+        if self.training and not self.started and value.shape[:-1].numel() >= 2:
+            self._start(value.detach().flatten(0, -2), backwards)
+        return super().run(value, context, backwards)
 
     @torch.no_grad()
-    def _start(self, value: Tensor, backwards: bool) -> None:
-        check_vectors(value, self.dim, self)
-        if self.started or not self.training or value.shape[:-1].numel() < 2:
-            return
-        rows = value.detach().reshape(-1, self.dim)
+    def _start(self, rows: Tensor, backwards: bool) -> None:
         mean = rows.mean(0)
         deviation = (rows - mean).square().mean(0).sqrt()
         # a constant column has a deviation of rounding errors only
@@ -261,11 +254,7 @@ class ActNorm(Affine):
         self.started = True
 
 
-def _read_started(module: nn.Module, incompatible: Any) -> None:
-    module.started = bool(module.initialized)  # type: ignore[assignment]
-
-
-class BatchNorm(Transform):
+class BatchNorm(TwoWay):
     r"""Batch norm, :math:`x = \alpha \odot (z - \hat\mu) / \sqrt{\hat\sigma^2 + \epsilon} + \beta`, as a flow.
 
     Its log-det is :math:`\sum_i \log\alpha_i - \tfrac12\log(\hat\sigma_i^2 + \epsilon)`, the statistics taken as given
@@ -306,18 +295,16 @@ class BatchNorm(Transform):
         self.register_buffer("running_mean", torch.zeros(dim))
         self.register_buffer("running_variance", torch.ones(dim))
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self)
-        own = self.training and z.shape[:-1].numel() >= 2
-        mean, log_scale = self._statistics(z if own else None)
-        return (z - mean) * log_scale.exp() + self.shift, log_scale.sum().expand(z.shape[:-1])
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, self.dim, self)
+        own = self.training and not backwards and value.shape[:-1].numel() >= 2
+        mean, log_scale = self._statistics(value if own else None)
+        log_det = log_scale.sum().expand(value.shape[:-1])
+        if backwards:
+            return (value - self.shift) * (-log_scale).exp() + mean, -log_det
+        return (value - mean) * log_scale.exp() + self.shift, log_det
 
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self)
-        mean, log_scale = self._statistics()
-        return (x - self.shift) * (-log_scale).exp() + mean, -log_scale.sum().expand(x.shape[:-1])
-
-    def _statistics(self, batch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _statistics(self, batch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and log-scale: of a batch, which the running ones then follow, or the running ones."""
         # copies, so that the next batch's update does not overwrite what a pending backward pass remembers
         mean, variance = self.running_mean.clone(), self.running_variance.clone()

@@ -15,44 +15,37 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, checked, made_by
-from flowbnn.transforms.base import Transform, check_dense, check_events, refused
+from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_events, refused
 from flowbnn.transforms.compose import Compose, Inverse
 from flowbnn.transforms.surjective import Augment
 
 IMAGES = "images (..., height, width, channels)"
 
 
-class Rearrangement(Transform):
-    """A bijection that only moves numbers, integers as well; a subclass gives both directions."""
+class Rearrangement(TwoWay):
+    """A bijection that only moves numbers, integers as well, to where a subclass says."""
 
     linearity = "affine"
     event_dim = 3
 
-    there: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
+    moved: Callable[[Tensor, bool], Tensor]
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_dense(z, self)
-        return self.there(z), _zeros(z, self.event_dim)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_dense(x, self)
-        return self.back(x), _zeros(x, self.sample_dim)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_dense(value, self)
+        axes = self.sample_dim if backwards else self.event_dim
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        zeros = torch.zeros(value.shape[: value.ndim - axes], dtype=dtype, device=value.device)
+        return self.moved(value, backwards), zeros
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.there(torch.empty(torch.Size(shape))).shape
+        return self.moved(torch.empty(torch.Size(shape)), False).shape
 
     def inverse_shape(self, shape: Sequence[int]) -> torch.Size:
-        return self.back(torch.empty(torch.Size(shape))).shape
+        return self.moved(torch.empty(torch.Size(shape)), True).shape
 
     def _need(self, fits: bool, value: Tensor, wanted: str) -> None:
         if not fits:
             raise refused(self, f"takes {wanted}, not shape {tuple(value.shape)}", "shape")
-
-
-def _zeros(value: Tensor, axes: int) -> Tensor:
-    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-    return torch.zeros(value.shape[: value.ndim - axes], dtype=dtype, device=value.device)
 
 
 class Reshape(Rearrangement):
@@ -74,14 +67,9 @@ class Reshape(Rearrangement):
             raise FlowBNNError(text, argument="after")
         self.event_dim, self.sample_axes = len(self.before), len(self.after)
 
-    def _shaped(self, value: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
+    def moved(self, value: Tensor, backwards: bool) -> Tensor:
+        before, after = (self.after, self.before) if backwards else (self.before, self.after)
         return value.reshape(check_events(value, before, self) + after)
-
-    def there(self, z: Tensor) -> Tensor:
-        return self._shaped(z, self.before, self.after)
-
-    def back(self, x: Tensor) -> Tensor:
-        return self._shaped(x, self.after, self.before)
 
 
 class ChannelsFirst(Rearrangement):
@@ -91,15 +79,9 @@ class ChannelsFirst(Rearrangement):
     torch.Size([5, 3, 32, 32])
     """
 
-    def there(self, z: Tensor) -> Tensor:
-        return self._moved(z, -1, -3)
-
-    def back(self, x: Tensor) -> Tensor:
-        return self._moved(x, -3, -1)
-
-    def _moved(self, value: Tensor, axis: int, to: int) -> Tensor:
+    def moved(self, value: Tensor, backwards: bool) -> Tensor:
         self._need(value.ndim >= 3, value, "images of three axes")
-        return value.movedim(axis, to)
+        return value.movedim(-3, -1) if backwards else value.movedim(-1, -3)
 
 
 class Squeeze(Rearrangement):
@@ -120,21 +102,17 @@ class Squeeze(Rearrangement):
         super().__init__()
         self.factor = factor
 
-    def there(self, z: Tensor) -> Tensor:
-        f = self.factor
-        fits = z.ndim >= 3 and z.shape[-3] % f == z.shape[-2] % f == 0
-        self._need(fits, z, f"{IMAGES} with sides divisible by {f}")
-        height, width, channels = z.shape[-3:]
-        squares = z.reshape(*z.shape[:-3], height // f, f, width // f, f, channels)
+    def moved(self, value: Tensor, backwards: bool) -> Tensor:
+        f, fits = self.factor, value.ndim >= 3
+        if backwards:
+            fits = fits and value.shape[-1] % (f * f) == 0
+            self._need(fits, value, f"{IMAGES} with channels divisible by {f * f}")
+            squares = value.unflatten(-1, (-1, f, f)).movedim((-2, -1), (-4, -2))
+            return squares.flatten(-5, -4).flatten(-3, -2)
+        fits = fits and value.shape[-3] % f == value.shape[-2] % f == 0
+        self._need(fits, value, f"{IMAGES} with sides divisible by {f}")
+        squares = value.unflatten(-2, (-1, f)).unflatten(-4, (-1, f))
         return squares.movedim((-4, -2), (-2, -1)).flatten(-3)
-
-    def back(self, x: Tensor) -> Tensor:
-        f = self.factor
-        fits = x.ndim >= 3 and x.shape[-1] % (f * f) == 0
-        self._need(fits, x, f"{IMAGES} with channels divisible by {f * f}")
-        height, width, channels = x.shape[-3:]
-        squares = x.reshape(*x.shape[:-1], channels // (f * f), f, f).movedim((-2, -1), (-4, -2))
-        return squares.reshape(*x.shape[:-3], height * f, width * f, channels // (f * f))
 
 
 class Checkerboard(Rearrangement):
@@ -148,19 +126,13 @@ class Checkerboard(Rearrangement):
             [3., 2.]])
     """
 
-    def there(self, z: Tensor) -> Tensor:
-        self._need(z.ndim >= 3 and z.shape[-2] % 2 == 0, z, f"{IMAGES} of even width")
-        return _turned(z.unflatten(-2, (z.shape[-2] // 2, 2))).flatten(-2)
-
-    def back(self, x: Tensor) -> Tensor:
-        self._need(x.ndim >= 3 and x.shape[-1] % 2 == 0, x, f"{IMAGES} with an even number of channels")
-        return _turned(x.unflatten(-1, (2, x.shape[-1] // 2))).flatten(-3, -2)
-
-
-def _turned(pairs: Tensor) -> Tensor:
-    """Pairs on the last axis but one, exchanged in every second row."""
-    odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
-    return torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)
+    def moved(self, value: Tensor, backwards: bool) -> Tensor:
+        wanted = f"{IMAGES} with an even number of channels" if backwards else f"{IMAGES} of even width"
+        self._need(value.ndim >= 3 and value.shape[-1 if backwards else -2] % 2 == 0, value, wanted)
+        pairs = value.unflatten(-1, (2, -1)) if backwards else value.unflatten(-2, (-1, 2))
+        odd = torch.arange(pairs.shape[-4], device=pairs.device) % 2 == 1
+        exchanged = torch.where(odd[:, None, None, None], pairs.flip(-2), pairs)  # in every second row
+        return exchanged.flatten(-3, -2) if backwards else exchanged.flatten(-2)
 
 
 class MultiScale(Compose):

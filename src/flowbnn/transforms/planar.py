@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
 from flowbnn.options import Count, Ge, Positive, checked
-from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.base import Transform, TwoWay, check_vectors
 from flowbnn.transforms.linear import LULinear, reflected, unit_rows
 
 
@@ -123,7 +123,7 @@ class Planar(PlanarLU):
         super().__init__(dim, [("planar", 1)], margin, generator=generator)
 
 
-class Radial(Transform):
+class Radial(TwoWay):
     r"""Pushes away from a centre, or draws towards it: :math:`x = z + \frac{\beta}{\alpha + r} (z - z_0)`.
 
     .. math:: r = \lVert z - z_0 \rVert, \qquad \log|\det| = \log\left(1 + \frac{\alpha\beta}{(\alpha + r)^2}\right)
@@ -154,42 +154,29 @@ class Radial(Transform):
         self.raw_alpha = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
         self.raw_beta = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
 
-    def _sizes(self) -> tuple[Tensor, Tensor]:
-        """``alpha`` and ``alpha + beta``."""
-        alpha, stretch = F.softplus(self.raw_alpha), F.softplus(self.raw_beta)
-        return alpha.clamp(min=self.margin), stretch.clamp(min=self.margin)
-
-    def _log_det(self, radius: Tensor, alpha: Tensor, stretch: Tensor) -> Tensor:
-        reach = alpha + radius
-        near, far, center = alpha / reach, radius / reach, stretch / reach
-        return torch.log(far * (1 + near) + near * center) + (self.dim - 1) * torch.log(far + center)
-
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self)
-        alpha, stretch = self._sizes()
-        offset = z - self.center
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, self.dim, self)
+        alpha = F.softplus(self.raw_alpha).clamp(min=self.margin)
+        stretch = F.softplus(self.raw_beta).clamp(min=self.margin)  # alpha + beta
+        offset = value - self.center
         radius = safe_norm(offset)
-        factor = (radius + stretch) / (radius + alpha)
-        return self.center + factor.unsqueeze(-1) * offset, self._log_det(radius, alpha, stretch)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self)
-        alpha, stretch = self._sizes()
-        offset = x - self.center
-        distance = safe_norm(offset)
-        half = distance - stretch
-        # the root of the quadratic that adds numbers of one sign, whichever sign `half` has
-        total = half.abs() + torch.sqrt(half * half + 4 * alpha * distance)
-        radius = torch.where(half >= 0, total / 2, 2 * alpha * distance / total)
-        factor = (radius + alpha) / (radius + stretch)
-        return self.center + factor.unsqueeze(-1) * offset, -self._log_det(radius, alpha, stretch)
+        if backwards:
+            distance, half = radius, radius - stretch
+            # the root of the quadratic that adds numbers of one sign, whichever sign `half` has
+            total = half.abs() + torch.sqrt(half * half + 4 * alpha * distance)
+            radius = torch.where(half >= 0, total / 2, 2 * alpha * distance / total)
+        reach, stretched = radius + alpha, radius + stretch
+        factor = reach / stretched if backwards else stretched / reach
+        near, far, center = alpha / reach, radius / reach, stretch / reach
+        log_det = torch.log(far * (1 + near) + near * center) + (self.dim - 1) * torch.log(far + center)
+        return self.center + factor.unsqueeze(-1) * offset, -log_det if backwards else log_det
 
 
 BOUND = 0.995
 """Largest size of a diagonal entry: the product of two stays above -0.991, so that a slope is never below 0.009."""
 
 
-class Sylvester(Transform):
+class Sylvester(TwoWay):
     r"""Sylvester flow :math:`x = z + Q R \tanh(\tilde R Q^\top z + b)` in :math:`M` directions (van den Berg et al. 2018).
 
     .. math:: \log|\det| = \sum_{i=1}^{M} \log\left(1 + \tanh'(a_i)\, R_{ii} \tilde R_{ii}\right), \qquad
@@ -259,20 +246,20 @@ class Sylvester(Transform):
         left = self.triangles.tril(-1).mT + torch.diag(other)
         return right, left, 1 + diagonal * other
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self, self.bias)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, self.dim, self, self.bias)
         right, left, slopes = self._factors()
         basis = self._basis()
-        a = z @ basis @ left.mT + self.bias
+        turned = value @ basis
+        a = self._solved(turned, right, left, slopes) if backwards else turned @ left.mT + self.bias
         tanh = torch.tanh(a)
-        return z + tanh @ right.mT @ basis.mT, _log_slopes(a, tanh, slopes)
+        step = tanh @ right.mT @ basis.mT
+        log_det = torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
+        return (value - step, -log_det) if backwards else (value + step, log_det)
 
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self, self.bias)
-        right, left, slopes = self._factors()
-        basis = self._basis()
+    def _solved(self, rest: Tensor, right: Tensor, left: Tensor, slopes: Tensor) -> Tensor:
+        r"""The arguments of the tanh, from :math:`Q^\\top x`."""
         # row i of v + R tanh(left v + b) = Q'x holds v_i, v_{i+1}, ...: solve from the last row upwards
-        rest = x @ basis
         known = self.bias.expand_as(rest)
         rows: list[Tensor] = []
         for i in reversed(range(self.hidden)):
@@ -282,10 +269,4 @@ class Sylvester(Transform):
             rest = rest - step
             known = known + v.unsqueeze(-1) * left[:, i]
             rows.append(a)
-        a = torch.stack(rows[::-1], -1)
-        tanh = torch.tanh(a)
-        return x - tanh @ right.mT @ basis.mT, -_log_slopes(a, tanh, slopes)
-
-
-def _log_slopes(a: Tensor, tanh: Tensor, slopes: Tensor) -> Tensor:
-    return torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
+        return torch.stack(rows[::-1], -1)

@@ -21,11 +21,13 @@ from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
 from flowbnn.transforms.base import (
     Transform,
+    TwoWay,
+    check_dense,
     check_events,
-    check_integers,
     check_range,
     check_tensor,
     check_vectors,
+    refused,
 )
 from flowbnn.transforms.compose import Inverse
 
@@ -124,7 +126,7 @@ class Slice(Inverse):
         super().__init__(Augment(kept, dropped, noise, **settings))
 
 
-class AbsoluteValue(Transform):
+class AbsoluteValue(TwoWay):
     r"""The absolute value :math:`x = |z|`; backwards, signs :math:`s \sim q(s \mid x)` are drawn, :math:`z = s x`.
 
     ``Inverse(AbsoluteValue())`` gives symmetric densities exactly: :math:`\log p(x) = \log p(|x|) + \log q(s \mid |x|)`.
@@ -149,24 +151,17 @@ class AbsoluteValue(Transform):
     def ends(self) -> tuple[Any, Any]:
         return constraints.real, constraints.nonnegative
 
-    def _log_odds(self, x: Tensor, context: Tensor | None) -> Tensor:
-        if self.net is None:
-            return torch.zeros_like(x)
-        return self.net(with_context(x, context, self.context_dim, self.event_dim))
-
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(z, self)
-        x = z.abs()
-        log_odds = self._log_odds(x, context)
-        return x, sum_rightmost(F.logsigmoid(torch.where(z < 0, -log_odds, log_odds)), self.event_dim)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tensor(x, self)
-        check_range(x, 0.0, math.inf, "the inverse of AbsoluteValue")
-        log_odds = self._log_odds(x, context)
-        negative = torch.rand_like(x) > torch.sigmoid(log_odds)
-        log_prob = F.logsigmoid(torch.where(negative, -log_odds, log_odds))
-        return torch.where(negative, -x, x), -sum_rightmost(log_prob, self.event_dim)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_tensor(value, self)
+        if backwards:
+            check_range(value, 0.0, math.inf, "the inverse of AbsoluteValue")
+        x = value if backwards else value.abs()
+        log_odds = torch.zeros_like(x)
+        if self.net is not None:
+            log_odds = self.net(with_context(x, context, self.context_dim, self.event_dim))
+        negative = torch.rand_like(x) > torch.sigmoid(log_odds) if backwards else value < 0
+        log_prob = sum_rightmost(F.logsigmoid(torch.where(negative, -log_odds, log_odds)), self.event_dim)
+        return (torch.where(negative, -x, x), -log_prob) if backwards else (x, log_prob)
 
 
 class MaxPool(Transform):
@@ -224,7 +219,10 @@ class ToIntegers(Drawing):
 
     def _check_integers(self, x: Tensor, low: float, high: float, hint: str = "") -> None:
         """Refuse what is no tensor of integers between these."""
-        check_integers(x, self)
+        check_dense(x, self)
+        if x.is_floating_point():
+            hint = "floats that hold integers are cast with .long()"
+            raise refused(self, f"takes a tensor of integers, not of {x.dtype}; {hint}", "dtype")
         check_range(x.long(), low, high, type(self).__name__, hint)
 
     def _exact(self, bits: int) -> int:
