@@ -287,7 +287,8 @@ def checked(function: F) -> F:
     Traceback (most recent call last):
     flowbnn.errors.FlowBNNError: walk(steps=...) must be an integer of at least 1, got 0
     """
-    return _checked(function, function, function.__qualname__.removesuffix(".__init__").split(".")[-1])
+    name = function.__name__
+    return _checked(function, function, "" if name == "__init__" else name)
 
 
 def _checked(function: F, annotated: Any, owner: str) -> F:
@@ -297,21 +298,22 @@ def _checked(function: F, annotated: Any, owner: str) -> F:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        name = owner or type(args[0]).__name__  # of the class that is made, which may inherit __init__
         try:
             given = layout.bind(*args, **kwargs).arguments
         except TypeError as error:
             unknown = next((name for name in kwargs if not open_ended and name not in known), None)
             reason = f" has no setting '{unknown}'{nearest(unknown, known)}" if unknown else f": {error}"
             kind = "unknown setting" if unknown else "call"
-            raise FlowBNNError(owner + reason, kind=kind, argument=unknown) from None
+            raise FlowBNNError(name + reason, kind=kind, argument=unknown) from None
         hints = _annotations(annotated)
         for argument, value in given.items():
             parameter = layout.parameters[argument]
             if parameter.kind is Parameter.VAR_POSITIONAL:
                 for part in value:
-                    check(argument, part, hints.get(argument, Any), owner)
+                    check(argument, part, hints.get(argument, Any), name)
             elif parameter.kind is not Parameter.VAR_KEYWORD and value is not parameter.default:
-                check(argument, value, hints.get(argument, Any), owner)
+                check(argument, value, hints.get(argument, Any), name)
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

@@ -153,3 +153,10 @@ def test_fixed_bases_carry_flows(kind):
     x, log_prob = flow().rsample_and_log_prob((5,))
     torch.testing.assert_close(flow().log_prob(x), log_prob)
     torch.testing.assert_close(flow().entropy(), kind(2).distribution().entropy())
+
+
+def test_a_message_names_the_class_that_was_made():
+    with pytest.raises(FlowBNNError, match=r"^NormalBase\(dim=...\) must be an integer of at least 1, got 0"):
+        NormalBase(0)
+    with pytest.raises(FlowBNNError, match="^LaplaceBase has no setting 'width'"):
+        LaplaceBase(2, width=1.0)
