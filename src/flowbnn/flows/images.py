@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowbnn import transforms
 from flowbnn.distributions import Base, CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase, Flow
 from flowbnn.distributions.discrete import discretized_logistic
 from flowbnn.errors import FlowBNNError
@@ -13,29 +14,7 @@ from flowbnn.flows.base import Bins, FlowModel, Steps, Widths, recipe
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, Positive, Probability, checked
-from flowbnn.transforms import (
-    ActNorm,
-    AffineMap,
-    Autoregressive,
-    ChannelsFirst,
-    Checkerboard,
-    Compose,
-    Coupling,
-    Dequantization,
-    GlowStep,
-    Integers,
-    IntegerShiftMap,
-    Inverse,
-    LogisticMixtureMap,
-    LULinear,
-    ModularMap,
-    MultiScale,
-    OneHot,
-    Residual,
-    Shuffle,
-    Transform,
-    Univariate,
-)
+from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, Transform, Univariate
 
 
 @recipe
@@ -59,11 +38,11 @@ class ImageFlow(Steps):
             text = "an image has the shape (channels, height, width), and its networks at least one width"
             raise FlowBNNError(f"{text}, not {shape}", kind="shape", argument="dim")
         sizes = (*shape[1:], shape[0]), self.levels, self.length
-        return [MultiScale(*sizes, self.step, self.split_noise, context_dim=self.context_dim)]
+        return [transforms.MultiScale(*sizes, self.step, self.split_noise, context_dim=self.context_dim)]
 
     def door(self) -> Sequence[Transform]:
         """What turns real numbers inside, channels last, into data."""
-        return [ChannelsFirst()] if self.images else []
+        return [transforms.ChannelsFirst()] if self.images else []
 
     def conv(self, channels_in: int, channels_out: int, context_dim: int = 0) -> GatedConvNet:
         """A network of images."""
@@ -94,7 +73,8 @@ class PixelFlow(ImageFlow):
     def door(self) -> Sequence[Transform]:
         if not self.images or self.values is None:
             return super().door()
-        return [Dequantization(self.values, self.pixel_noise(), self.context_dim), ChannelsFirst()]
+        noise = self.pixel_noise()
+        return [transforms.Dequantization(self.values, noise, self.context_dim), *super().door()]
 
     def pixel_noise(self) -> nn.Module | None:
         """Of the dequantization; uniform for None."""
@@ -124,7 +104,7 @@ class Glow(PixelFlow):
     def step(self, size: int, number: int) -> Transform:
         if size == 1:  # which has nothing to mix
             return Compose(ActNorm(1, data_start=self.data_start), self.coupling(1, number, AffineMap()))
-        return GlowStep(size, self.images, self.data_start, **self.net(size, number, AffineMap()))
+        return transforms.GlowStep(size, self.images, self.data_start, **self.net(size, number, AffineMap()))
 
 
 @recipe
@@ -139,6 +119,9 @@ class ResidualFlow(PixelFlow):
         lipschitz, log_det: of each :class:`~flowbnn.transforms.Residual`; exact in few dimensions, else estimated.
         cheap: the direction that costs one pass: densities of points (``"inverse"``) or draws.
         dim, context_dim, length, hidden, levels, values, data_start, base: as in :class:`Glow`.
+
+    >>> ResidualFlow(2, length=2, hidden=(8,))().log_prob(torch.zeros(5, 2)).shape
+    torch.Size([5])
     """
 
     length: Count = 8
@@ -152,7 +135,7 @@ class ResidualFlow(PixelFlow):
 
     def step(self, size: int, number: int) -> Transform:
         shape = (self.side(1, size), self.side(2, size), size) if self.images else size
-        residual = Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
+        residual = transforms.Residual(shape, self.hidden, self.context_dim, self.lipschitz, self.log_det)
         turned = residual if self.cheap == "forward" else Inverse(residual)
         return Compose(turned, ActNorm(size, data_start=self.data_start))
 
@@ -178,9 +161,10 @@ class FlowPP(PixelFlow):
 
     def step(self, size: int, number: int) -> Transform:
         board = self.images and number % 2 and self.side(2, size) % 2 == 0
-        coupling = self.coupling(2 * size if board else size, number, LogisticMixtureMap(self.components))
+        mixture = transforms.LogisticMixtureMap(self.components)
+        coupling = self.coupling(2 * size if board else size, number, mixture)
         start = ActNorm(size, data_start=self.data_start)
-        return Compose(start, LULinear(size), _checkered(coupling) if board else coupling)
+        return Compose(start, transforms.LULinear(size), _checkered(coupling) if board else coupling)
 
     def pixel_noise(self) -> nn.Module:
         channels = self.dim[0]  # type: ignore[index]
@@ -190,7 +174,7 @@ class FlowPP(PixelFlow):
 
 def _checkered(coupling: Transform) -> Transform:
     """A coupling of halves of the channels, as one of the colours of a checkerboard."""
-    return Compose(Checkerboard(), coupling, Inverse(Checkerboard()))
+    return Compose(transforms.Checkerboard(), coupling, Inverse(transforms.Checkerboard()))
 
 
 class _PixelNoise(nn.Module):
@@ -229,11 +213,11 @@ class IDF(ImageFlow):
     components: Count = 5
 
     def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, IntegerShiftMap(float(self.values)))
-        return Compose(Shuffle(size), coupling) if self.images else coupling
+        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
+        return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
 
     def door(self) -> Sequence[Transform]:
-        return [Integers(), *super().door()]
+        return [transforms.Integers(), *super().door()]
 
     def own_base(self, size: int) -> Base:
         return DiscretizedLogisticBase(size, self.components, self.values)
@@ -283,7 +267,7 @@ class DiscreteFlow(FlowModel):
         scaled: bool = False,
         temperature: Positive = 1.0,
     ) -> None:
-        modular, size = ModularMap(categories, scaled, temperature), dim * categories
+        modular, size = transforms.ModularMap(categories, scaled, temperature), dim * categories
         given: dict[str, Any] = {"hidden": hidden, "context_dim": context_dim}
         parts: list[Transform] = []
         for turned in (bool(number % 2) for number in range(length)):
@@ -291,6 +275,6 @@ class DiscreteFlow(FlowModel):
                 parts.append(Coupling(size, modular, "alternating", turned, **given))
             else:
                 order = range(dim)[:: -1 if turned else 1]
-                parts.append(Autoregressive(size, modular, order=order, **given))
-        transform = Compose(*parts, OneHot(dim, categories))
+                parts.append(transforms.Autoregressive(size, modular, order=order, **given))
+        transform = Compose(*parts, transforms.OneHot(dim, categories))
         super().__init__(CategoricalBase(dim, categories), transform, context_dim)
