@@ -44,8 +44,6 @@ from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
 from flowbnn.transforms.base import check_tensor
 
-__all__ = ["Density", "DensityOptions", "NoveltyDetector", "fit_density", "load_density"]
-
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 

@@ -1,5 +1,6 @@
 """Encoders and decoders for images, of gated convolutions (van den Berg et al. 2018, https://arxiv.org/abs/1803.05649)."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -96,15 +97,9 @@ def encoder_of(shape: Sequence[int], hidden: Sequence[int]) -> nn.Module:
     """A fully connected encoder, whose last hidden layer is what it gives; without any, it gives the example itself."""
     if not hidden:
         return nn.Flatten()
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    return nn.Sequential(MLP(numbers, tuple(hidden[:-1]), hidden[-1]), nn.ReLU())
+    return nn.Sequential(MLP(math.prod(shape), tuple(hidden[:-1]), hidden[-1]), nn.ReLU())
 
 
 def decoder_of(latent_dim: int, hidden: Sequence[int], shape: Sequence[int]) -> nn.Module:
     """A fully connected decoder."""
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    return nn.Sequential(MLP(latent_dim, tuple(hidden), numbers), nn.Unflatten(1, tuple(shape)))
+    return nn.Sequential(MLP(latent_dim, tuple(hidden), math.prod(shape)), nn.Unflatten(1, tuple(shape)))
