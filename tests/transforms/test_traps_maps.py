@@ -96,6 +96,25 @@ def test_the_scale_of_a_coupling_is_bounded_whatever_its_net_says() -> None:
         assert value.isfinite().all()
 
 
+@pytest.mark.parametrize("loud", [-1e6, 0.0, 1e6])
+def test_widening_couplings_only_shrink_what_comes_from_data(loud: float) -> None:
+    class Says(nn.Module):
+        def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+            return torch.full((*value.shape[:-1], 4), loud)
+
+    coupling = AffineCoupling(4, net=Says(), bound=2.0, widening=True)
+    x = torch.randn(3, 4, generator=seeded(0))
+    z, log_det = coupling.inverse(x)
+    assert log_det.min() >= -4.0
+    assert log_det.max() <= 0.0
+    scale = log_det.div(2).exp().unsqueeze(-1)
+    torch.testing.assert_close(z[:, 2:], (x[:, 2:] - loud) * scale)
+    if loud == 0.0:  # as in Glow: sigmoid(2) at the start
+        torch.testing.assert_close(
+            scale[0, 0], torch.exp(-2.0 * torch.tanh(nn.functional.softplus(torch.tensor(-2.0)) / 2.0))
+        )
+
+
 def glow(dim: int, steps: int, data_start: bool) -> Compose:
     torch.manual_seed(0)
     return Compose(*(GlowStep(dim, flip=bool(i % 2), data_start=data_start) for i in range(steps)))

@@ -126,7 +126,7 @@ class AdditiveCoupling(Coupling):
 class AffineCoupling(Coupling):
     r"""RealNVP: :math:`x_A = z_A,\; x_B = e^{s(z_A)} \odot z_B + t(z_A)` with :math:`\log|\det| = \sum_i s_i(z_A)`.
 
-    Dinh, Sohl-Dickstein & Bengio 2017. Starts at the identity. Arguments as in :class:`Coupling`, and the ``bound`` of the log-scale as
+    Dinh, Sohl-Dickstein & Bengio 2017. Starts at the identity. Arguments as in :class:`Coupling`, and ``bound`` and ``widening`` as
     in :class:`~flowbnn.transforms.AffineMap`; the net gives all log-scales, then all shifts.
 
     >>> x, log_det = AffineCoupling(4, mask="alternating", hidden=(8,))(torch.ones(2, 4))
@@ -142,9 +142,10 @@ class AffineCoupling(Coupling):
         flip: bool = False,
         *,
         bound: Positive = 2.0,
+        widening: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(dim, AffineMap(bound), mask, flip, **settings)
+        super().__init__(dim, AffineMap(bound, widening), mask, flip, **settings)
 
 
 def _read_mask(mask: Mask, dim: int, width: int) -> Tensor:
@@ -168,7 +169,8 @@ class GlowStep(Compose):
         dim: length of the vectors, at least 2.
         permute: draw a random permutation for the linear map, which mixes the halves of stacked steps sooner.
         data_start: normalise the first training batch as Glow does when it learns the density of data. By default
-            ActNorm starts at the identity, because noise that multiplies a trained network must keep its mean of one.
+            ActNorm starts at the identity, because noise that multiplies a trained network must keep its mean of one. The
+            coupling is then ``widening``, as in :class:`~flowbnn.transforms.AffineMap`.
         generator: where the draws of the linear map come from; torch's own by default.
         coupling: ``hidden``, ``flip``, ``net`` and so on, as in :class:`~flowbnn.transforms.AffineCoupling`; with a
             :class:`~flowbnn.nets.GatedConvNet` it is a step of images, channels last.
@@ -192,7 +194,7 @@ class GlowStep(Compose):
         super().__init__(
             ActNorm(dim, data_start=data_start),
             LULinear(dim, permute=permute, generator=generator),
-            AffineCoupling(dim, **coupling),
+            AffineCoupling(dim, widening=data_start, **coupling),
         )
 
 

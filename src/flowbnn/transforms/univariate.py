@@ -101,23 +101,30 @@ class AffineMap(Univariate):
 
     Args:
         bound: largest size :math:`b` of the log-scale.
+        widening: :math:`s = b \tanh(\mathrm{softplus}(a - 2) / b) > 0`, much as in Glow: on the way from data to the base numbers only
+            shrink, so that no stack of steps carries an unusual image off to infinity. It does not start at the identity.
 
     >>> AffineMap().forward(torch.ones(1), torch.tensor([0.0, 2.0]))
     (tensor([3.]), tensor([0.]))
     """
 
     bound: Positive = 2.0
+    widening: bool = False
     per_entry = 2
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.chunk(2, dim=-1)
+        raw, shift = self._read(parameters)
         log_scale = soft_clamp(raw, self.bound)
         return value * log_scale.exp() + shift, log_scale
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.chunk(2, dim=-1)
+        raw, shift = self._read(parameters)
         log_scale = -self.bound * torch.tanh(raw / self.bound)
         return (value - shift) * log_scale.exp(), log_scale
+
+    def _read(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        raw, shift = parameters.chunk(2, dim=-1)
+        return F.softplus(raw - 2.0) if self.widening else raw, shift
 
 
 @options
