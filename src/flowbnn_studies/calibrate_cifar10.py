@@ -1,4 +1,4 @@
-"""Noise of VGG16 and ResNet18 that were trained on 45,000 images of CIFAR-10, fitted on the 5,000 that their weights have not seen."""
+"""Noise of networks that were trained on 45,000 images of CIFAR-10, fitted on the 5,000 that their weights have not seen."""
 
 import time
 from dataclasses import asdict, replace
@@ -22,7 +22,7 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
-NETWORKS = {"vgg16": "VGG16", "resnet18": "ResNet18"}
+NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
 FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given
     "factorized": ("Noise, factorized", {"structure": "factorized", "prior": "fitted"}),
     "layers": ("Noise, full within layers", {"structure": "layers", "prior": "fitted"}),
@@ -62,7 +62,7 @@ class Settings:
         fits: keys of the posteriors that are fitted, out of :data:`FITS`.
         samples: networks averaged in a prediction.
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
-        vgg16, resnet18: how the weights are trained.
+        lenet, vgg16, resnet18: how the weights are trained.
     """
 
     source: Literal["files", "generated"] = "files"
@@ -86,6 +86,9 @@ class Settings:
         flip=True,
     )
     resnet18: Training = replace(vgg16, epochs=16)
+    lenet: Training = replace(
+        vgg16, epochs=60, batch=256, optimizer="adamw", weight_lr=4e-3, weight_decay=1e-2
+    )
 
     def images(self) -> ImageSettings:
         """What the data and the evaluation on novel and corrupted images depend on."""
@@ -102,11 +105,11 @@ class CalibrateCifar10(Study):
     """Is noise on held-out data worth its while in the networks that are used?"""
 
     name = "calibrate-cifar10"
-    title = "Calibrating VGG16 and ResNet18"
-    description = "noise of trained VGG16 and ResNet18 on fresh images of CIFAR-10, factorized to joint, beside temperature scaling"
+    title = "Calibrating networks of CIFAR-10"
+    description = "LeNet, VGG16 and ResNet18: noise on fresh images of CIFAR-10, factorized to joint, beside temperature scaling"
     question = (
-        "VGG16 and ResNet18 are trained on 45,000 images of CIFAR-10. Their weights stay, and their noise is fitted to the other "
-        "5,000. Does it predict better than temperature scaling, and which structure of the posterior is worth its time?"
+        "LeNet, VGG16 and ResNet18 are trained on 45,000 images of CIFAR-10. Their weights stay, and their noise is fitted to the "
+        "other 5,000. Does it predict better than temperature scaling, and which structure of the posterior is worth its time?"
     )
     source = "flowbnn's own"
     settings = Settings
@@ -129,7 +132,7 @@ class CalibrateCifar10(Study):
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         """A variant for each network with all its fits, then the networks on all images."""
-        cost = {"vgg16": 1.0, "resnet18": 2.0}
+        cost = {"lenet": 0.5, "vgg16": 1.0, "resnet18": 2.0}
         return tuple(Variant(key, label, "mle", cost=cost[key]) for key, label in NETWORKS.items()) + tuple(
             Variant(f"{key}-all", f"{label} on all images", "mle", after=key, cost=cost[key])
             for key, label in NETWORKS.items()
@@ -189,8 +192,8 @@ class CalibrateCifar10(Study):
             if NETWORKS[key] in minutes
         )
         notes = [
-            f"The weights: {trained}; SGD with Nesterov momentum, one cycle of the rate, moved and mirrored images. A short training: "
-            "more epochs would give a better network, whose noise has less to mend.",
+            f"The weights: {trained}; SGD with Nesterov momentum (LeNet: AdamW), one cycle of the rate, moved and mirrored images. A "
+            "short training: more epochs would give a better network, whose noise has less to mend.",
             "The prior of the noise is N(m, s²) with a mean and a width for every layer by the ELBO, or fixed at N(1, 0.5²). “Chosen”: "
             "the structure whose ELBO is the highest for that seed, with a fitted prior; its seconds are those of all these fits.",
             "Plain on all images: the same training on all 50,000, with the temperature that suits the network on 45,000 on the other "

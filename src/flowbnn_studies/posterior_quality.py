@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -70,6 +70,7 @@ PROBLEMS = {
     "conv": Problem("Digits, small conv net, D = 173, N = 1,000", 300, 1000, 323),
     "lenet": Problem("Fashion-MNIST, LeNet, D = 467, N = 1,000", 1000, 1000, 1000),
 }
+LARGE, LARGE_SEEDS = ("conv", "lenet"), 3
 CHOICE = 500_000  # added to the seed of draws that choose: those that measure are others
 COLUMNS = {
     "gap": ("Gap", "lower", ".2f", "Log-evidence less ELBO in nats: the KL divergence to the exact posterior."),
@@ -116,6 +117,10 @@ class Settings:
     warmup: Count = 100
     predictions: Count = 1000
     climbs: Count = 16
+
+    def relevant(self, variant: str) -> dict[str, Any]:
+        """The settings that a variant's result depends on, whichever others are run."""
+        return {name: value for name, value in asdict(self).items() if name not in ("problems", "sizes")}
 
 
 @dataclass(frozen=True)
@@ -305,6 +310,7 @@ class PosteriorQuality(Study):
     source = "flowbnn's own"
     settings = Settings
     seeds = 10
+    partial = True
     headline = ("gap_blobs", "gap_boston", "gap_digits", "variation_digits", "agreement_digits")
     quick: ClassVar[dict[str, Any]] = {
         "problems": ("blobs",),
@@ -320,9 +326,10 @@ class PosteriorQuality(Study):
     }
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
-        one = [Variant(name, PROBLEMS[name].label, cost=2) for name in settings.problems]
+        few = dict.fromkeys(LARGE, LARGE_SEEDS)
+        one = [Variant(name, PROBLEMS[name].label, cost=2, seeds=few.get(name)) for name in settings.problems]
         more = [
-            Variant(f"{name}-along", f"{PROBLEMS[name].label}, weights trained", cost=3)
+            Variant(f"{name}-along", f"{PROBLEMS[name].label}, weights trained", cost=3, seeds=few.get(name))
             for name in settings.problems
         ]
         return (*one, *(more if settings.along else ()))
