@@ -154,6 +154,11 @@ def test_a_plain_autoencoder_reconstructs() -> None:
         trained.sample(2)
 
 
+def test_encoders_read_bytes_in_the_units_of_the_decoder() -> None:
+    vae = fb.vae.VAE((2,), 1, hidden=(), decoder="logistic")
+    assert vae.features_of(torch.tensor([[0, 255]]), None).tolist() == [[-1.0, 1.0]]
+
+
 def test_logistic_probabilities_sum_to_one_and_match_samples() -> None:
     decoder = fb.vae.LogisticDecoder(levels=5)
     torch.manual_seed(0)

@@ -35,6 +35,10 @@ class Decoder(nn.Module, ABC):
     def sample(self, outputs: Tensor) -> Tensor:
         """A draw of each example."""
 
+    def read(self, x: Tensor) -> Tensor:
+        """Examples as the encoder reads them."""
+        return x
+
     def problem(self, x: Tensor) -> str:
         """What is wrong with data that this decoder cannot give; empty where it can."""
         return ""
@@ -106,7 +110,7 @@ class LogisticDecoder(Decoder):
     .. math:: P(x \mid z) = \sigma\left(\frac{x + \frac12 - \mu}{s}\right) - \sigma\left(\frac{x - \frac12 - \mu}{s}\right)
 
     with the tails in the first and the last bin. A network gives :math:`\mu` and :math:`\log s` in units of half the range, around its
-    middle.
+    middle, and the encoder reads examples in these units, from -1 to 1.
 
     >>> decoder = LogisticDecoder(levels=4)
     >>> outputs = torch.tensor([[0.3, -1.0]]).expand(4, 2)
@@ -120,6 +124,9 @@ class LogisticDecoder(Decoder):
     def __init__(self, levels: Annotated[int, Ge(2)] = 256) -> None:
         super().__init__()
         self.levels = levels
+
+    def read(self, x: Tensor) -> Tensor:
+        return x / (0.5 * (self.levels - 1)) - 1.0
 
     def _located(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_scale = outputs.chunk(2, 1)

@@ -48,7 +48,8 @@ class Autoencoder(nn.Module):
         shape: of an example, such as ``(1, 28, 28)``.
         latent_dim: length of the code.
         hidden: widths of the fully connected encoder and decoder that are made unless others are given.
-        encoder: a network that makes a vector of any length of each example; a linear layer reads the code off it.
+        encoder: a network that makes a vector of any length of each example, which it gets in the units of the decoder; a linear
+            layer reads the code off it.
         net: a network that makes of codes (with the context after them) the decoder's outputs, of the shape of an example with
             ``per_number`` times as many entries on its first axis.
         decoder: what the outputs mean: ``"bernoulli"``, ``"gaussian"``, ``"logistic"``, or a :class:`~flowbnn.vae.Decoder`.
@@ -99,7 +100,7 @@ class Autoencoder(nn.Module):
                 kind="shape",
                 argument="x",
             )
-        features = self.encoder(x.to(self.code.weight.dtype)).to(self.code.weight.dtype)
+        features = self.encoder(self.decoder.read(x.to(self.code.weight.dtype))).to(self.code.weight.dtype)
         return self._beside(features, context)
 
     def _beside(self, value: Tensor, context: Tensor | None) -> Tensor:
