@@ -290,6 +290,10 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: fb.fit_target(Gaussian(), lambda x: x, progress=False), "one number for each point"),
         (lambda: fb.fit_target(Gaussian(), lambda x: None, progress=False), "not a NoneType"),
         (lambda: fb.fit_target(Gaussian(), lambda x: 1.5, progress=False), "not 1.5"),
+        (
+            lambda: fb.fit_target(Gaussian(), lambda x: x.sum(-1) - math.inf, progress=False),
+            "'log_density' is not",
+        ),
         (lambda: Density(Gaussian()).novelty(points(), rate=2), "rate"),
         (lambda: fb.fit_density(fb.flows.RealNVP(2), list(points())), r"no axis of examples .*torch.stack"),
         (lambda: fb.fit_density(fb.flows.RealNVP(2), [(points()[0], 1)]), "no axis of examples"),

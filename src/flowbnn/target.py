@@ -86,7 +86,8 @@ def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given
 
     Args:
         flow: a module that, called, gives a distribution which samples with gradients, such as ``fb.flows.IAF(2)``.
-        log_density: the logarithm of the target, up to a constant, for points whose numbers are on the last axis.
+        log_density: the logarithm of the target, up to a constant, for points whose numbers are on the last axis. It is finite where
+            the flow draws: for a target of positive numbers end the flow with ``Exp``, for one of the unit interval with ``Sigmoid``.
         given: as in :class:`TargetOptions`: ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = TargetOptions(**given)
@@ -121,7 +122,8 @@ class _Reverse(nn.Module):
         done = float(clock.progress) / self.warmup if self.warmup else 1.0
         weight = min(1.0, 0.01 + 0.99 * done)
         elbo = (log_density - log_prob).mean()
-        return (log_prob - weight * log_density).mean(), {"elbo": elbo.detach()}
+        logs = {"log_density": log_density.detach().mean(), "elbo": elbo.detach()}
+        return (log_prob - weight * log_density).mean(), logs
 
 
 def _draw(distribution: Any, samples: int) -> tuple[Tensor, Tensor]:
