@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
@@ -23,7 +24,7 @@ from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.quality.chains import NoiseChains, seconds_for
 from flowbnn.quality.compared import Ranks
-from flowbnn.quality.evidence import Evidence, warn_of_disagreement
+from flowbnn.quality.evidence import GROUPS, Evidence, warn_of_disagreement
 from flowbnn.quality.report import Report
 from flowbnn.quality.target import NoiseTarget
 
@@ -140,6 +141,11 @@ def test_evidence_by_three_methods(known):
             assert found.trusted
             assert abs(found.value - known.evidence) < 4 * found.error + 1e-3, method
             assert found.error < 0.3
+
+
+def test_groups_of_particles_are_enough_for_four_standard_errors_to_be_no_chance():
+    """An error from so few groups makes the deviation a Student t."""
+    assert 2 * scipy.stats.t.sf(4.0, GROUPS - 1) < 0.01
 
 
 def test_methods_that_disagree_are_told():
@@ -315,6 +321,11 @@ def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, 
     blind = replace(report, modes=2, missed=1)
     assert not blind.judged
     assert "the chains have missed 1 of 2 modes" in blind.sentence
+    for k in (0.1, 0.9):  # importance weights do not see what their draws have missed
+        unseen = replace(blind, pareto=replace(report.pareto, k=k))
+        assert not unseen.good
+        assert unseen.richer == "unknown"
+        assert unseen.sentence.startswith("Importance sampling cannot vouch for this posterior (the chains")
 
 
 def test_chains_that_would_take_too_long_are_left_out(known):

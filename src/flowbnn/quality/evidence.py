@@ -23,7 +23,7 @@ from flowbnn.quality.target import NoiseTarget
 
 Draws = Annotated[int, Interval(ge=FEWEST, le=1_000_000)]
 # of tempering: independent groups, particles of each, leapfrog steps of a move
-GROUPS, PARTICLES, STEPS = 4, 64, 8
+GROUPS, PARTICLES, STEPS = 8, 32, 8
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,14 @@ class Report:
     def good(self) -> bool:
         """Whether predictions could hardly be nearer to those of the exact posterior."""
         if self.agreement is None or not self.judged:
-            return self.pareto.verdict != "bad"
+            return self.pareto.verdict != "bad" and not self.missed  # which its own draws do not see
         return self.agreement.variation <= max(NEAR, 1.5 * self.agreement.variation_floor)
 
     @property
     def richer(self) -> str:
         """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
         if self.gap is None or self.agreement is None or not self.judged:
-            return "nothing" if self.pareto.verdict == "good" else "unknown"
+            return "nothing" if self.pareto.verdict == "good" and not self.missed else "unknown"
         if self.good and (self.gap.per_example < SMALL or self.agreement.within_floor):
             return "nothing"
         parts = {"within": self.gap.within, "across": self.gap.across, "shape": self.gap.rest}
@@ -69,7 +69,12 @@ class Report:
         first = "This posterior is good" if self.good else bad
         need = {
             "nothing": "a richer one could hardly matter here",
-            "unknown": "whether a richer one would matter only chains can tell (chains are run where seconds= allows)",
+            "unknown": "whether a richer one would matter only chains can tell "
+            + (
+                "(chains are run where seconds= allows)"
+                if self.chains is None
+                else "that have been at every mode"
+            ),
             "within": "one with correlation within layers (joint='layers') could matter here",
             "across": "one with correlation across layers (joint='full', or 'chain' for large networks) could matter here",
             "shape": "correlation would not help it; train it longer, or put a flow on it",
@@ -78,7 +83,7 @@ class Report:
             why = f"have not mixed, R-hat {self.chains.rhat:.3f}"
             if self.missed:
                 why = f"have missed {self.missed} of {self.modes} modes"
-            first += f" (by its own draws only: the chains {why})"
+            first += f" ({'by its own draws only: ' if self.good else ''}the chains {why})"
         verdict = f"{first}, {'and' if self.good == (self.richer == 'nothing') else 'but'} {need}."
         if self.modes > 1:
             verdict += (
