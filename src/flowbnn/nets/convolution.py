@@ -78,6 +78,8 @@ class WaveNet(nn.Module):
     (torch.Size([5, 20, 2]), 20)
     """
 
+    event_dim = 2
+
     @checked
     def __init__(
         self,
@@ -149,6 +151,8 @@ class PixelCNN(nn.Module):
     >>> net(torch.ones(5, 8, 8, 3)).shape, net.passes((8, 8, 3))
     (torch.Size([5, 8, 8, 6]), 192)
     """
+
+    event_dim = 3
 
     @checked
     def __init__(

@@ -13,7 +13,7 @@ from flowbnn.options import Count, Ge, Hint, Positive, checked
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.elementwise import ActNorm
 from flowbnn.transforms.linear import LULinear
-from flowbnn.transforms.univariate import AffineMap, Conditioned, Direction, ShiftMap, Univariate
+from flowbnn.transforms.univariate import AffineMap, Conditioned, ShiftMap, Univariate
 
 Mask = Literal["half", "alternating"] | Sequence[bool] | Tensor
 AtLeastTwo = Annotated[int, Ge(2), Hint("for one dimension use Affine")]
@@ -48,9 +48,6 @@ class Coupling(Conditioned):
     mask: Tensor
     order: Tensor
     restore: Tensor
-    _scattered: bool
-    _turn: int
-    _sizes: list[int]
 
     @checked
     def __init__(
@@ -72,40 +69,33 @@ class Coupling(Conditioned):
             size_in = kept // univariate.width * univariate.features if compress else kept
             net = MLP(size_in, univariate.per_entry * (dim - kept), hidden, activation, context_dim)
         super().__init__(dim, univariate, net, compress)
-        self.event_dim = int(getattr(net, "event_dim", 1))
         self.register_buffer("mask", keep)
         for name in ("order", "restore"):
             self.register_buffer(name, torch.empty(0, dtype=torch.long), persistent=False)
-        arrange(self)
-        self.register_load_state_dict_post_hook(arrange)
+        self._arrange()
+        self.register_load_state_dict_post_hook(Coupling._arrange)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._apply_map(self.univariate.forward, z, context)
+    def _arrange(self, loaded: Any = None) -> None:
+        """Read the mask, once: a split is cheaper than indices, so entries are moved only where those kept are scattered."""
+        keep = self.mask.long()
+        self._scattered = int(keep.diff().abs().sum()) > 1
+        # which half comes first: the one that is kept, or the other
+        self._turn = 1 if self._scattered or keep[0] else -1
+        self._sizes = [int(keep.sum()), int((1 - keep).sum())][:: self._turn]
+        self.order = torch.argsort(1 - keep, stable=True)
+        self.restore = torch.argsort(self.order)
 
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._apply_map(self.univariate.inverse, x, context)
-
-    def _apply_map(self, function: Direction, value: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
         value = value.index_select(-1, self.order) if self._scattered else value
         halves = value.split(self._sizes, -1)
         kept, moved = halves[:: self._turn]
         parameters = self._parameters_for(kept, context, moved.shape[-1])
-        moved, log_slope = function(moved, parameters)
+        move = self.univariate.inverse if backwards else self.univariate.forward
+        moved, log_slope = move(moved, parameters)
         value = torch.cat((kept, moved)[:: self._turn], dim=-1)
         value = value.index_select(-1, self.restore) if self._scattered else value
         return value, sum_rightmost(log_slope, self.event_dim)
-
-
-def arrange(coupling: Coupling, loaded: Any = None) -> None:
-    """Read the mask, once: a split is cheaper than indices, so entries are moved only where those kept are scattered."""
-    keep = coupling.mask.long()
-    coupling._scattered = int(keep.diff().abs().sum()) > 1
-    # which half comes first: the one that is kept, or the other
-    coupling._turn = 1 if coupling._scattered or keep[0] else -1
-    coupling._sizes = [int(keep.sum()), int((1 - keep).sum())][:: coupling._turn]
-    coupling.order = torch.argsort(1 - keep, stable=True)
-    coupling.restore = torch.argsort(coupling.order)
 
 
 class AdditiveCoupling(Coupling):
@@ -220,9 +210,9 @@ class Autoregressive(Conditioned):
         hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
         net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid
             out as ``univariate.interleaved`` says; its ``passes(event_shape)`` is the longest chain of entries that depend on
-            each other. Sequences have :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`.
+            each other, its ``event_dim`` the number of axes of an event, one if it has none. Sequences have
+            :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`, features last.
         compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
-        event_dim: trailing axes of one event: 2 for sequences, 3 for images, features last.
 
     >>> flow = Autoregressive(3, cheap="forward", hidden=(16,))
     >>> x, log_det = flow(torch.ones(2, 3))
@@ -242,7 +232,6 @@ class Autoregressive(Conditioned):
         context_dim: Length = 0,
         net: nn.Module | None = None,
         compress: bool = True,
-        event_dim: Count = 1,
     ) -> None:
         if net is None:
             width = univariate.width
@@ -250,28 +239,18 @@ class Autoregressive(Conditioned):
             sizes = dim // width, univariate.per_entry * width
             net = MaskedMLP(*sizes, hidden, order, activation, context_dim, *layout)
         super().__init__(dim, univariate, net, compress)
-        self.event_dim = event_dim
         if not callable(getattr(self.net, "passes", None)):
             text = f"the net of an autoregressive map says its passes(event_shape), which {type(net).__name__} does not"
             raise FlowBNNError(text, argument="net")
         self.reads = cheap  # the input of which direction the net reads
-        self.cheap = cheap if event_dim > 1 or self._passes(torch.Size([dim])) > 1 else "both"
+        self.cheap = cheap if self.event_dim > 1 or self.net.passes(torch.Size([dim])) > 1 else "both"
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._apply_map(self.univariate.forward, z, context, at_once=self.reads == "forward")
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._apply_map(self.univariate.inverse, x, context, at_once=self.reads == "inverse")
-
-    def _apply_map(
-        self, function: Direction, value: Tensor, context: Tensor | None, at_once: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
+        move = self.univariate.inverse if backwards else self.univariate.forward
+        at_once = self.reads == ("inverse" if backwards else "forward")
         result = value if at_once else torch.zeros_like(value)
         # after pass k the first k entries of the order are right, and no later pass changes them or the path of their gradients
-        for _ in range(1 if at_once else self._passes(value.shape[value.ndim - self.event_dim :])):
-            result, log_slope = function(value, self._parameters_for(result, context, self.dim))
+        for _ in range(1 if at_once else self.net.passes(value.shape[value.ndim - self.event_dim :])):
+            result, log_slope = move(value, self._parameters_for(result, context, self.dim))
         return result, sum_rightmost(log_slope, self.event_dim)
-
-    def _passes(self, shape: torch.Size) -> int:
-        return self.net.passes(shape)  # type: ignore[operator]

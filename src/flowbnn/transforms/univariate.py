@@ -7,7 +7,6 @@ applied*, both ``(..., D)``. With all parameters zero the map should be the iden
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,9 +16,7 @@ from torch.nn import functional as F
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
-from flowbnn.transforms.base import Transform, check_vectors
-
-Direction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from flowbnn.transforms.base import TwoWay, check_vectors
 
 
 class Univariate(ABC):
@@ -51,13 +48,16 @@ class Univariate(ABC):
         """The inverse map for the same parameters and the logarithms of its slopes."""
 
 
-class Conditioned(Transform):
+class Conditioned(TwoWay):
     """What couplings and autoregressive maps share: a univariate map, and a net that computes its parameters."""
+
+    net: Any
 
     def __init__(self, dim: int, univariate: Univariate, net: nn.Module, compress: bool) -> None:
         super().__init__()
         self.dim, self.univariate, self.net, self.compress = dim, univariate, net, compress
         self.inverse_kind = univariate.inverse_kind
+        self.event_dim = int(getattr(net, "event_dim", 1))
         # where the first parameter is, once and for all: looking for it takes as long as a layer does
         places = ((part, name) for part in net.modules() for name, _ in part.named_parameters(recurse=False))
         self.first = next(places, None)
