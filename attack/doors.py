@@ -120,7 +120,7 @@ INTERNAL = """
     DiscretizedLogistic OneHotVectors Univariate Amortized flow_matching_loss velocity forward_shape inverse_shape run moved ends
     step ordered coupling net split_noise prior_log_prob transforms features_of posterior build build_joint
     standard standard_log_prob scales side pixel_noise passes like training_loss draw
-    Decoder DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.match BlockTriangular.variances
+    Decoder DiagonalStudent Bernoulli.log_prob log_variance with_level BlockTriangular.assign BlockTriangular.variances
 """.split()  # noqa: SIM905
 UNTRIED = {"devices", "num_nodes", "strategy", "self", "_instance"}  # would start other processes
 

@@ -379,7 +379,7 @@ def test_the_gradient_has_no_variance_at_the_exact_posterior() -> None:
     model = fb.to_stochastic(one.network.requires_grad_(False), {"*": NormalCoupling()}, joint="full")
     posterior = fb.posterior.NoisePosterior(model.double(), one.likelihood)
     ((vector, _),) = independent_vectors(posterior.model)
-    list(vector.transform)[-1].match(one.mean, one.precision.inverse())
+    vector.set_gaussian(one.mean, [torch.linalg.cholesky(one.precision.inverse())])
     target = NoiseTarget(posterior, [(one.inputs.double(), one.targets.double())])
     drawn, _ = vector.posterior().rsample_and_log_prob((5,))
     _, slopes = target.gradient(drawn.detach())

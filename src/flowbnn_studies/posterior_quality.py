@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -258,8 +259,38 @@ def start_at(model: nn.Module, gaussian: nn.Module) -> None:
     unit = torch.eye(known.layout.dim, device=next(known.parameters()).device)
     mean = known.transform(torch.zeros_like(unit[0]))[0]
     root = (known.transform(unit)[0] - mean).double()
-    covariance = next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular))
-    covariance.match(mean, root.mT @ root)
+    match(
+        next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular)),
+        mean,
+        root.mT @ root,
+    )
+
+
+@torch.no_grad()
+def match(map_: BlockTriangular, mean: Tensor, covariance: Tensor) -> None:
+    """Let a map make a Gaussian of standard normal numbers, or one as near to it as its structure allows."""
+    covariance = covariance.double()
+    factor = torch.linalg.cholesky(covariance)
+    spans = [slice(*ends) for ends in pairwise(accumulate(map_.sizes, initial=0))]
+    roots, links = [factor[own, own] for own in spans], []
+    if map_.across == "none" and len(spans) > 1:
+        # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
+        precision = torch.cholesky_inverse(factor)
+        factors = [torch.linalg.cholesky(precision[own, own]) for own in spans]
+        roots = [torch.linalg.cholesky(torch.cholesky_inverse(one)) for one in factors]
+    elif map_.across == "chain":
+        for number, (last, own) in enumerate(pairwise(spans), start=1):
+            links.append(torch.linalg.solve(covariance[last, last], covariance[last, own]).mT)
+            roots[number] = torch.linalg.cholesky(covariance[own, own] - links[-1] @ covariance[last, own])
+    map_.assign(mean, roots, links)
+    if map_.across == "low-rank" and len(spans) > 1:
+        # the leading directions of what lies below the blocks
+        left, size, right = torch.linalg.svd(factor - torch.block_diag(*roots), full_matrices=False)
+        keep = min(map_.readers[0].shape[1], len(size))
+        width = size[:keep].sqrt()
+        for link, reader, last, own in zip(map_.links, map_.readers, spans, spans[1:], strict=False):
+            link.zero_()[:, :keep] = left[own, :keep] * width
+            reader.zero_()[:, :keep] = right[:keep, last].mT * width
 
 
 def chains_of(posterior: NoisePosterior, case: Case, s: Settings, seed: int) -> NoiseChains:

@@ -69,7 +69,7 @@ class Known:
     def posterior(self, mean: Tensor, covariance: Tensor) -> NoisePosterior:
         model = fb.to_stochastic(self.network, {"*": fb.noise.NormalAffine()}, joint="full")
         ((vector, _),) = independent_vectors(model)
-        vector.transform.match(mean, covariance)
+        vector.set_gaussian(mean, [torch.linalg.cholesky(covariance)])
         return NoisePosterior(model, Gaussian(NOISE))
 
     @cached_property
@@ -263,7 +263,7 @@ class TwoModes:
         mean = (right * grid[grid > 0]).sum()
         variance = (right * (grid[grid > 0] - mean).square()).sum()
         ((vector, _),) = independent_vectors(model)
-        vector.transform.match(mean[None], 1.3 * variance[None, None])
+        vector.set_gaussian(mean[None], [(1.3 * variance).sqrt()[None, None]])
         self.posterior = NoisePosterior(model, Gaussian(0.5))
 
 

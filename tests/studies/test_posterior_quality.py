@@ -5,6 +5,7 @@ import torch
 
 from flowbnn import quality
 from flowbnn.results import Parts
+from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
 from flowbnn_studies import posterior_quality as study
 from flowbnn_studies import when_it_matters as matters
@@ -99,3 +100,29 @@ def test_gaps_that_show_are_told():
     assert "with 20 (+0.079 (95 % interval" in text
     assert "gap below 0.300 nats per example" in text
     assert "does not show is 0.100" in text
+
+
+def test_a_chain_matches_a_chain_and_low_rank_what_lies_below() -> None:
+    sizes = (2, 3, 2)
+    source = BlockTriangular(sizes, "chain").double()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+    columns = (source(torch.eye(7, dtype=torch.float64))[0] - source.shift).mT
+    covariance = columns @ columns.mT
+    for across, rank in (("chain", 1), ("low-rank", 7)):
+        map_ = BlockTriangular(sizes, across, rank).double()
+        study.match(map_, torch.zeros(7), covariance)
+        columns = (map_(torch.eye(7, dtype=torch.float64))[0] - map_.shift).mT
+        torch.testing.assert_close(columns @ columns.mT, covariance)
+
+
+def test_independent_blocks_match_the_blocks_of_the_precision() -> None:
+    root = torch.randn(5, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    covariance = root @ root.mT / 5
+    map_ = BlockTriangular((2, 3)).double()
+    study.match(map_, torch.zeros(5), covariance)
+    columns = (map_(torch.eye(5, dtype=torch.float64))[0] - map_.shift).mT
+    precision = covariance.inverse()
+    torch.testing.assert_close((columns @ columns.mT)[:2, :2], precision[:2, :2].inverse())
+    assert (columns @ columns.mT)[:2, 2:].abs().max() == 0

@@ -17,7 +17,6 @@ from flowbnn.noise.layout import Layout
 from flowbnn.noise.passes import NoisePass, Share, Sizes, Source, pass_of
 from flowbnn.numerics import sum_rightmost
 from flowbnn.transforms import ActNorm, Affine, BatchNorm, BlockTriangular, Compose, PlanarLU, Transform
-from flowbnn.transforms.linear import assign
 
 PARTS = frozenset({"base", "transform", "prior"})
 
@@ -100,7 +99,7 @@ class InputNoise(Noise):
                 kind="precision",
             )
         if isinstance(parts[-1], BlockTriangular):
-            assign(parts[-1], mean, roots, links)
+            parts[-1].assign(mean, roots, links)
         else:
             base, affine, _ = self.start
             base.scale.copy_(width)

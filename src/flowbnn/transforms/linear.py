@@ -11,10 +11,10 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
 from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, NonNegative, Positive, checked
-from flowbnn.transforms.base import Transform, check_vectors
+from flowbnn.transforms.base import Transform, TwoWay, check_vectors
 
 
-class LULinear(Transform):
+class LULinear(TwoWay):
     r"""Linear map in factored form, :math:`x = P L U z + b`, with :math:`\log|\det| = \sum_i d_i`.
 
     :math:`P` is a fixed permutation, :math:`L` unit lower triangular and :math:`U` upper triangular with the positive
@@ -63,26 +63,20 @@ class LULinear(Transform):
         self.register_buffer("order", order)
         self.register_buffer("restore", torch.argsort(order))
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(z, self.dim, self, self.factors)
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
+        check_vectors(value, self.dim, self, self.factors)
         lower, upper, logs = triangles(self.factors, self.bound)
-        x = torch.matmul(torch.matmul(z, upper.mT), lower.mT)
-        if self.permute:
-            x = x.index_select(-1, self.order)
-        if self.bias is not None:
-            x = x + self.bias
-        return x, logs.sum().expand(z.shape[:-1])
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_vectors(x, self.dim, self, self.factors)
-        lower, upper, logs = triangles(self.factors, self.bound)
-        z = x if self.bias is None else x - self.bias
-        if self.permute:
-            z = z.index_select(-1, self.restore)
-        return solve(lower, upper, z.reshape(-1, self.dim)).reshape(x.shape), -logs.sum().expand(x.shape[:-1])
+        log_det = logs.sum().expand(value.shape[:-1])
+        if backwards:
+            x = value if self.bias is None else value - self.bias
+            x = x.index_select(-1, self.restore) if self.permute else x
+            return solve(lower, upper, x.reshape(-1, self.dim)).reshape(value.shape), -log_det
+        x = torch.matmul(torch.matmul(value, upper.mT), lower.mT)
+        x = x.index_select(-1, self.order) if self.permute else x
+        return x if self.bias is None else x + self.bias, log_det
 
 
-class Householder(Transform):
+class Householder(TwoWay):
     r"""Reflections one after the other, :math:`x = H_K \cdots H_1 z` with :math:`H_k = I - 2 v_k v_k^\top / \lVert v_k \rVert^2`.
 
     An orthogonal map, so that :math:`\log|\det| = 0`; after a Gaussian with independent entries it gives one with a full covariance
@@ -108,15 +102,10 @@ class Householder(Transform):
         noise = 0.05 * torch.randn(reflections, dim, generator=generator)
         self.mirrors = nn.Parameter(pairs[:reflections] + noise)
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._reflect(z, unit_rows(self.mirrors))
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._reflect(x, unit_rows(self.mirrors).flip(0))
-
-    def _reflect(self, value: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.mirrors)
-        return reflected(value, units), value.new_zeros(value.shape[:-1])
+        units = unit_rows(self.mirrors)
+        return reflected(value, units.flip(0) if backwards else units), value.new_zeros(value.shape[:-1])
 
 
 def reflected(value: Tensor, units: Tensor) -> Tensor:
@@ -132,7 +121,7 @@ def unit_rows(rows: Tensor) -> Tensor:
     return rows * torch.where(square > 0, square, 1.0).rsqrt()
 
 
-class Permutation(Transform):
+class Permutation(TwoWay):
     r"""A fixed reordering, :math:`x_i = z_{\mathrm{order}(i)}`, with :math:`\log|\det| = 0`.
 
     The order is kept in the ``state_dict``, so that a shuffle survives saving and loading.
@@ -158,14 +147,9 @@ class Permutation(Transform):
         self.register_buffer("order", index.to(torch.long, copy=True))
         self.register_buffer("restore", torch.argsort(index))
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._pick(z, self.order)
-
-    def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._pick(x, self.restore)
-
-    def _pick(self, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.order.numel(), self)
+        index = self.restore if backwards else self.order
         return value.index_select(-1, index), value.new_zeros(value.shape[:-1])
 
 
@@ -313,57 +297,14 @@ class BlockTriangular(Transform):
         return torch.cat(results)
 
     @torch.no_grad()
-    def match(self, mean: Tensor, covariance: Tensor) -> None:
-        """Become the map of standard normal numbers to a Gaussian, or to one as near to it as the structure allows.
-
-        Args:
-            mean: ``[D]``.
-            covariance: ``[D, D]``, positive definite.
-        """
-        factor = torch.linalg.cholesky(covariance.double())
-        starts = torch.tensor((0, *self.sizes)).cumsum(0).tolist()
-        roots: list[Tensor] = []
-        maps: list[Tensor] = []
-        for low, high in pairwise(starts):
-            root = factor[low:high, low:high]
-            if self.across == "none" and len(self.sizes) > 1:
-                # the Gaussian nearest to the whole as an ELBO measures it has the blocks of the precision
-                precision = torch.cholesky_inverse(factor)[low:high, low:high]
-                root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
-            elif self.across == "chain" and low:
-                last = low - len(roots[-1])
-                beside, own = covariance[last:low, low:high].double(), covariance[low:high, low:high].double()
-                maps.append(torch.linalg.solve(covariance[last:low, last:low].double(), beside).mT)
-                root = torch.linalg.cholesky(own - maps[-1] @ beside)
-            roots.append(root)
-        assign(self, mean, roots, maps)
-        if self.across == "low-rank" and len(self.sizes) > 1:
-            self._match_low_rank(factor, starts)
-
-    def _match_low_rank(self, factor: Tensor, starts: list[int]) -> None:
-        """The leading directions of what lies below the blocks."""
-        below = factor - torch.block_diag(*(factor[low:high, low:high] for low, high in pairwise(starts)))
-        left, size, right = torch.linalg.svd(below, full_matrices=False)
-        keep = min(self.readers[0].shape[1], len(size))
-        root = size[:keep].sqrt()
-        for number, (low, high) in enumerate(pairwise(starts)):
-            if number:
-                self.links[number - 1].zero_()[:, :keep] = left[low:high, :keep] * root
-            if number < len(self.readers):
-                self.readers[number].zero_()[:, :keep] = right[:keep, low:high].mT * root
-
-
-@torch.no_grad()
-def assign(
-    map_: BlockTriangular, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()
-) -> None:
-    """Give a map its values: the shift, the lower triangular matrix of each block, and the links of a chain."""
-    map_.shift.copy_(mean)
-    for number, root in enumerate(roots):
-        if len(root) > 1:
-            map_.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
-    for own, link in zip(map_.links, links, strict=False):
-        own.copy_(link)
-    # exact, where a bounded logarithm would end
-    map_.scale.copy_(torch.cat([root.diagonal() for root in roots]))
-    map_.raw_log_scale.zero_()
+    def assign(self, mean: Tensor, roots: Sequence[Tensor], links: Sequence[Tensor] = ()) -> None:
+        """Take these values: the shift, the lower triangular matrix of each block, and the links of a chain."""
+        self.shift.copy_(mean)
+        for number, root in enumerate(roots):
+            if len(root) > 1:
+                self.within[str(number)].copy_((root / root.diagonal()[:, None]).tril(-1))
+        for own, link in zip(self.links, links, strict=False):
+            own.copy_(link)
+        # exact, where a bounded logarithm would end
+        self.scale.copy_(torch.cat([root.diagonal() for root in roots]))
+        self.raw_log_scale.zero_()
