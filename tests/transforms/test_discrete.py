@@ -21,6 +21,7 @@ from flowbnn.transforms import (
     LogisticMixtureMap,
     ModularMap,
     OneHot,
+    SigmoidalMap,
 )
 
 COVERED = (Integers, OneHot)
@@ -180,6 +181,17 @@ def test_the_map_of_flow_pp_and_its_implicit_gradients() -> None:
         torch.testing.assert_close(log_slope, slope.log(), rtol=1e-8, atol=1e-8)
         leaf = parameters[:1].clone().requires_grad_()
         assert torch.autograd.gradcheck(lambda given, there=there: there(value[:1], given), leaf, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LogisticMixtureMap, SigmoidalMap])
+def test_far_out_the_slope_of_a_mixture_keeps_its_digits(kind: type[LogisticMixtureMap]) -> None:
+    mixture = kind(3)
+    parameters = torch.randn(6, mixture.per_entry, generator=torch.Generator().manual_seed(0))
+    far = torch.tensor([[-1e10], [-1e6], [-1e4], [1e4], [1e6], [1e10]])
+    for direction in (mixture.forward, mixture.inverse):
+        log_slope = direction(far, parameters)[1]
+        exact = direction(far.double(), parameters.double())[1]
+        torch.testing.assert_close(log_slope.double(), exact, rtol=0.0, atol=2e-6)
 
 
 def test_bad_input_is_one_line() -> None:

@@ -173,10 +173,10 @@ def _units(each: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def _mixture(z: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
     s = torch.addcmul(b, log_a.exp(), z.unsqueeze(-1))
-    below, above = F.logsigmoid(s), F.logsigmoid(-s)
-    log_cdf, log_rest = torch.logsumexp(log_w + below, -1), torch.logsumexp(log_w + above, -1)
-    log_density = torch.logsumexp(log_w + log_a + below + above, -1)
-    return log_cdf - log_rest, log_density - log_cdf - log_rest
+    below, above = log_w + F.logsigmoid(s), log_w + F.logsigmoid(-s)
+    # shares of the distribution function and of the rest: far out, where those vanish, no large logarithms are subtracted
+    log_slopes = log_a - log_w + F.log_softmax(below, -1) + F.log_softmax(above, -1)
+    return torch.logsumexp(below, -1) - torch.logsumexp(above, -1), torch.logsumexp(log_slopes, -1)
 
 
 def _unmixed(x: Tensor, log_a: Tensor, b: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
