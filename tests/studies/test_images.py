@@ -26,7 +26,8 @@ from flowbnn_studies.runner.run import run_study
 
 def small(name, **changes):
     study = get_study(name)
-    given = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 1, **changes}
+    given = {"generated": 40, "shift_images": 4, "*.batch": 20, "*.epochs": 1, "rounds": 1}
+    given |= {"corruptions": ("noise", "blur"), **changes}  # the others are evaluated alike
     return study, study.make_settings(quick=True, **given)
 
 
@@ -371,6 +372,7 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     study, settings = small("resnet18-cifar10", samples=2, shift_images=2)
     every = [variant.key for variant in study.variants(settings)]
     only = ["best-joint-channel", "best-output-channel", "best-swag", "best-ensemble"]
+    assert study.make_settings().corruptions == tuple(CORRUPTIONS)
     results = run(study, settings, tmp_path, only=[*only, "best-gaussian-channel"])
     rows = {row["key"]: row["values"] for row in results["rows"]}
     assert [key for key in rows if not key.startswith("cited")] == [
