@@ -21,7 +21,7 @@ demo: $(STAMP)  ## run the demo studies and write the report
 lint: $(STAMP)  ## linter and type checker
 	$(BIN)/ruff check src tests benchmarks attack
 	$(BIN)/ruff format --check src tests benchmarks attack
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 test: lint  ## linter, type checker, tests, doctests and the import-order test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
