@@ -47,6 +47,14 @@ class NoiseChains:
     effective: float
     divergences: int
 
+    def __repr__(self) -> str:
+        chains, draws, dimensions = self.position.shape
+        verdict = "certified" if self.certified else f"not certified: R-hat is above {RHAT}"
+        return (
+            f"NoiseChains({chains} chains x {draws} draws x {dimensions} dimensions, R-hat {self.rhat:.3f} in layer '{self.worst}', "
+            f"smallest effective sample size {self.effective:.0f}, divergences {self.divergences}; {verdict})"
+        )
+
     @property
     def certified(self) -> bool:
         """Whether R-hat is at most 1.01."""
