@@ -1,8 +1,9 @@
 """What ``fb.calibrate`` costs, and what it gains from few examples.
 
-    python benchmarks/calibrate.py [--threads 2] [--seeds 10] [--examples 1000]
+    python benchmarks/calibrate.py [--threads 2] [--seeds 10] [--examples 1000] [--device cpu]
 
-Time: a LeNet with random weights and images, with and without cross-validation. Few examples: an MLP of 64-64-10 units or a small
+Time: a LeNet with random weights and images, with and without cross-validation, and k-hat of the result; on a GPU a VGG16 with 5,000
+images as well. Few examples: an MLP of 64-64-10 units or a small
 convolutional network trained on scikit-learn's digits, its noise on 20 to 1,000 others, the test on the last 697; differences to
 factorized noise are paired by seed, with Student's 95 % interval.
 """
@@ -15,21 +16,28 @@ from statistics import mean, stdev
 
 import torch
 from scipy.special import stdtrit
+from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.methods.temperature import temper
-from flowbnn.models import MLP, LeNet, SmallConv
+from flowbnn.models import MLP, VGG16, LeNet, SmallConv
 
 
-def seconds(examples: int) -> None:
+def seconds(network: nn.Module, shape: tuple[int, ...], examples: int, structure: str, device: str) -> None:
     torch.manual_seed(0)
-    network, inputs = LeNet(1), torch.randn(examples, 1, 28, 28)
-    loader = TensorLoader(inputs, network(inputs).argmax(-1), batch_size=250)
+    name, inputs = type(network).__name__, torch.randn(examples, *shape)
+    with torch.no_grad():
+        targets = torch.cat([network.eval()(part).argmax(-1) for part in inputs.split(250)])
+    loader = TensorLoader(inputs.to(device), targets.to(device), batch_size=250)
+    given = {"structure": structure, "progress": False, "accelerator": device}
     for folds in (4, 0):
         began = time.perf_counter()
-        fb.calibrate(network, loader, folds=folds, progress=False, accelerator="cpu")
-        print(f"LeNet, {examples:,} examples, {folds} folds: {time.perf_counter() - began:.1f} s")
+        posterior = fb.calibrate(network, loader, folds=folds, **given)
+        print(f"{name}, {examples:,} examples, {folds} folds: {time.perf_counter() - began:.1f} s")
+    began = time.perf_counter()
+    fb.quality.pareto_k(posterior, loader)
+    print(f"{name}, {examples:,} examples, k-hat: {time.perf_counter() - began:.1f} s")
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--examples", type=int, default=1000)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     if given.examples:
-        seconds(given.examples)
+        seconds(LeNet(1), (1, 28, 28), given.examples, "full", given.device)
+        if given.device != "cpu":
+            seconds(VGG16(3), (3, 32, 32), 5 * given.examples, "layers", given.device)
     for case in CASES:
         few_digits(given.seeds, case)
 

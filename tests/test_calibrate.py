@@ -234,18 +234,6 @@ def test_a_plain_regression_is_scored_with_its_own_noise_level(level: float | No
     assert report.temperature == pytest.approx(1.0 if level is None else 0.075**0.5 / level, rel=1e-5)
 
 
-def test_one_logit_may_be_squeezed() -> None:
-    inputs, _ = classes()
-    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    given = {"folds": 0, "prior": "fixed", "progress": False, "accelerator": "cpu"}
-    data = [(inputs[:40], torch.arange(40) % 2)]
-    networks = network, nn.Sequential(*network, nn.Flatten(0))
-    rows, flat = (fb.calibrate(one, data, **given) for one in networks)
-    assert flat.history[-1] == rows.history[-1]
-    assert fb.quality.pareto_k(flat, data, 50) == fb.quality.pareto_k(rows, data, 50)
-    assert torch.equal(*(one.predict(inputs, seed=0).probabilities for one in (rows, flat)))
-
-
 def test_data_of_the_weights_are_warned_of(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
     network, _, _ = memorised
     inputs, targets = classes()

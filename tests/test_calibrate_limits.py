@@ -216,9 +216,8 @@ def test_a_chain_is_the_best_one_where_layers_that_are_no_neighbours_are_correla
         """To the exact posterior, whose mean is that of the prior, from a Gaussian of the same mean."""
         return 0.5 * ((exact @ covariance).trace() - 6.0 - torch.logdet(exact @ covariance))
 
-    free = torch.eye(
-        6, dtype=torch.float64
-    ).requires_grad_()  # a triangular root of the precision, of the shape of a chain's
+    # a triangular root of the precision, of the shape of a chain's
+    free = torch.eye(6, dtype=torch.float64).requires_grad_()
     shape = torch.ones(6, 6).tril()
     shape[4:, :2] = 0.0
 
@@ -237,3 +236,16 @@ def test_a_chain_is_the_best_one_where_layers_that_are_no_neighbours_are_correla
     search.step(again)
     assert float(divergence(fit.gaussian.covariance())) == pytest.approx(loss().item(), abs=2e-3)
     torch.testing.assert_close(fit.gaussian.mean, torch.ones(6).double(), rtol=0, atol=0.02)
+
+
+def test_one_logit_may_be_squeezed() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(240, 2)
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    given = {"folds": 0, "prior": "fixed", "progress": False, "accelerator": "cpu"}
+    data = [(inputs[:40], torch.arange(40) % 2)]
+    networks = network, nn.Sequential(*network, nn.Flatten(0))
+    rows, flat = (fb.calibrate(one, data, **given) for one in networks)
+    assert flat.history[-1] == rows.history[-1]
+    assert fb.quality.pareto_k(flat, data, 50) == fb.quality.pareto_k(rows, data, 50)
+    assert torch.equal(*(one.predict(inputs, seed=0).probabilities for one in (rows, flat)))

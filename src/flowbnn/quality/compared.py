@@ -225,12 +225,11 @@ class Ranks:
 
     @property
     def p_value(self) -> float:
-        """Of uniform ranks: chi-squared in eight bins, the least over dimensions with a Bonferroni correction."""
+        """Of uniform ranks: chi-squared in at most eight bins, the least over dimensions with a Bonferroni correction."""
         places = self.draws + 1  # that a rank can take
         bins = min(8, places)
-        counts = (
-            torch.nn.functional.one_hot(self.ranks.cpu() * bins // places, bins).sum(0).double()
-        )  # [D, bins]
+        bin_of = self.ranks.cpu() * bins // places
+        counts = torch.nn.functional.one_hot(bin_of, bins).sum(0).double()  # [D, bins]
         sizes = torch.bincount(torch.arange(places) * bins // places)
         mean = len(self.ranks) * sizes / places
         square = ((counts - mean).square() / mean).sum(-1)

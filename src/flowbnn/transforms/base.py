@@ -41,6 +41,7 @@ A map between vectors of two lengths says them in :attr:`Transform.lengths`; one
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -101,12 +102,12 @@ class Transform(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} {text}")
 
 
-class TwoWay(Transform):
+class TwoWay(Transform, ABC):
     """A transform whose directions are one computation, which a subclass gives as :meth:`run`."""
 
+    @abstractmethod
     def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         """:meth:`forward`, or :meth:`inverse` if ``backwards``."""
-        raise NotImplementedError
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.run(z, context, backwards=False)
