@@ -55,7 +55,7 @@ def test_the_table_counts():
 @pytest.mark.parametrize(
     ("rules", "line"),
     [
-        ({"fc1": NormalAffine()}, "rule 'fc1' matches no layer; there is '0', '2', '4'"),
+        ({"fc1": NormalAffine()}, "rule 'fc1' matches no layer; there are '0', '2', '4'"),
         ({"22": NormalAffine()}, "did you mean '2'"),
         ({"x*": NormalAffine()}, "rule 'x*' matches no layer"),
         ({nn.Conv2d: NormalAffine()}, "rule Conv2d matches none of the 3 layers"),

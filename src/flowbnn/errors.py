@@ -66,7 +66,8 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
 
 def close_words(word: str, known: Sequence[str], most: int = 3) -> list[str]:
     """Words of ``known`` that resemble ``word``, the nearest first."""
-    parts = [name for name in known if word in name.split("_")]  # noise_lr for lr
+    short = "".join(part[:1] for part in word.split("_")) if "_" in word else word  # of learning_rate
+    parts = [name for name in known if {word, short} & set(name.split("_"))]  # noise_lr for lr
     if parts and not get_close_matches(word, known, cutoff=0.8):
         return parts[:most]
     return get_close_matches(word, known, n=most, cutoff=0.5)
@@ -77,16 +78,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     >>> nearest("fc11", ["conv1", "fc1", "fc2"])
     "; did you mean 'fc1' or 'fc2'?"
-    >>> nearest("zebra", ["conv1"])
-    "; there is 'conv1'"
+    >>> nearest("zebra", ["conv1"]), nearest("zebra", ["conv1", "fc1"])
+    ("; there is 'conv1'", "; there are 'conv1', 'fc1'")
     """
     known = list(dict.fromkeys(known))
     if close := close_words(word, known):
         return "; did you mean " + " or ".join(f"'{name}'" for name in close) + "?"
-    if not known:
-        return ""
-    shown = ", ".join(f"'{name}'" for name in known[:8])
-    return f"; there is {shown}" + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    return f"; there {'are' if known[1:] else 'is'} {some_of(known, 8)}" if known else ""
 
 
 def shown(value: object) -> str:

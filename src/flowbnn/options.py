@@ -320,7 +320,7 @@ def _checked(function: F, annotated: Any, owner: str) -> F:
 
 
 def takes(kind: type) -> Callable[[F], F]:
-    """Let a function with ``**settings`` show the fields of a class of settings in its signature, for ``help`` and editors."""
+    """Let a function with ``**settings`` take the arguments of a class, which ``help``, editors and :func:`checked` see."""
 
     def decorate(function: F) -> F:
         layout = signature(function).parameters
@@ -328,6 +328,7 @@ def takes(kind: type) -> Callable[[F], F]:
         known = [one for one in signature(kind).parameters.values() if one.name not in layout]
         more = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in known]
         function.__signature__ = Signature([*own, *more])  # type: ignore[attr-defined]
+        function.__annotations__ |= {one.name: one.annotation for one in more}
         return function
 
     return decorate

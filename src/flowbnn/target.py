@@ -40,6 +40,9 @@ class TargetFit:
     log_density: Callable[[Tensor], Tensor]
     history: History
 
+    def __repr__(self) -> str:
+        return f"TargetFit({type(self.flow).__name__}, {self.history.epochs} epochs)"
+
     @checked
     def evidence(self, samples: Count = 10_000, seed: Seed = 0) -> dict[str, float]:
         r"""The ELBO :math:`E_q[\log \tilde p - \log q] \le \log Z`, :math:`\log Z` by importance sampling, and how far to trust it.
@@ -79,8 +82,8 @@ class TargetOptions(TrainingOptions):
     description: str = "fitting the target"
 
 
-@takes(TargetOptions)
 @checked
+@takes(TargetOptions)
 def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given: Any) -> TargetFit:
     r"""Variational inference of any density: a copy of a flow is fitted by :math:`\max_q E_q[\log \tilde p(x) - \log q(x)]`.
 
@@ -112,13 +115,16 @@ class _Reverse(nn.Module):
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
         x, log_prob = _draw(self.flow(), self.samples)
         log_density = self.log_density(x)
-        if getattr(log_density, "shape", None) != log_prob.shape:
+        if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
             found = tuple(log_density.shape) if isinstance(log_density, Tensor) else shown(log_density)
             raise FlowBNNError(
                 f"log_density must give a tensor with one number for each point, {tuple(log_prob.shape)} here, not {found}",
                 kind="shape",
                 argument="log_density",
             )
+        if x.requires_grad and not log_density.requires_grad:
+            text = "log_density gives no gradient in the points: compute it by torch alone, without detach, no_grad or NumPy"
+            raise FlowBNNError(text, argument="log_density")
         done = float(clock.progress) / self.warmup if self.warmup else 1.0
         weight = min(1.0, 0.01 + 0.99 * done)
         elbo = (log_density - log_prob).mean()

@@ -241,7 +241,7 @@ def test_layers_that_an_estimator_cannot_serve_are_named(network, estimator, tol
 @pytest.mark.parametrize(
     ("layers", "told"),
     [
-        ("fc1", "matches no layer.*there is '0'"),
+        ("fc1", "matches no layer.*there are '0'"),
         (nn.Conv2d, "matches no layer"),
     ],
 )

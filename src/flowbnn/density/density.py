@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flowbnn.batches import check_finite, device_of, dtype_of, evaluating, move
 from flowbnn.data import TensorLoader
-from flowbnn.density.examples import BESIDE, LOADER, ROWS, batches, in_memory, loaded, pair
+from flowbnn.density.examples import BESIDE, LOADER, ROWS, as_tensor, batches, in_memory, loaded, pair
 from flowbnn.distributions.support import is_everywhere
-from flowbnn.errors import FlowBNNError, warn
+from flowbnn.errors import FlowBNNError, some_of, warn
 from flowbnn.options import (
     Count,
     Interval,
@@ -113,21 +113,21 @@ class Density(nn.Module):
         """Whether ``log_prob`` is a lower bound, of one draw, on the log-density."""
         return _bounded(self.flow)
 
-    def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The log-density of each example, with gradients."""
+    def log_prob(self, x: Any, context: Any = None) -> Tensor:
+        """The log-density of each example, a tensor or an array, with gradients."""
         log_prob: Tensor = self._given(context).log_prob(self.scaled(x))
         return log_prob if self.scale is None else log_prob - self.scale.log().sum()
 
-    def _given(self, context: Tensor | None) -> Any:
+    def _given(self, context: Any) -> Any:
         """The flow's distribution for a context, which is brought to its device and precision."""
-        check("context", context, Tensor | None, "Density")
+        check("context", context := as_tensor(context), Tensor | None, "Density")
         return self.flow(None if context is None else move(context, device_of(self), dtype_of(self.flow)))
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x: Any) -> Tensor:
         """Examples in the units and the precision of the flow."""
-        check("x", x, Tensor, "Density")
+        check("x", x := as_tensor(x), Tensor, "Density")
         if self.loc is None or self.scale is None:
-            return move(x, x.device, dtype_of(self.flow))
+            return move(x, device_of(self), dtype_of(self.flow))
         check_tensor(x, self)
         if x.shape[x.ndim - self.loc.ndim :] != self.loc.shape:  # which would broadcast
             raise FlowBNNError(
@@ -135,17 +135,17 @@ class Density(nn.Module):
                 kind="shape",
                 argument="x",
             )
-        return ((x - self.loc) / self.scale).to(dtype_of(self.flow))
+        return ((x.to(self.loc.device) - self.loc) / self.scale).to(dtype_of(self.flow))
 
     @checked
-    def sample(self, count: Count, context: Tensor | None = None, seed: Seed | None = None) -> Tensor:
+    def sample(self, count: Count, context: Any = None, seed: Seed | None = None) -> Tensor:
         """So many examples; with a context, so many for each of its rows. None draws from torch's own generator."""
         with evaluating(self), drawing(device_of(self), seed):
             drawn = self._given(context).sample((count,))
         return drawn if self.loc is None or self.scale is None else self.loc + self.scale * drawn
 
     @checked
-    def score(self, data: Data, context: Tensor | None = None, seed: Seed = 0) -> Tensor:
+    def score(self, data: Data, context: Any = None, seed: Seed = 0) -> Tensor:
         """The log-densities of a data set, in batches, without gradients; random bounds draw from ``seed``."""
         parts = [torch.zeros(0, dtype=dtype_of(self.flow))]
         with evaluating(self), drawing(device_of(self), seed):
@@ -161,7 +161,7 @@ class Density(nn.Module):
         return torch.cat(parts)
 
     @checked
-    def bits_per_dimension(self, data: Data, context: Tensor | None = None, seed: Seed = 0) -> float:
+    def bits_per_dimension(self, data: Data, context: Any = None, seed: Seed = 0) -> float:
         r"""The mean of :math:`-\log_2 p(x) / D` for examples of :math:`D` numbers.
 
         Where the flow takes integers, such as images of bytes, and dequantizes them itself, these are the bits that a code takes for
@@ -179,7 +179,7 @@ class Density(nn.Module):
         held_out: Data,
         rate: Probability = 0.05,
         by: Literal["density", "typicality"] = "density",
-        context: Tensor | None = None,
+        context: Any = None,
     ) -> "NoveltyDetector":
         r"""A detector of examples that are unlike the data, wrong about so many of the familiar ones.
 
@@ -223,17 +223,17 @@ class NoveltyDetector:
         held_out: the log-densities of the held-out examples, in rising order.
     """
 
-    density: Density
+    density: Density = field(repr=False)
     rate: Probability
     by: Literal["density", "typicality"]
-    held_out: Tensor
+    held_out: Tensor = field(repr=False)
 
-    def strangeness(self, data: Any, context: Tensor | None = None) -> Tensor:
+    def strangeness(self, data: Any, context: Any = None) -> Tensor:
         """Minus the log-density, or its distance to the mean of the held-out ones: large is novel."""
         scores = self.density.score(data, context)
         return -scores if self.by == "density" else (scores - self.held_out.mean()).abs()
 
-    def p_value(self, data: Any, context: Tensor | None = None) -> Tensor:
+    def p_value(self, data: Any, context: Any = None) -> Tensor:
         """The share of familiar examples that are as strange."""
         low = high = self.density.score(data, context).double()
         number, above = len(self.held_out), torch.zeros((), dtype=torch.long)
@@ -244,13 +244,13 @@ class NoveltyDetector:
         strange = torch.searchsorted(self.held_out, low, right=True) + above
         return (1.0 + strange.clamp(max=number)) / (1.0 + number)
 
-    def is_novel(self, data: Any, context: Tensor | None = None) -> Tensor:
+    def is_novel(self, data: Any, context: Any = None) -> Tensor:
         """True for each example that is called novel."""
         return self.p_value(data, context) <= self.rate
 
 
-@takes(DensityOptions)
 @checked
+@takes(DensityOptions)
 def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     r"""Fit a copy of a flow by maximum likelihood, :math:`\max_\theta \frac1N \sum_i \log p_\theta(x_i)`.
 
@@ -341,7 +341,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
     if not in_memory(data):
         if run.context is not None:
             raise FlowBNNError(BESIDE, argument="context")
-        check("data", data, LOADER, "fit_density")
+        check("data", data, LOADER)
         if isinstance(data, Iterator):
             raise FlowBNNError(
                 "data can be gone through once only; give a loader or a list of batches", argument="data"
@@ -357,7 +357,7 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         held_out = loaded(held_out, None, flow)
         check_finite(held_out.tensors[0], "validation data")
     if share:
-        check("validation", share, Fraction, "fit_density")
+        check("validation", share, Fraction)
         if len(tensors[0]) < 2:
             raise FlowBNNError(
                 f"{len(tensors[0])} examples leave none to hold out; give more, or say validation=0",
@@ -379,13 +379,15 @@ def _units(
     """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
     first, context = pair(next(iter(loader)), flow)
     made = flow(context)
-    if first.ndim <= len(getattr(made, "event_shape", ())):
-        raise FlowBNNError(
-            f"a batch of shape {tuple(first.shape)} has no axis of examples before their shape {tuple(made.event_shape)}; "
-            "of a list of rows make one tensor with torch.stack(rows)",
-            kind="shape",
-            argument="data",
-        )
+    event = tuple(getattr(made, "event_shape", ()))
+    axes = first.ndim - len(event)
+    if axes < 1 or first.shape[axes:] != event:
+        text = f"{type(flow).__name__} is made for examples of shape {event}, and a batch of the data has shape {tuple(first.shape)}"
+        if axes < 1:
+            text += (
+                "; of a list of rows make one tensor with torch.stack(rows), of numbers a column: x[:, None]"
+            )
+        raise FlowBNNError(text, kind="shape", argument="data")
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
         periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units
@@ -403,7 +405,12 @@ def _units(
     exact = torch.float64 if first.dtype == torch.float64 else dtype_of(flow)
     # a column that does not vary, up to rounding, keeps its units, however small they are
     least = torch.finfo(exact or torch.get_default_dtype()).tiny
-    scale = torch.where(scale > (1e-15 * loc.abs()).clamp_min(least), scale, 1.0)
+    varies = scale > (1e-15 * loc.abs()).clamp_min(least)
+    if not bool(varies.all()):
+        flat = [f"data[:, {', '.join(map(str, place))}]" for place in (~varies).nonzero().tolist()]
+        text = f"a column that does not vary has no density: drop {some_of(flat)}"
+        warn(text, kind="data", argument="data")
+    scale = torch.where(varies, scale, 1.0)
     return loc.to(device_of(flow), exact), scale.to(device_of(flow), exact)
 
 

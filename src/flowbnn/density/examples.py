@@ -34,16 +34,14 @@ def loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
         raise FlowBNNError(
             f"a context is given, but {type(flow).__name__} has no context_dim", argument="context"
         )
-    tensors = [_exact(one) for one in (data if isinstance(data, tuple) else (data,))]
+    tensors = [as_tensor(one) for one in (data if isinstance(data, tuple) else (data,))]
     return TensorLoader(*tensors, *(() if context is None else (context,)), batch_size=ROWS)
 
 
-def _exact(data: Any) -> Any:
-    """Arrays and lists in double precision, as they are; a loader would round them."""
-    with suppress(TypeError, ValueError):
-        array = None if isinstance(data, Tensor) else np.asarray(data)
-        if array is not None and array.dtype == np.float64:
-            return torch.from_numpy(array)
+def as_tensor(data: Any) -> Any:
+    """Arrays and lists of numbers as tensors, in the precision they have; a loader would round them. The rest as it is."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        return data if data is None or isinstance(data, Tensor) else torch.as_tensor(np.asarray(data))
     return data
 
 
