@@ -114,6 +114,8 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
     [
         (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
         (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
+        (lambda: fb.flows.MAF(2, 3)(torch.arange(4)), r"shape \(4,\); give .*one_hot\(labels, 3\)"),
+        (lambda: fb.flows.MAF(2, 1)(torch.ones(4)), r"shape \(4,\); give x\[:, None\]"),
         (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of 2 real numbers, not of 3"),
         (lambda: fb.flows.NSF(2, circular=True, base=StudentBase(2)), "angles up to 3.14159, not of 2 real"),
         (

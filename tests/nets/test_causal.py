@@ -86,7 +86,7 @@ def test_every_output_depends_on_the_context_and_starts_at_zero(kind) -> None:
     jacobian = torch.func.jacrev(lambda given: net(value[0], given))(context[0])
     assert (jacobian != 0).any(-1).all()
     torch.testing.assert_close(net(value, context)[1], net(value[1], context[1]))
-    with pytest.raises(FlowBNNError, match="needs a context of length 3"):
+    with pytest.raises(FlowBNNError, match="context_dim=3, and is given"):
         net(value)
 
 

@@ -56,7 +56,7 @@ def test_it_starts_at_zero_and_keeps_its_masks_when_loaded() -> None:
     [
         (lambda: MaskedMLP(3, 2, order=[0, 1]), "each of the 3 entries exactly once"),
         (lambda: MaskedMLP(3, 0), "at least 1"),
-        (lambda: MaskedMLP(3, 1, context_dim=2)(torch.ones(3)), "needs a context of length 2"),
+        (lambda: MaskedMLP(3, 1, context_dim=2)(torch.ones(3)), "context_dim=2, and is given"),
     ],
 )
 def test_bad_input_is_one_line(call, words: str) -> None:

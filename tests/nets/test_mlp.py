@@ -57,8 +57,8 @@ def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
         (lambda: MLP(0, 2), "at least 1"),
         (lambda: MLP(2, 2, hidden=(4, 0)), "at least 1"),
         (lambda: MLP(2, 2, context_dim=-1), "of at least 0"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "needs a context of length 3"),
-        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "needs a context of length 3"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "context_dim=3, and is given"),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "context_dim=3, and is given"),
     ],
 )
 def test_bad_input_is_one_line(call, words: str) -> None:

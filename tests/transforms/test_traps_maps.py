@@ -241,7 +241,7 @@ def short_net() -> MLP:
         (lambda: AffineCoupling(4, bound=0.0), "a number above 0"),
         (lambda: AffineCoupling(4, net=short_net())(torch.zeros(4)), "the net of AffineCoupling must give"),
         (lambda: AffineCoupling(4)(torch.zeros(2, 5)), "vectors of length 4"),
-        (lambda: AffineCoupling(4, context_dim=2)(torch.zeros(2, 4)), "needs a context of length 2"),
+        (lambda: AffineCoupling(4, context_dim=2)(torch.zeros(2, 4)), "context_dim=2, and is given"),
         (lambda: LULinear(0), "at least 1"),
         (lambda: LULinear(3)(torch.zeros(2, 1)), "vectors of length 3"),
         (lambda: LULinear(3).inverse(torch.tensor(1.0)), "vectors of length 3"),

@@ -196,7 +196,30 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
         ),
         (
             lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,), context_dim=3).log_prob(images(3)),
-            "context of length 3",
+            "VAE was made with context_dim=3, and is given no context",
+        ),
+        (
+            lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,), context_dim=3).log_prob(images(4), torch.arange(4)),
+            r"given a context of shape \(4,\); give .*one_hot\(labels, 3\)",
+        ),
+        (
+            lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,), context_dim=3).log_prob(images(3), torch.arange(3)),
+            r"context of 3 examples has a row for each, not the shape \(3,\)",
+        ),
+        (lambda: fb.vae.VAE((1, 4, 4), 2, hidden=(8,)).reconstruct(images()[0]), r"x\[None\]"),
+        (lambda: fb.vae.VAE((1, 4, 4), latent=2), "no setting 'latent'; did you mean 'latent_dim'"),
+        (lambda: fb.vae.VAE((1, 4, 4), 2, zebra=2), "'latent_dim', 'posterior', 'length'"),
+        (
+            lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), images(), epoch=3),
+            "fit_autoencoder has no setting 'epoch'",
+        ),
+        (
+            lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), images(), epochs=0),
+            r"fit_autoencoder\(epochs=",
+        ),
+        (
+            lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), images(), validation=2),
+            "^validation must be a number",
         ),
         (
             lambda: fb.vae.fit_autoencoder(fb.vae.VAE((1, 4, 4), 2, hidden=(8,)), 255 * images(), **FEW),
@@ -209,7 +232,7 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
             "integers from 0 to 255",
         ),
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
-        (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context of length 3"),
+        (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context_dim=3, and is given no context"),
         (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "all real vectors"),
     ],
 )

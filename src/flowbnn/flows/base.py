@@ -6,12 +6,12 @@ from dataclasses import InitVar, field
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowbnn import transforms
 from flowbnn.distributions import Base, CircularBase, Flow, NormalBase
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import Length
+from flowbnn.nets.mlp import Length, check_context
 from flowbnn.options import Count, Ge, Positive, checked, options
 from flowbnn.transforms import AffineMap, Autoregressive, Compose, Coupling, SplineMap, Transform, Univariate
 
@@ -21,7 +21,7 @@ Cheap = Literal["forward", "inverse"]
 Kind = TypeVar("Kind", bound=type)
 
 
-class FlowModel(nn.Module):
+class FlowModel(torch.nn.Module):
     """Any flow as a module: the base and the transform it owns, and the distribution they make when it is called.
 
     Args:
@@ -46,11 +46,8 @@ class FlowModel(nn.Module):
 
     def forward(self, context: Tensor | None = None) -> Flow:
         """The distribution, one for each context vector ``(..., context_dim)``."""
-        shape = torch.Size([0]) if context is None else context.shape
-        if shape[-1:] != (self.context_dim,):
-            given = "no context" if context is None else f"a context of shape {tuple(shape)}"
-            text = f"{type(self).__name__} was made with context_dim={self.context_dim}, and is given {given}"
-            raise FlowBNNError(text, kind="shape", argument="context")
+        if context is not None or self.context_dim:
+            check_context(context, self.context_dim, type(self).__name__)
         return Flow(self.base.distribution(), self.transform, context)
 
 

@@ -16,13 +16,17 @@ from flowbnn.options import Count, Ge, Positive, checked, made_by
 Length = Annotated[int, Ge(0)]
 
 
-def check_context(context: Tensor | None, context_dim: int) -> Tensor:
+def check_context(context: Tensor | None, context_dim: int, owner: str = "this network") -> Tensor:
     """The context, if it has the length that a network reads."""
-    if not isinstance(context, Tensor) or context.shape[-1:] != (context_dim,):
-        given = tuple(context.shape) if isinstance(context, Tensor) else shown(context)
-        text = f"this network needs a context of length {context_dim}, not {given}: pass context="
-        raise FlowBNNError(text, kind="shape", argument="context")
-    return context
+    if isinstance(context, Tensor) and context.shape[-1:] == (context_dim,):
+        return context
+    given, rows = "no context" if context is None else shown(context), ""
+    if isinstance(context, Tensor):
+        given = f"a context of shape {tuple(context.shape)}"
+        if context.ndim == 1 and context_dim:
+            rows = f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
+    text = f"{owner} was made with context_dim={context_dim}, and is given {given}{rows and '; give ' + rows}"
+    raise FlowBNNError(text, kind="shape", argument="context")
 
 
 def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:

@@ -95,11 +95,9 @@ class Autoencoder(nn.Module):
         """What the encoder says, with the context."""
         check("x", x, Tensor, type(self).__name__)
         if x.shape[1:] != self.shape:
-            raise FlowBNNError(
-                f"{type(self).__name__} takes examples of shape {self.shape}, not a batch of {tuple(x.shape)}",
-                kind="shape",
-                argument="x",
-            )
+            given = "one example: write x[None]" if x.shape == self.shape else f"shape {tuple(x.shape)}"
+            text = f"{type(self).__name__} takes a batch of examples of shape {self.shape}, not {given}"
+            raise FlowBNNError(text, kind="shape", argument="x")
         features = self.encoder(self.decoder.read(x.to(self.code.weight.dtype))).to(self.code.weight.dtype)
         return self._beside(features, context)
 
@@ -107,8 +105,15 @@ class Autoencoder(nn.Module):
         """The value with the context after it."""
         if self.context_dim == 0 and context is None:
             return value
-        context = check_context(context, self.context_dim)
-        return torch.cat([value, context], -1)
+        return torch.cat([value, self._rows(context, len(value))], -1)
+
+    def _rows(self, context: Tensor | None, count: int) -> Tensor:
+        """The context of so many examples."""
+        context = check_context(context, self.context_dim, type(self).__name__)
+        if context.shape[:-1] != (count,):
+            text = f"the context of {count} examples has a row for each, not the shape {tuple(context.shape)}"
+            raise FlowBNNError(text, kind="shape", argument="context")
+        return context
 
     def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """The decoder's outputs for codes ``[B, latent_dim]``."""
@@ -185,12 +190,8 @@ class Autoencoder(nn.Module):
 
         A context has a row for each of them.
         """
-        if context is not None and context.shape[:-1] != (count,):
-            raise FlowBNNError(
-                f"the context of {count} examples has a row for each, not the shape {tuple(context.shape)}",
-                kind="shape",
-                argument="context",
-            )
+        if context is not None:
+            self._rows(context, count)
         with evaluating(self), drawing(device_of(self), seed):
             outputs = self.decode(self.draw(count, context), context)
             return self.decoder.mean(outputs) if mean else self.decoder.sample(outputs)
@@ -219,6 +220,7 @@ class VAE(Autoencoder):
     heads = 2
 
     @checked
+    @takes(Autoencoder)
     def __init__(
         self,
         shape: Sequence[Count],
@@ -383,8 +385,8 @@ class Generator:
         return drawn.reshape(*shape, *drawn.shape[1:])
 
 
-@takes(DensityOptions)
 @checked
+@takes(DensityOptions)
 def fit_autoencoder(
     model: Autoencoder,
     data: Any,
