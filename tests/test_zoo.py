@@ -93,9 +93,11 @@ def test_slow_draws_are_warned_of_with_the_remedy() -> None:
         with pytest.warns(FlowBNNWarning, match="such as IAF in place of MAF") as caught:
             slow.build(Layout(3))
         assert caught[0].message.fields == {"kind": "slow draws"}
+        assert caught[0].filename == __file__  # where it was asked for
     NormalFlow("maf").build(Layout(1))  # one entry, one pass
-    with pytest.warns(FlowBNNWarning, match="posterior of VAE: a draw costs many passes"):
+    with pytest.warns(FlowBNNWarning, match="posterior of VAE: a draw costs many passes") as caught:
         fb.vae.VAE((1, 8, 8), 3, hidden=(4,), posterior=lambda dim, size: fb.flows.MAF(dim, size).transform)
+    assert caught[0].filename == __file__
     with pytest.warns(FlowBNNWarning, match="MAF: a draw costs"):
         fb.fit_target(
             fb.flows.MAF(2, hidden=(4,)), lambda x: -x.square().sum(-1), epochs=1, samples=2, progress=False

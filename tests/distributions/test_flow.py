@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
 
-from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, divergence
+from flowbnn.distributions import DiagonalNormal, Flow, MixtureBase, NormalBase, divergence
 from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import (
     Affine,
@@ -72,6 +72,8 @@ def test_it_is_a_citizen():
 
 
 def test_refusals():
+    with pytest.raises(FlowBNNError, match=r"not a NormalBase; .*FlowModel\(base, transform\)"):
+        Flow(NormalBase(2, 0.0, 1.0), Affine(2))
     with pytest.raises(FlowBNNError, match="events of 1 axes"):
         Flow(Normal(torch.zeros(()), torch.ones(())), Planar(3))
     with pytest.raises(FlowBNNError, match="takes no generator"):

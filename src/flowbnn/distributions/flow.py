@@ -80,6 +80,9 @@ class Flow(Distribution):
         context: Tensor | None = None,
         validate_args: bool | None = False,
     ) -> None:
+        if not isinstance(base, Distribution):
+            text = f"Flow takes a distribution as its base, not a {type(base).__name__}; of modules make"
+            raise FlowBNNError(f"{text} flowbnn.flows.FlowModel(base, transform)", argument="base")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
             text = f"works on events of {transform.event_dim} axes, but the base draws have shape"

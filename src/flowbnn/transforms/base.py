@@ -40,7 +40,6 @@ A map between vectors of two lengths says them in :attr:`Transform.lengths`; one
 :meth:`Transform.forward_shape` and :meth:`Transform.inverse_shape`.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -49,7 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.numerics import readable
 from flowbnn.options import Interval
 
@@ -168,4 +167,4 @@ def warn_of_slow_draws(transform: Transform, owner: object) -> None:
     """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
     if transform.cheap not in ("both", "forward"):
         text = "a draw costs many passes; take a flow with cheap draws, such as IAF in place of MAF"
-        warnings.warn(FlowBNNWarning(f"{owner}: {text}", kind="slow draws"), stacklevel=3)
+        warn(f"{owner}: {text}", kind="slow draws")
