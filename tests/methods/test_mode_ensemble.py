@@ -41,6 +41,7 @@ def test_all_members_of_a_linear_network_climb_to_its_one_mode(linear):
     posterior = fitted(linear)
     assert (posterior.modes[""] - linear[2]).abs().max() < 1e-4
     assert posterior.energy.std() < 1e-6
+    assert repr(posterior).startswith("ModePosterior(6 climbs to 1 mode of the noise of Linear,")
     with pytest.raises(FlowBNNError, match="no density"):
         posterior.log_prob(posterior.draws(2, seed=0))
 
@@ -120,6 +121,7 @@ def test_both_modes_of_a_known_density_are_found_and_no_other():
     ends = {sign: found[(found[:, 0] > 0) == sign] for sign in (True, False)}
     assert (ends[True] - high).abs().max() < 1e-3
     assert (ends[False] - low).abs().max() < 1e-3
+    assert "16 climbs to 2 modes" in repr(posterior)
     assert posterior.energy[found[:, 0] > 0].max() < posterior.energy[found[:, 0] < 0].min()
 
 

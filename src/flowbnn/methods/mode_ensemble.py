@@ -54,7 +54,7 @@ class ModeEnsemble(Method):
     deep ensemble do; ``posterior.energy`` has the heights. Best fitted, with ``epochs=0``, on data that the weights have not seen.
 
     Args:
-        members: how many climbs; some may end at the same mode.
+        members: how many climbs; some may end at the same mode (``posterior.distinct`` counts those that do not).
         width: ``"point"``: a member is its mode. ``"laplace"``: the Gaussian :math:`\mathcal N(\hat z_m, (G_m + s^{-2})^{-1})` around
             it, :math:`G_m` being the generalized Gauss-Newton matrix of the log-likelihood there; above 1,000 dimensions its diagonal.
         steps: of a climb; by minibatches more of them end nearer to the mode.
@@ -67,7 +67,7 @@ class ModeEnsemble(Method):
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> posterior = ModeEnsemble(4, steps=20, epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
     >>> posterior, posterior.predict(torch.zeros(1, 2)).num_samples
-    (ModePosterior(4 modes of the noise of Linear, Categorical()), 4)
+    (ModePosterior(4 climbs to 1 mode of the noise of Linear, Categorical()), 4)
     """
 
     members: Count = 16
@@ -263,11 +263,19 @@ class ModePosterior(NoisePosterior):
         parts = self.base.loc.detach().split([layers[name].layout.dim for name in names], -1)
         return dict(zip(names, parts, strict=True))
 
+    @property
+    def distinct(self) -> int:
+        """How many of the modes are different ones: apart, in some entry, by more than a tenth of the prior's standard deviation."""
+        (vector, _), *_ = independent_vectors(self.model)
+        places = self.base.loc.detach() / vector.prior.distribution().stddev.detach()
+        return len((torch.cdist(places, places, p=torch.inf) < 0.1).int().argmax(1).unique())
+
     def __len__(self) -> int:
         return len(self.base.loc)
 
     def __repr__(self) -> str:
-        return f"ModePosterior({len(self)} modes of the noise of {type(self.model).__name__}, {self.likelihood!r})"
+        found = f"{len(self)} climbs to {self.distinct} mode{'s' * (self.distinct > 1)}"
+        return f"ModePosterior({found} of the noise of {type(self.model).__name__}, {self.likelihood!r})"
 
 
 # -------------------- the mixture
