@@ -1,9 +1,10 @@
-"""The code in the README and in CONTRIBUTING runs as it is written."""
+"""The code in the README, in CONTRIBUTING and in the docs runs as it is written."""
 
 import doctest
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from flowbnn_studies import get_study, run_study
 from flowbnn_studies.runner.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
+SMALL = "IAF(2, length=1, hidden=(4,))"  # for the pages' IAF(2), whose steps take longer
 
 
 def blocks(name: str) -> list[str]:
@@ -45,7 +47,7 @@ def test_the_readmes_calibration_runs(capsys):
 
 
 def test_the_readmes_flows_run():
-    code = blocks("README.md")[-1]
+    code = blocks("README.md")[-1].replace("IAF(2)", SMALL)
     few = "epochs=1, progress=False, accelerator='cpu')"
     lines = []
     for line in code.strip().splitlines():
@@ -59,6 +61,32 @@ def test_the_readmes_flows_run():
     assert names["target"].evidence(100)["log_evidence"] == pytest.approx(math.log(2 * math.pi), abs=0.1)
     assert names["vae"].history.epochs == 1
     assert names["noise"].name == "node-noise"
+
+
+def test_the_lines_of_the_page_on_flows_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which the densities are saved to
+    torch.manual_seed(0)
+    points, field = torch.randn(20, 2), fb.flows.FFJORD(2)
+    few = {"epochs": 1, "progress": False, "accelerator": "cpu"}
+    names = {"fb": fb, "torch": torch, "partial": partial, "few": few, "dim": 2, "context": None}
+    names |= dict.fromkeys(("x", "data"), points) | {"held_out": points, "base": field().base}
+    names |= {"transform": field.transform, "log_density": lambda x: -0.5 * x.square().sum(-1)}
+    for code in blocks("docs/flows.md"):
+        of_bytes = "Glow" in code
+        names["images"] = torch.randint(256, (2, 3, 8, 8)) if of_bytes else torch.rand(8, 1, 28, 28).round()
+        code = re.sub(r"(fb[.\w]*\.fit_\w+)\(", r"partial(\1, **few)(", code)
+        exec(
+            code.replace("32, 32", "8, 8").replace("IAF(2)", SMALL).replace("samples=1000", "samples=10"),
+            names,
+        )
+    assert names["detector"].p_value(points).shape == (20,)
+    assert names["fitted"].evidence(100)["log_evidence"] == pytest.approx(math.log(2 * math.pi), abs=0.1)
+
+
+def test_the_lines_of_the_page_on_noise_run(capsys):
+    (code,) = blocks("docs/noise.md")
+    exec(code, {"fb": fb, "nn": torch.nn})
+    assert re.search(r"conv2 .*InvConv.*\n.*fc1 .*Planar", capsys.readouterr().out)
 
 
 def test_the_own_loop_runs():
