@@ -1,6 +1,7 @@
 """Flows of categories and of integers: enumeration, exact inverses, straight-through gradients; the map of Flow++."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import flowbnn as fb
 from flowbnn.distributions import DiscretizedLogistic, DiscretizedLogisticBase
+from flowbnn.distributions.discrete import discretized_logistic
 from flowbnn.errors import FlowBNNError
 from flowbnn.transforms import (
     Affine,
@@ -107,12 +109,14 @@ def test_a_modular_map_is_its_arithmetic() -> None:
 @pytest.mark.parametrize("context_dim", [0, 2])
 def test_probabilities_of_integers_sum_to_one(context_dim: int) -> None:
     torch.manual_seed(0)
-    flow = moved(fb.flows.IDF(2, context_dim, length=2, hidden=(8,), values=8, components=2).double(), 0.2)
+    flow = moved(fb.flows.IDF(2, context_dim, length=2, hidden=(8,), values=8, components=2).double(), 0.5)
+    flow.base.raw.data *= 0.1  # most of its mass on the integers that follow
     side = torch.arange(-60, 70)
     context = torch.ones(2).double() if context_dim else None
     log_prob = flow(context).log_prob(torch.cartesian_prod(side, side))
     assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-6)
     x = flow(context).sample((50,))
+    assert not torch.equal(flow.transform.inverse(x, context)[0], x.double())
     assert torch.equal(flow.transform(flow.transform.inverse(x, context)[0], context)[0], x)
     assert not flow(context).has_rsample
 
@@ -138,6 +142,10 @@ def test_rounding_passes_gradients_straight_through() -> None:
     x, _ = IntegerShiftMap(10.0).forward(torch.tensor([1.0, 7.0]), shift)
     assert x.tolist() == [4.0, 5.0]
     assert torch.autograd.grad(x.sum(), shift)[0].tolist() == [10.0, 10.0]
+    short = IntegerShiftMap(10.0, stride=4.0)
+    assert short.forward(torch.tensor([1.0, 7.0]), shift)[0].tolist() == [2.0, 6.0]
+    assert short.inverse(torch.tensor([2.0, 6.0]), shift)[0].tolist() == [1.0, 7.0]
+    assert short.read(torch.tensor(5.0)) == 0.5
 
 
 def test_a_discretized_logistic_base_narrows_within_a_training() -> None:
@@ -146,12 +154,26 @@ def test_a_discretized_logistic_base_narrows_within_a_training() -> None:
     base = DiscretizedLogisticBase(1)
     pixels = 200.0 * (torch.arange(500) % 100 == 0).unsqueeze(-1)
     engine = torch.optim.Adam(base.parameters(), lr=2e-3)
-    for _ in range(400):
+    for _ in range(200):
         engine.zero_grad()
         loss = -base().log_prob(pixels).mean()
         loss.backward()
         engine.step()
     assert float(loss.detach()) < 0.15  # the entropy is 0.056 nats; the base began at 5.6
+
+
+def test_an_unexpected_integer_costs_bits_but_not_its_distance_in_scales() -> None:
+    """Where a net was sure of a black pixel a white one cost thousands of bits, and its gradient drowned all others."""
+    places, widths, logits = [-0.25, -0.75], [-20.0, -20.0], [0.0, 0.0]  # all at 0, as narrow as can be
+    raw = torch.tensor([*places, *widths, *logits]).double().requires_grad_()
+    z = torch.arange(-3000, 3300).double().unsqueeze(-1)
+    log_prob = discretized_logistic(raw, 2, 256.0, reach=256.0).log_prob(z)
+    assert log_prob.exp().sum().item() == pytest.approx(1, abs=1e-12)
+    bits = -log_prob.detach() / math.log(2.0)
+    assert bits[3000] < 4e-3
+    assert bits[3001:3256].max() < 24.0  # it was 46,000
+    (slope,) = torch.autograd.grad(log_prob[3001:3256].sum(), raw)
+    assert slope.abs().max() < 256 * 16  # it was 4e6
 
 
 def test_a_discretized_logistic_is_a_difference_of_distribution_functions() -> None:

@@ -61,12 +61,27 @@ class DiscretizedLogistic(Distribution):
         return torch.logsumexp(each + F.log_softmax(self.logits, -1), -1).sum(-1)
 
 
-def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
-    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``; widths vary at ``pace``."""
+STRAY = 2.0**-12  # the share of integers that may be anything
+NARROW = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
+
+
+def discretized_logistic(
+    raw: Tensor, components: int, values: float, reach: float, pace: float = 1
+) -> DiscretizedLogistic:
+    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``.
+
+    Locations vary in units of ``reach`` integers, widths and weights at ``pace``.
+
+    A fixed share, spread over all values, is added: without it an integer that no component expects costs its distance in units
+    of their scales, thousands of bits, and the gradients of a few such integers drown all others.
+    """
     loc, log_scale, logits = raw.unflatten(-1, (-1, 3, components)).unbind(-2)
     places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
-    scale = values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
-    return DiscretizedLogistic(values * (loc + places), scale, pace * logits)
+    scale = NARROW + values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
+    weights = F.log_softmax(pace * logits, -1) + math.log(1.0 - STRAY)
+    places = reach * loc + values * places
+    stray = (places, values / 2.0), (scale, values / 6.0), (weights, math.log(STRAY))
+    return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in stray))
 
 
 class DiscretizedLogisticBase(Base):
@@ -84,7 +99,7 @@ class DiscretizedLogisticBase(Base):
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
 
     def distribution(self) -> DiscretizedLogistic:
-        return discretized_logistic(self.raw, self.components, self.values, pace=10.0)
+        return discretized_logistic(self.raw, self.components, self.values, self.values, pace=30.0)
 
 
 class OneHotVectors(Distribution):
