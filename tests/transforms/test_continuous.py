@@ -186,7 +186,7 @@ def test_a_solver_that_does_not_converge_says_so_and_where():
 
 
 def test_bad_input_ends_in_one_line():
-    with pytest.raises(FlowBNNError, match="context of length 3"):
+    with pytest.raises(FlowBNNError, match="context_dim=3, and is given"):
         NeuralODE(2, context_dim=3)(torch.ones(2))
     with pytest.raises(FlowBNNError, match="rtol"):
         NeuralODE(2, rtol=0.0)

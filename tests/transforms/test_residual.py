@@ -231,7 +231,7 @@ def test_bad_input_ends_in_one_line():
         Residual((2, 3, 3), net=Convolution())(torch.ones(3, 3))
     with pytest.raises(FlowBNNError, match="needs a net"):
         Residual((2, 3))
-    with pytest.raises(FlowBNNError, match="context of length 3"):
+    with pytest.raises(FlowBNNError, match="context_dim=3, and is given"):
         Residual(2, context_dim=3)(torch.ones(2))
     with pytest.raises(FlowBNNError, match="lipschitz"):
         Residual(2, lipschitz=1.0)
