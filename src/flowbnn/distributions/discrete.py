@@ -65,12 +65,8 @@ STRAY = 2.0**-12  # the share of integers that may be anything
 NARROW = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
 
 
-def discretized_logistic(
-    raw: Tensor, components: int, values: float, reach: float, pace: float = 1
-) -> DiscretizedLogistic:
-    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``.
-
-    Locations vary in units of ``reach`` integers, widths and weights at ``pace``.
+def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
+    """That of numbers ``(..., 3 * components * dim)``, spread at zero over 0 to ``values``; widths vary at ``pace``.
 
     A fixed share, spread over all values, is added: without it an integer that no component expects costs its distance in units
     of their scales, thousands of bits, and the gradients of a few such integers drown all others.
@@ -79,8 +75,8 @@ def discretized_logistic(
     places = (torch.arange(components, dtype=loc.dtype, device=loc.device) + 0.5) / components
     scale = NARROW + values / (6.0 * components) * soft_clamp(pace * log_scale, 8.0).exp()
     weights = F.log_softmax(pace * logits, -1) + math.log(1.0 - STRAY)
-    places = reach * loc + values * places
-    stray = (places, values / 2.0), (scale, values / 6.0), (weights, math.log(STRAY))
+    loc = values * (loc + places)
+    stray = (loc, values / 2.0), (scale, values / 6.0), (weights, math.log(STRAY))
     return DiscretizedLogistic(*(F.pad(each, (0, 1), value=broad) for each, broad in stray))
 
 
@@ -99,7 +95,7 @@ class DiscretizedLogisticBase(Base):
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
 
     def distribution(self) -> DiscretizedLogistic:
-        return discretized_logistic(self.raw, self.components, self.values, self.values, pace=30.0)
+        return discretized_logistic(self.raw, self.components, self.values, pace=30.0)
 
 
 class OneHotVectors(Distribution):

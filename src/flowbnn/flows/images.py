@@ -16,8 +16,6 @@ from flowbnn.nets.mlp import ConditionalNormal, Length
 from flowbnn.options import Count, Positive, Probability, checked
 from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, Transform, Univariate
 
-STRIDE = 0.1  # of the values: what a net's output of one moves an integer by; by all of them, a step of Adam moves it too far
-
 
 @recipe
 class ImageFlow(Steps):
@@ -215,7 +213,7 @@ class IDF(ImageFlow):
     components: Count = 5
 
     def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, transforms.IntegerShiftMap(self.values, STRIDE * self.values))
+        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
         return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
 
     def door(self) -> Sequence[Transform]:
@@ -240,7 +238,7 @@ class _ConditionalLogistic(nn.Module):
 
     def forward(self, given: Tensor) -> DiscretizedLogistic:
         known = torch.cat([given[..., : self.kept] / self.values, given[..., self.kept :]], dim=-1)
-        return discretized_logistic(self.net(known), self.components, self.values, STRIDE * self.values)
+        return discretized_logistic(self.net(known), self.components, self.values)
 
 
 class DiscreteFlow(FlowModel):

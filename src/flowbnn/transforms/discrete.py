@@ -146,33 +146,28 @@ class OneHot(_Categories):
 
 @options
 class IntegerShiftMap(ShiftMap):
-    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(s t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
+    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
     Rounding passes gradients straight through. Networks read :math:`z / r`.
 
     Args:
         reach: :math:`r`, about the size of the integers.
-        stride: :math:`s`, the size of the shifts for parameters of about one; ``reach`` by default.
 
     >>> IntegerShiftMap(reach=10.0).forward(torch.tensor([3.0]), torch.tensor([0.24]))[0]
     tensor([5.])
     """
 
     reach: Positive = 256.0
-    stride: Positive | None = None
 
     def read(self, value: Tensor) -> Tensor:
         return value / self.reach
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         # rounded once more, since a straight-through shift is an integer but for a rounding error
-        return _whole(value + self._shift(parameters)), torch.zeros_like(value)
+        return _whole(value + _whole(self.reach * parameters)), torch.zeros_like(value)
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _whole(value - self._shift(parameters)), torch.zeros_like(value)
-
-    def _shift(self, parameters: Tensor) -> Tensor:
-        return _whole((self.stride or self.reach) * parameters)
+        return _whole(value - _whole(self.reach * parameters)), torch.zeros_like(value)
 
 
 def _whole(value: Tensor) -> Tensor:
