@@ -10,10 +10,8 @@ from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.density import (
     PictureData,
-    brief_options,
     grids_figure,
     picture_grid,
-    place,
     read_bytes,
 )
 from flowbnn_studies.runner.figures import short
@@ -95,13 +93,13 @@ class AutoencoderVsVae(Study):
         test, labels = unit(test)[: s.shown], labels[: s.shown]
         torch.manual_seed(job.seed)
         model = fit_autoencoder(
-            model_of(job.variant, s).to(place(job)),
+            model_of(job.variant, s).to(job.device),
             train,
             validation=0.0,
             epochs=s.epochs,
             lr=s.lr,
             batch_size=s.batch,
-            **brief_options(job),
+            **job.brief(),
         )
         with torch.no_grad():
             codes = model.encode(test)

@@ -204,8 +204,7 @@ class CalibrateStudy(Study):
         if job.variant in s.tables:
             return {"values": {}, "table": {job.variant: table_of(job)}}
         size = int(job.variant.partition("-")[0])
-        device = "cuda" if job.accelerator in ("cuda", "gpu") else job.accelerator
-        pictures = load_pictures(s.images(), s.data, ["mnist"], device)
+        pictures = load_pictures(s.images(), s.data, ["mnist"], job.device)
         order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
         plain = network_of(images_of(pictures, order[:size]), size, job)
         table = {}

@@ -141,7 +141,7 @@ class CalibrateCifar10(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         network, _, whole = job.variant.partition("-")
-        pictures = _pictures(s, job.accelerator)
+        pictures = load_pictures(s.images(), "cifar10", list(NOVEL), job.device)
         rest, fresh = pictures.learned.split(min(s.held_out, len(pictures.learned) // 3), job.seed)
         held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
         if whole:
@@ -205,18 +205,12 @@ class CalibrateCifar10(Study):
         return Findings(answer(by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def _pictures(settings: Settings, accelerator: str) -> Pictures:
-    device = "cuda" if accelerator in ("cuda", "gpu") else accelerator
-    return load_pictures(settings.images(), "cifar10", list(NOVEL), device)
-
-
 def _plain(job: Job, network: str, pictures: Pictures) -> PointPosterior:
     """A network trained on these pictures, laid out as convolutions on a GPU are fastest."""
     s: Settings = job.settings
     training: Training = getattr(s, network)
     made = make_network(network, pictures.channels, s.width)
-    given = {**job.options(training.epochs, 1), "checkpoint": None, "checkpoint_every": None, "resume": False}
-    posterior = fit_variant("best-plain", network, training, made, pictures, given, job.seed)
+    posterior = fit_variant("best-plain", network, training, made, pictures, job.brief(), job.seed)
     assert isinstance(posterior, PointPosterior)
     if pictures.device.type == "cuda":
         posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

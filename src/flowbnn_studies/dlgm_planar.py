@@ -16,10 +16,8 @@ from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.density import (
     PictureData,
     binarise,
-    brief_options,
     grids_figure,
     picture_grid,
-    place,
     read_binary,
     read_bytes,
 )
@@ -155,16 +153,16 @@ class DlgmPlanar(Study):
         torch.manual_seed(job.seed)
         convolved = job.variant.startswith("conv")
         model = fit_autoencoder(
-            model_of(job.variant, s).to(place(job)),
+            model_of(job.variant, s).to(job.device),
             seen,
             validation=images[-s.validation :],
             epochs=s.conv_epochs if convolved else s.epochs,
             patience=s.conv_epochs if convolved else s.epochs,
             lr=s.conv_lr if convolved else s.lr,
-            **brief_options(job),
+            **job.brief(),
         )
         bound = -float(Density(model).score(test).double().mean())
-        rows = 20_000 if place(job) == "cuda" else 1000
+        rows = 20_000 if job.device == "cuda" else 1000
         nll = -float(model.log_likelihood(test, s.importance, rows=rows).double().mean())
         content: dict[str, Any] = {"values": {"nll": nll, "bound": bound, "gap": bound - nll}}
         content["history"] = {"elbo": model.history["elbo"], "nll": model.history["validation_nll"]}

@@ -15,10 +15,8 @@ from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.density import (
     PictureData,
-    brief_options,
     grids_figure,
     picture_grid,
-    place,
     read_bytes,
 )
 from flowbnn_studies.runner.job import Job
@@ -110,9 +108,9 @@ class ImageFlows(Study):
         kind, _, name = job.variant.partition("-")
         images, test = read_bytes(job, name, "train")[0], read_bytes(job, name, "test")[0][: s.tested]
         torch.manual_seed(job.seed)
-        flow = flow_of(kind, tuple(images.shape[1:]), s).to(place(job))
+        flow = flow_of(kind, tuple(images.shape[1:]), s).to(job.device)
         batch = s.residual_batch if kind == "residual" else s.batch
-        common = brief_options(job, precision="32-true", batch_size=batch, lr=s.lr, validation=0.0)
+        common = job.brief(precision="32-true", batch_size=batch, lr=s.lr, validation=0.0)
         if kind == "idf":  # whose gradients are of norms in the thousands, so that all steps would be clipped
             common["clip_gradient"] = None
         whole = max(1, len(images) // batch)  # steps of an epoch

@@ -14,14 +14,13 @@ from flowbnn.results import Metric, Parts, figure, summary
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.runner.figures import panel
-from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
 CHOICE_SEED = 100
-FIT_OPTIONS = ("num_data", "seed", "accelerator", "precision", "acceleration", "progress")
 METHODS = {  # label and kind
     "plain": ("Plain", "mle"),
     "dropout": ("MC dropout", "mc-dropout"),
@@ -140,7 +139,6 @@ class MnistMlp(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        device = "cuda" if job.accelerator in GPUS else job.accelerator
         learned = read_images("mnist", "train", s.source, s.generated)
         rest, aside = learned.split(s.validation, SPLIT_SEED)
         tested = aside if s.choose else read_images("mnist", "test", s.source, s.generated)
@@ -148,16 +146,14 @@ class MnistMlp(Study):
         learned = learned if key == "mixture-all" else rest
 
         def tensors(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return images.to(device).flatten(1) / SCALE, labels.to(device)
+            return images.to(job.device).flatten(1) / SCALE, labels.to(job.device)
 
         seed = job.seed + (CHOICE_SEED if s.choose else 0)
-        loader = shuffled(tensors(learned.images, learned.labels), s.batch, seed, device, drop_last=True)
+        loader = shuffled(tensors(learned.images, learned.labels), s.batch, seed, job.device, drop_last=True)
         torch.manual_seed(seed)
         network = network_of(int(units), s if key == "dropout" else None)
-        # a training of seconds needs no checkpoints
-        options = job.options(s.epochs, len(loader)) | {"seed": 1 + seed, "num_data": len(learned)}
-        options = {name: options[name] for name in FIT_OPTIONS}
-        posterior = method_of(key, s).fit(network.to(device), loader, **options)
+        options = job.brief(seed=1 + seed, num_data=len(learned))
+        posterior = method_of(key, s).fit(network.to(job.device), loader, **options)
         found = scores(posterior, tensors(tested.images, tested.labels), s)
         return {"values": {f"{name}_{units}": value for name, value in found.items()}}
 

@@ -237,7 +237,7 @@ class ModeEnsembles(Study):
         for key, fit in fits.items():
             started = time.perf_counter()
             made = fit()
-            if job.accelerator in ("cuda", "gpu"):
+            if job.device == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             posterior, *width = made if isinstance(made, tuple) else (made,)
@@ -368,9 +368,8 @@ def _table(job: Job) -> Problem:
 def _pictures(job: Job, data: str) -> tuple[Pictures, Tensor]:
     """The images, and an order of those to learn from."""
     s: Settings = job.settings
-    device = "cuda" if job.accelerator in ("cuda", "gpu") else job.accelerator
     generated = max(80, round(s.share * 50_000))
-    pictures = load_pictures(ImageSettings(source=s.source, generated=generated), data, [], device)
+    pictures = load_pictures(ImageSettings(source=s.source, generated=generated), data, [], job.device)
     order = torch.randperm(pictures.num_data, generator=torch.Generator().manual_seed(job.seed))
     return pictures, order.to(pictures.device)
 
@@ -394,11 +393,9 @@ def _cifar10(job: Job) -> Problem:
     def learn(some: slice, seed: int) -> PointPosterior:
         torch.manual_seed(seed)
         network = make_network("resnet18", 3, s.width)
-        given = {**job.options(1, 1), "checkpoint": None, "checkpoint_every": None, "resume": False}
         part = replace(pictures, learned=chosen.subset(some))
-        made = fit_variant(
-            "best-plain", "resnet18", s.resnet18, network, part, {**given, "seed": 1 + seed}, seed
-        )
+        given = job.brief(seed=1 + seed)
+        made = fit_variant("best-plain", "resnet18", s.resnet18, network, part, given, seed)
         assert isinstance(made, PointPosterior)
         return made
 

@@ -14,7 +14,7 @@ from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, Probability, options
 from flowbnn.results import Metric, Parts, figure
 from flowbnn_studies.images.data import read_images
-from flowbnn_studies.images.density import PictureData, brief_options, place, read_bytes
+from flowbnn_studies.images.density import PictureData, read_bytes
 from flowbnn_studies.runner.figures import histogram, histogram_panels
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
@@ -116,9 +116,9 @@ class NoveltyByDensity(Study):
             data_start=True,
             levels=s.levels,
         )
-        exact = brief_options(job, precision="32-true")
+        exact = job.brief(precision="32-true")
         common = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr, "validation": 0.0}
-        density = fit_density(flow.to(place(job)), learned, **common, **exact)
+        density = fit_density(flow.to(job.device), learned, **common, **exact)
         values: dict[str, float] = {}
         for by in ("density", "typicality"):
             values |= judged(density, by, aside, tested, novel, s.rate)
@@ -127,18 +127,18 @@ class NoveltyByDensity(Study):
 
         prepare = read_images(job.variant, "train", s.source, s.generated).normalizer()
         loader = shuffled(
-            (prepare(learned), labels[: -s.validation]), s.batch, job.seed, place(job), drop_last=True
+            (prepare(learned), labels[: -s.validation]), s.batch, job.seed, job.device, drop_last=True
         )
         method = MLE(epochs=s.classifier_epochs, lr=s.lr)
         network = method.fit(
-            LeNet(1, 10).to(place(job)), loader, **brief_options(job), num_data=len(learned)
+            LeNet(1, 10).to(job.device), loader, **job.brief(), num_data=len(learned)
         ).model.eval()
         features, logits = zip(
             *(read_features(network, prepare(some)) for some in (learned, aside, tested, novel)), strict=True
         )
         own = NSF(features[0].shape[1], length=s.features_length, hidden=(s.features_width, s.features_width))
         common |= {"epochs": s.features_epochs, "validation": 0.1}
-        of_features = fit_density(own.to(place(job)), features[0], **common, **exact)
+        of_features = fit_density(own.to(job.device), features[0], **common, **exact)
         values |= judged(
             of_features, "density", features[1], features[2], features[3], s.rate, name="features"
         )

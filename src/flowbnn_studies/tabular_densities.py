@@ -12,7 +12,6 @@ from flowbnn.flows import MAF, NSF
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.data.tables import FILES, load_table
-from flowbnn_studies.images.density import brief_options, place
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -87,7 +86,7 @@ class TabularDensities(Study):
         s: Settings = job.settings
         values = {}
         for name in s.sets:
-            train, aside, test = (part.to(place(job)) for part in rows_of(name, job.seed, s.source))
+            train, aside, test = (part.to(job.device) for part in rows_of(name, job.seed, s.source))
             if job.variant == "gaussian":
                 values[name] = gaussian(torch.cat([train, aside]), test)
                 continue
@@ -96,7 +95,7 @@ class TabularDensities(Study):
             dim = train.shape[1]
             flow = MAF(dim, **given) if job.variant == "maf" else NSF(dim, bins=s.bins, **given)
             density = fit_density(
-                flow.to(place(job)),
+                flow.to(job.device),
                 train,
                 validation=aside,
                 epochs=s.epochs,
@@ -104,7 +103,7 @@ class TabularDensities(Study):
                 lr=s.lr,
                 weight_decay=s.weight_decay,
                 batch_size=max(32, min(s.batch, len(train) // 16)),
-                **brief_options(job, precision="32-true"),
+                **job.brief(precision="32-true"),
             )
             values[name] = float(density.score(test).double().mean())
         return {"values": values}

@@ -216,9 +216,9 @@ class Uci(MethodStudy):
             network = MLP(inputs.shape[1], (width,), 2 if predicted else 1)
             likelihood = Gaussian("predicted") if predicted else "auto"
             own = replace(s, epochs=epochs, lr=s.lr * (batch / s.batch) ** 0.5)
-            method, more = self.prepared(replace(job, settings=own), candidate, len(loader))
-            more |= {"checkpoint": None, "checkpoint_every": None, "resume": False}  # a set takes seconds
-            posterior = method.fit(network, loader, validation=validation, likelihood=likelihood, **more)
+            method, _ = self.prepared(replace(job, settings=own), candidate, len(loader))
+            given = job.brief(validation=validation, likelihood=likelihood)
+            posterior = method.fit(network, loader, **given)
             numbers = predict(posterior, test[0], s.samples).evaluate(test[1])
             values[f"log_likelihood_{name}"] = -numbers["nll"]
             values[f"rmse_{name}"] = numbers["rmse"]

@@ -1,4 +1,4 @@
-"""What the studies of densities of images share: where they compute, their data, and grids of pictures."""
+"""What the studies of densities of images share: their data and grids of pictures."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from flowbnn.options import Count, options
 from flowbnn.results import figure
 from flowbnn_studies.images.data import read_images
 from flowbnn_studies.runner.figures import short
-from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.job import Job
 
 BINARY_SEED = 2008  # of the one draw by which grey images become binary
 
@@ -27,30 +27,18 @@ class PictureData:
     generated: Count = 200
 
 
-def place(job: Job) -> str:
-    """The device that a job computes on."""
-    return "cuda" if job.accelerator in GPUS else job.accelerator
-
-
-def brief_options(job: Job, **more: Any) -> dict[str, Any]:
-    """Options of a training of seconds, which needs no checkpoints."""
-    names = ("seed", "accelerator", "precision", "acceleration", "progress")
-    known = job.options(1, 1)
-    return {name: known[name] for name in names} | more
-
-
 def read_bytes(job: Job, name: str, split: str) -> tuple[Tensor, Tensor]:
     """Images in bytes and their labels, on the device of the job."""
     s: PictureData = job.settings
     found = read_images(name, split, s.source, s.generated)
-    return found.images.to(place(job)), found.labels.to(place(job))
+    return found.images.to(job.device), found.labels.to(job.device)
 
 
 def read_binary(job: Job, split: str) -> Tensor:
     """MNIST, binarised once, on the device of the job."""
     images = read_images("mnist", split, job.settings.source, job.settings.generated).images
     generator = torch.Generator().manual_seed(BINARY_SEED + (split == "test"))
-    return binarise(images, generator).to(place(job))
+    return binarise(images, generator).to(job.device)
 
 
 def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from flowbnn.data import Augment, Digits, TensorLoader
 from flowbnn.methods import Posterior
 from flowbnn.options import Count, options
 from flowbnn_studies.images.data import known_and_novel, read_images
-from flowbnn_studies.runner.job import GPUS, Job
+from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
 
 SLOW = ("mode-ensemble", "hmc", "nuts")  # which take all data in every step
@@ -50,8 +50,7 @@ class PictureStudy(MethodStudy):
     def parts(self, job: Job) -> Digits:
         """The images, on the device of the job."""
         s: PictureSettings = job.settings
-        device = "cuda" if job.accelerator in GPUS else job.accelerator
-        return known_and_novel(self.data, self.novel(s), s.validation, device, s.source, s.generated)
+        return known_and_novel(self.data, self.novel(s), s.validation, job.device, s.source, s.generated)
 
     def learned(
         self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None
@@ -60,11 +59,8 @@ class PictureStudy(MethodStudy):
         images, batch = data.train[0], job.settings.batch
         device = str(images.device.type)
         loader = shuffled(data.train, batch, job.seed, device, drop_last=True, augment=augment)
-        method, options = self.prepared(job, candidate, len(loader))
-        kept = {
-            name: value
-            for name, value in options.items()
-            if name not in ("checkpoint", "checkpoint_every", "resume")
-        }
+        method, _ = self.prepared(job, candidate, len(loader))
         held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.held_out else None
-        return method.fit(network.to(device), loader, validation=held_out, num_data=len(images), **kept)
+        return method.fit(
+            network.to(device), loader, validation=held_out, num_data=len(images), **job.brief()
+        )

@@ -93,7 +93,7 @@ class RivalStudy(ImageStudy):
         if job.after is None:
             return super().train(job)
         settings: ImageSettings = job.settings
-        pictures = self.pictures(settings, job.accelerator)
+        pictures = self.pictures(settings, job.device)
         training = settings.training(job.variant)
         made = self._walk if job.variant == "best-swag" else self._members
         return evaluate(made(job, pictures, training), pictures, settings, training, job.precision)
@@ -116,14 +116,14 @@ class RivalStudy(ImageStudy):
             prior_scale=(training.weight_decay * pictures.num_data) ** -0.5 if training.weight_decay else 1.0,
             batch_norm_samples=NORMALIZED,
         )
-        given = {name: value for name, value in _uncut(job).items() if name != "epochs"}
-        return method.fit(self._start(job, pictures), pictures.loader(training, job.seed), **given)
+        loader = pictures.loader(training, job.seed)
+        return method.fit(self._start(job, pictures), loader, **job.brief())
 
     def _members(self, job: Job, pictures: Pictures, training: Training) -> Posterior:
         """The plain network and others like it, with seeds of their own."""
         points = []
         for seed in range(job.seed + 1000, job.seed + 1000 * MEMBERS, 1000):
-            given = {**_uncut(job), "seed": 1 + seed}
+            given = job.brief(seed=1 + seed)
             network = self._fresh(job, pictures)
             point = fit_variant("best-plain", self.architecture, training, network, pictures, given, seed)
             assert isinstance(point, PointPosterior)
@@ -132,11 +132,6 @@ class RivalStudy(ImageStudy):
         whole = History(records, seconds=sum(point.history.seconds for point in points))
         first = PointPosterior(self._start(job, pictures), points[0].likelihood)
         return EnsemblePosterior.from_points([first, *points], whole)
-
-
-def _uncut(job: Job) -> dict[str, Any]:
-    """Options of a training of a minute, which keeps no checkpoint."""
-    return {**job.options(1, 1), "checkpoint": None, "checkpoint_every": None, "resume": False}
 
 
 _REMARKS = (

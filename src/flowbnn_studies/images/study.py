@@ -89,9 +89,8 @@ class ImageStudy(Study):
         every = image_variants(self.network, SEEDS)
         return every if settings.rounds else every[:-1]
 
-    def pictures(self, settings: ImageSettings, accelerator: str) -> Pictures:
-        """The data on the device of an accelerator."""
-        device = "cuda" if accelerator in ("cuda", "gpu") else accelerator
+    def pictures(self, settings: ImageSettings, device: str) -> Pictures:
+        """The data on a device."""
         return load_pictures(settings, self.data, list(self.novel), device)
 
     def check(self, settings: ImageSettings, jobs: Sequence[Job]) -> None:
@@ -100,10 +99,9 @@ class ImageStudy(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         settings: ImageSettings = job.settings
-        pictures = self.pictures(settings, job.accelerator)
+        pictures = self.pictures(settings, job.device)
         if job.variant == "cost":
-            options = {**job.options(1, 1), "checkpoint": None, "checkpoint_every": None, "resume": False}
-            return measure_cost(self.architecture, settings, pictures, options, job.precision)
+            return measure_cost(self.architecture, settings, pictures, job.brief(), job.precision)
         training = settings.training(job.variant)
         network = make_network(self.architecture, pictures.channels, settings.width)
         if job.after is not None:

@@ -52,6 +52,11 @@ class Job:
         return f"{self.variant}-seed{self.seed}"
 
     @property
+    def device(self) -> str:
+        """Where it computes, as torch calls it."""
+        return "cuda" if self.accelerator in GPUS else self.accelerator
+
+    @property
     def part(self) -> Path:
         """Where the job's result is stored when it is done."""
         return self.folder / "parts" / f"{self.name}.json"
@@ -152,3 +157,9 @@ class Job:
             "acceleration": self.acceleration,
             "progress": False,
         }
+
+    def brief(self, **more: Any) -> dict[str, Any]:
+        """Options of a training of seconds, which needs no checkpoints."""
+        names = ("seed", "accelerator", "precision", "acceleration", "progress")
+        known = self.options(1, 1)
+        return {name: known[name] for name in names} | more

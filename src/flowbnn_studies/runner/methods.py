@@ -16,16 +16,7 @@ from flowbnn.results import Parts
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Study, Variant
 
-OPTIONS = (
-    "seed",
-    "accelerator",
-    "precision",
-    "acceleration",
-    "progress",
-    "checkpoint",
-    "checkpoint_every",
-    "resume",
-)
+KEPT = ("checkpoint", "checkpoint_every", "resume")
 
 
 @options(kw_only=True)
@@ -112,7 +103,7 @@ class MethodStudy(Study):
         common = {"epochs": s.epochs, "lr": s.lr, "prior_scale": s.prior, **self.common}
         method = candidate.make(self.specific.get(candidate.key), batches=steps, **common)
         options = job.options(s.epochs, steps)
-        return method, {name: options[name] for name in OPTIONS}
+        return method, job.brief(**{name: options[name] for name in KEPT})
 
     def of_first_seed(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
         """By label, the parts of seed 0 that have something to draw under ``name``."""
