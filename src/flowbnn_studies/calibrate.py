@@ -19,13 +19,13 @@ from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Count, Interval, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
-from flowbnn.results import Metric, Parts
+from flowbnn.results import Parts
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
 from flowbnn_studies.uci import load_uci
 
 NOISE = "node-noise-gaussian"
@@ -136,17 +136,6 @@ class Settings:
         return ImageSettings(**{name: getattr(self, name) for name in same})
 
 
-def metrics_of(settings: Settings) -> tuple[Metric, ...]:
-    """The numbers of every case."""
-    cases = [case for some in settings.cases().values() for case in some]
-    return tuple(
-        Metric(f"{key}_{case}", f"{label}, {title(case)}", direction, form, meaning, label)
-        for numbers, those in (({**NUMBERS, **BEYOND}, cases), (TABLE, settings.tables))
-        for key, (label, direction, form, meaning) in numbers.items()
-        for case in those
-    )
-
-
 def title(case: str) -> str:
     """A case in words.
 
@@ -223,14 +212,12 @@ class CalibrateStudy(Study):
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (_, seed), part in parts.content.items():
-            for case, rows in part["table"].items():
-                for row, numbers in rows.items():
-                    values = content.setdefault((row, seed), {"values": {}})["values"]
-                    values |= {f"{name}_{case}": value for name, value in numbers.items()}
-        by_row = Parts(parts.seeds, content)
-        metrics = metrics_of(settings)
+        tables = ((seed, part["table"]) for (_, seed), part in parts.content.items())
+        each = ((seed, case, rows) for seed, table in tables for case, rows in table.items())
+        by_row = by_rows(parts.seeds, each)
+        cases = {case: title(case) for some in settings.cases().values() for case in some}
+        metrics = metrics_of(NUMBERS | BEYOND, cases)
+        metrics += metrics_of(TABLE, {name: name for name in settings.tables})
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         notes = [
             "Columns: images that the weights are trained on + fresh images that all else is fitted to. “The same”: "

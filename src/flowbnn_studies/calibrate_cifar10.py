@@ -12,7 +12,7 @@ from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
-from flowbnn.results import Metric, Parts
+from flowbnn.results import Parts
 from flowbnn_studies.calibrate import CORRUPTED, NUMBERS, scale_by_class
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
@@ -20,7 +20,7 @@ from flowbnn_studies.images.settings import ImageSettings, Training, make_networ
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
 FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given
@@ -174,25 +174,22 @@ class CalibrateCifar10(Study):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         by_row = rows_of(parts)
-        metrics = [
-            Metric(f"{key}_{network}", f"{label}, {NETWORKS[network]}", better, form, meaning, label)
-            for key, (label, better, form, meaning) in {**NUMBERS, **MORE}.items()
-            for network in NETWORKS
-            if by_row.of("plain") and f"nll_{network}" in by_row.of("plain")[0]["values"]
-        ]
+        known = by_row.of("plain")[0]["values"] if by_row.of("plain") else {}
+        trained = {key: label for key, label in NETWORKS.items() if f"nll_{key}" in known}
+        metrics = metrics_of(NUMBERS | MORE, trained)
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         minutes = {
             label: sum(part["minutes"] for part in parts.of(key)) / len(parts.of(key))
             for key, label in NETWORKS.items()
             if parts.of(key)
         }
-        trained = ", ".join(
+        told = ", ".join(
             f"{NETWORKS[key]} {getattr(settings, key).epochs} epochs ({minutes[NETWORKS[key]]:.1f} minutes)"
             for key in NETWORKS
             if NETWORKS[key] in minutes
         )
         notes = [
-            f"The weights: {trained}; SGD with Nesterov momentum (LeNet: AdamW), one cycle of the rate, moved and mirrored images. A "
+            f"The weights: {told}; SGD with Nesterov momentum (LeNet: AdamW), one cycle of the rate, moved and mirrored images. A "
             "short training: more epochs would give a better network, whose noise has less to mend.",
             "The prior of the noise is N(m, s²) with a mean and a width for every layer by the ELBO, or fixed at N(1, 0.5²). “Chosen”: "
             "the structure whose ELBO is the highest for that seed, with a fitted prior; its seconds are those of all these fits.",
@@ -227,19 +224,16 @@ def _scores(posterior: Posterior, pictures: Pictures, settings: Settings, precis
 
 def rows_of(parts: Parts) -> Parts:
     """From parts by network to parts by row, with values ``nll_vgg16``; and the row that the ELBO chooses."""
-    content: dict[tuple[str, int], dict[str, Any]] = {}
+    tables = []
     for (variant, seed), part in parts.content.items():
-        network = variant.partition("-")[0]
         table = dict(part["table"])
         # among priors the ELBO is no judge: one that is fitted to it always wins
         fits = [key for key, (_, given) in FITS.items() if key in table and given["prior"] == "fitted"]
         if fits:
             best = max(fits, key=lambda key: table[key]["elbo"])
             table["chosen"] = {**table[best], "seconds": sum(table[key]["seconds"] for key in fits)}
-        for row, numbers in table.items():
-            values = content.setdefault((row, seed), {"values": {}})["values"]
-            values |= {f"{name}_{network}": value for name, value in numbers.items()}
-    return Parts(parts.seeds, content)
+        tables.append((seed, variant.partition("-")[0], table))
+    return by_rows(parts.seeds, tables)
 
 
 def answer(parts: Parts) -> str:

@@ -9,12 +9,12 @@ import torch
 from flowbnn import flows
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, best_first, figure, listed
+from flowbnn.results import Parts, best_first, figure, listed
 from flowbnn_studies.data.plane import TOYS, Plane
 from flowbnn_studies.runner.figures import middles, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
 # fmt: off
 RECIPES: Mapping[str, tuple[str, dict[str, Any], float]] = {  # label, settings of the flow, cost
@@ -121,11 +121,7 @@ class Densities2d(Study):
             "log_likelihood": ("Log-likelihood", "higher", ".3f", "Mean log-density of unseen points, in nats."),
             "seconds": ("Seconds", "none", ".1f", "Of the fit."),
         }  # fmt: skip
-        metrics = tuple(
-            Metric(f"{key}_{name}", TOYS[name].label, better, form, meaning, label)
-            for key, (label, better, form, meaning) in kinds.items()
-            for name in settings.data
-        )
+        metrics = metrics_of(kinds, {name: TOYS[name].label for name in settings.data}, "{1}")
         missing = [label for key, label in self.shown(settings).items() if not parts.of(key)]
         notes = [
             f"{settings.train:,} points to learn from, a tenth of them held out to choose the epoch, and {settings.test:,} to test on, "

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flowbnn import flows
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, best_first, figure, listed
+from flowbnn.results import Parts, best_first, figure, listed
 from flowbnn.target import TargetFit, fit_target
 from flowbnn_studies.runner.figures import middles, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its settings, cost
     "planar-2": ("Planar (2)", "planar", {"length": 2}, 1.0),
@@ -111,11 +111,7 @@ class Energies(Study):
             "elbo": ("ELBO", "higher", ".3f", "Mean over draws of the flow of -U(z) - log q(z), in nats; at most log Z."),
             "seconds": ("Seconds", "none", ".1f", "Of the fit."),
         }  # fmt: skip
-        metrics = tuple(
-            Metric(f"{key}_{number}", f"Energy {number}", better, form, meaning, label)
-            for key, (label, better, form, meaning) in kinds.items()
-            for number in settings.energies
-        )
+        metrics = metrics_of(kinds, {number: f"Energy {number}" for number in settings.energies}, "{1}")
         truth = {f"elbo_{number}": log_normaliser(number, settings.nodes) for number in settings.energies}
         exact = Parts([0], {("truth", 0): {"values": truth}}).row("truth", "log Z by quadrature", metrics)
         notes = [

@@ -14,12 +14,12 @@ from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
 from flowbnn.methods.mcmc.hmc import Metropolis
 from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.results import Parts, figure, summary
 from flowbnn.training import cosine
 from flowbnn_studies.runner.figures import kernel_density, panel, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
 VARIANTS = (
     Variant("metropolis", "Random-walk Metropolis", "metropolis"),
@@ -164,11 +164,7 @@ class LinearRegression(Study):
         return Normal(flat.mean(0), flat.T.cov()), {**more, "chains": chains}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        metrics = tuple(
-            Metric(f"{key}_{number}", f"{label}, {weights(number)}", better, form, meaning, label)
-            for key, (label, better, form, meaning) in NUMBERS.items()
-            for number in settings.inputs
-        )
+        metrics = metrics_of(NUMBERS, {number: weights(number) for number in settings.inputs})
         notes = [
             f"Every seed has data of its own: {settings.points} points for each weight, inputs that share a common factor (with one "
             f"input: even between 0 and 3), a line of spread 1 and noise of {settings.noise:g}, which all methods know, a prior "

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method, Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
-from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.results import Parts, figure, summary
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.runner.figures import panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
 CHOICE_SEED = 100
@@ -164,11 +164,7 @@ class MnistMlp(Study):
             values |= part["values"]
         by_row = Parts(parts.seeds, content)
         widths = settings.units[-1:] if settings.choose else settings.units
-        metrics = tuple(
-            Metric(f"{key}_{units}", f"{label}, {units} units", better, form, meaning, label)
-            for key, (label, better, form, meaning) in NUMBERS.items()
-            for units in widths
-        )
+        metrics = metrics_of(NUMBERS, {units: f"{units} units" for units in widths})
         labels = {key: (key, "bayes-by-backprop") for key in CHOICES} if settings.choose else METHODS
         present = {key: value for key, value in labels.items() if by_row.of(key)}
         rows = [

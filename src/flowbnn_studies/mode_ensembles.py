@@ -23,7 +23,7 @@ from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
-from flowbnn.results import Metric, Parts
+from flowbnn.results import Parts
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.rivals import PLAIN
@@ -32,7 +32,7 @@ from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
 from flowbnn_studies.uci import load_uci
 
 Pair = tuple[Tensor, Tensor]
@@ -260,18 +260,10 @@ class ModeEnsembles(Study):
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (problem, seed), part in parts.content.items():
-            for row, numbers in part["table"].items():
-                values = content.setdefault((row, seed), {"values": {}})["values"]
-                values |= {f"{name}_{problem}": value for name, value in numbers.items()}
-        by_row = Parts(parts.seeds, content)
-        metrics = [
-            Metric(f"{key}_{problem}", f"{label}, {problem}", better, form, meaning, label)
-            for key, (label, better, form, meaning) in NUMBERS.items()
-            for problem in PROBLEMS
-            if any(by_row.values(row, f"{key}_{problem}") for row in ROWS)
-        ]
+        tables = ((seed, problem, part["table"]) for (problem, seed), part in parts.content.items())
+        by_row = by_rows(parts.seeds, tables)
+        every = metrics_of(NUMBERS, {problem: problem for problem in PROBLEMS})
+        metrics = [one for one in every if any(by_row.values(row, one.key) for row in ROWS)]
         rows = [by_row.row(key, label, metrics, None, method) for key, (label, method) in ROWS.items()]
         numbers = ", ".join(f"{problem} {len(parts.of(problem))}" for problem in PROBLEMS)
         notes = [

@@ -31,7 +31,7 @@ from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows
 from flowbnn_studies.uci import load_uci
 
 Data = tuple[Tensor, Tensor]
@@ -395,7 +395,7 @@ class PosteriorQuality(Study):
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        by_row = by_rows(parts)
+        by_row = rows_of(parts)
         metrics = [
             Metric(f"{key}_{name}", label, better, form, meaning, PROBLEMS[name].label)
             for name in settings.problems
@@ -434,15 +434,13 @@ class PosteriorQuality(Study):
         return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
 
 
-def by_rows(parts: Parts) -> Parts:
+def rows_of(parts: Parts) -> Parts:
     """Parts by the rows of the table, instead of by the problems that were run."""
-    content: dict[tuple[str, int], dict[str, Any]] = {}
-    for (variant, seed), part in parts.content.items():
-        name = variant.partition("-")[0]
-        for row, numbers in part["table"].items():
-            values = content.setdefault((row, seed), {"values": {}})["values"]
-            values |= {f"{key}_{name}": value for key, value in gated(numbers).items()}
-    return Parts(parts.seeds, content)
+    tables = (
+        (seed, variant.partition("-")[0], {row: gated(own) for row, own in part["table"].items()})
+        for (variant, seed), part in parts.content.items()
+    )
+    return by_rows(parts.seeds, tables)
 
 
 def answer(settings: Settings, parts: Parts) -> str:

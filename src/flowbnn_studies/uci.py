@@ -17,12 +17,12 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
 from flowbnn.models import MLP
 from flowbnn.options import Count, File, Positive, options
-from flowbnn.results import Metric, Parts, best_first, listed
+from flowbnn.results import Parts, best_first, listed
 from flowbnn.training import cosine
 from flowbnn_studies.data.load import data_folder
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, metrics_of
 
 FOLDERS = {
     "boston": "bostonHousing",
@@ -62,41 +62,11 @@ PUBLISHED: dict[str, dict[str, tuple[float, float, float, float]]] = {
 PREDICTED = ("mc-dropout", "deep-ensemble", "node-noise-gaussian", "node-noise-planar")
 SUFFIX = "-predicted"
 LIKELIHOOD, ERROR, INTERVALS = "Log-likelihood", "RMSE", "Share inside the 90 % interval"
-METRICS = (
-    *(
-        Metric(
-            f"log_likelihood_{name}",
-            name,
-            "higher",
-            ".3f",
-            f"Mean log-density of the test targets of {name}, in its own units.",
-            LIKELIHOOD,
-        )
-        for name in FOLDERS
-    ),
-    *(
-        Metric(
-            f"rmse_{name}",
-            name,
-            "lower",
-            ".4g",
-            f"Root mean squared error on {name}, in its own units.",
-            ERROR,
-        )
-        for name in FOLDERS
-    ),
-    *(
-        Metric(
-            f"coverage_90_{name}",
-            name,
-            "none",
-            ".3f",
-            f"Share of the test targets of {name} inside their 90 % interval; 0.9 is right.",
-            INTERVALS,
-        )
-        for name in FOLDERS
-    ),
-)
+NUMBERS = {
+    "log_likelihood": (LIKELIHOOD, "higher", ".3f", "Mean log-density of the test targets of {}, in its own units."),
+    "rmse": (ERROR, "lower", ".4g", "Root mean squared error on {}, in its own units."),
+    "coverage_90": (INTERVALS, "none", ".3f", "Share of the test targets of {} inside their 90 % interval; 0.9 is right."),
+}  # fmt: skip
 
 
 @options
@@ -243,7 +213,7 @@ class Uci(MethodStudy):
         if others := [one.label for one in CANDIDATES if one not in run]:
             notes.append(f"Not run: {'; '.join(others)}.")
         notes += self.remarks(settings, parts)
-        metrics = tuple(one for one in METRICS if one.label in settings.sets)
+        metrics = metrics_of(NUMBERS, {name: name for name in FOLDERS if name in settings.sets}, "{1}")
         rows = []
         for candidate in self.measured(settings, parts):
             known: dict[str, float] = {}

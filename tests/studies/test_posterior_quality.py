@@ -51,7 +51,7 @@ def test_seeds_whose_chains_have_not_mixed_are_left_out():
         }
         for seed, rhat in enumerate((1.002, None, 1.3, 1.004))
     }
-    parts = study.by_rows(Parts([0, 1, 2, 3], content))
+    parts = study.rows_of(Parts([0, 1, 2, 3], content))
     assert parts.values("full", "gap_blobs") == [0.0, 3.0]
     assert parts.values("full", "k_blobs") == [0.3] * 4
     settings = get_study("posterior-quality").make_settings(quick=True)

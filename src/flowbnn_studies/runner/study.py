@@ -5,7 +5,7 @@ To add one, subclass :class:`Study`: a class of settings, the list of variants, 
 ``results.json``) is the same for all studies and lives in :mod:`flowbnn_studies.runner.run`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -50,6 +50,43 @@ class Findings:
     figures: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     comparisons: list[dict[str, Any]] = field(default_factory=list)
+
+
+def metrics_of(
+    numbers: Mapping[str, tuple[str, str, str, str]], cases: Mapping[Any, str], heads: str = "{0}, {1}"
+) -> tuple[Metric, ...]:
+    """A column ``key_case`` for every number of every case, in a table for each number.
+
+    Args:
+        numbers: by key, as a :class:`Metric` has them: label, better, format, and the definition, in which ``{}`` is the case.
+        cases: in words.
+        heads: of the columns, from the label and the case.
+
+    >>> one, other = metrics_of({"nll": ("NLL", "lower", ".2f", "On {}.")}, {"a": "blobs", "b": "digits"})
+    >>> one.key, one.label, one.definition, one.group, other.key
+    ('nll_a', 'NLL, blobs', 'On blobs.', 'NLL', 'nll_b')
+    """
+    return tuple(
+        Metric(f"{key}_{case}", heads.format(label, words), better, form, meaning.format(words), label)
+        for key, (label, better, form, meaning) in numbers.items()
+        for case, words in cases.items()
+    )
+
+
+def by_rows(
+    seeds: Sequence[int], tables: Iterable[tuple[int, str, Mapping[str, Mapping[str, Any]]]]
+) -> Parts:
+    """Parts by the rows of tables, each of a seed and a case, whose numbers are then called ``name_case``.
+
+    >>> by_rows([0], [(0, "a", {"plain": {"nll": 1.0}}), (0, "b", {"plain": {"nll": 2.0}})]).of("plain")
+    [{'values': {'nll_a': 1.0, 'nll_b': 2.0}}]
+    """
+    content: dict[tuple[str, int], dict[str, Any]] = {}
+    for seed, case, table in tables:
+        for row, numbers in table.items():
+            values = content.setdefault((row, seed), {"values": {}})["values"]
+            values |= {f"{name}_{case}": value for name, value in numbers.items()}
+    return Parts(seeds, content)
 
 
 class Study:
