@@ -134,6 +134,21 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     return Plot([Group([make(panel) for panel in panels])], keys if panels else [], columns, size)
 
 
+def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[Panel]) -> list[Panel]:
+    """The panels, after one of the images that they are of, in so many rows and with titles of this size."""
+
+    def draw(sheet: Sheet) -> None:
+        places = sheet.subplots(rows, -(-len(pictures) // rows), squeeze=False).ravel()
+        for axes in places:
+            axes.set_axis_off()
+        for axes, image in zip(places, pictures, strict=False):
+            if (pixels := numbers(image["pixels"])).size:
+                axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
+            axes.set_title(image["title"], loc="center", fontsize=size)
+
+    return [Panel("The images", draw), *panels] if panels and pictures else panels
+
+
 def draws(data: Data, colours: Mapping[str, str]) -> Plot:
     """The class probabilities that single sampled networks give to a known image (grey) and to a novel one (the method's colour)."""
     classes = data.get("classes") or []
@@ -171,17 +186,7 @@ def draws(data: Data, colours: Mapping[str, str]) -> Plot:
         return Panel(panel["title"], draw, panel.get("note") or "")
 
     pictures = data.get("images") or []
-
-    def draw_pictures(sheet: Sheet) -> None:
-        for axes, image in zip(sheet.subplots(1, len(pictures), squeeze=False)[0], pictures, strict=True):
-            axes.set_axis_off()
-            if (pixels := numbers(image["pixels"])).size:
-                axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
-            axes.set_title(image["title"], loc="center", fontsize=10)
-
-    panels = [make(panel) for panel in data["panels"]]
-    if panels and pictures:
-        panels.insert(0, Panel("The images", draw_pictures))
+    panels = _after_pictures(pictures, 1, 10, [make(panel) for panel in data["panels"]])
     marks = ("faint", "left, grey"), ("ink", "right, in the colour of the method")
     keys = [
         Key(f"{image['title']} ({words})", colour, "area", alpha=0.4)
@@ -219,19 +224,7 @@ def shares(data: Data, colours: Mapping[str, str]) -> Plot:
 
         return Panel(panel["title"], draw, panel.get("note") or "")
 
-    def draw_pictures(sheet: Sheet) -> None:
-        columns = -(-len(pictures) // 2)
-        rows = sheet.subplots(2, columns, squeeze=False)
-        for axes in rows.ravel():
-            axes.set_axis_off()
-        for axes, image in zip(rows.ravel(), pictures, strict=False):
-            if (pixels := numbers(image["pixels"])).size:
-                axes.imshow(np.nan_to_num(pixels), cmap="gray_r", interpolation="nearest")
-            axes.set_title(image["title"], loc="center", fontsize=8.5)
-
-    panels = [make(panel) for panel in data["panels"]]
-    if panels and pictures:
-        panels.insert(0, Panel("The images", draw_pictures))
+    panels = _after_pictures(pictures, 2, 8.5, [make(panel) for panel in data["panels"]])
     keys = [Key(label, hues[place % len(hues)], "area") for place, label in enumerate(classes)]
     return Plot([Group(panels)], keys if panels else [], 3, (300, 165))
 
