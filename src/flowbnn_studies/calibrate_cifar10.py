@@ -16,6 +16,7 @@ from flowbnn.results import Parts
 from flowbnn_studies.calibrate import CORRUPTED, NUMBERS, scale_by_class
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
+from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
@@ -73,18 +74,7 @@ class Settings:
     samples: Count = 32
     shift_samples: Count = 16
     shift_images: Count = 500
-    vgg16: Training = Training(
-        epochs=24,
-        batch=512,
-        optimizer="sgd",
-        nesterov=True,
-        weight_lr=0.2,
-        weight_decay=5e-4,
-        schedule="linear",
-        rise=0.25,
-        padding=4,
-        flip=True,
-    )
+    vgg16: Training = replace(PLAIN, epochs=24, cutout=0)
     resnet18: Training = replace(vgg16, epochs=16)
     lenet: Training = replace(
         vgg16, epochs=60, batch=256, optimizer="adamw", weight_lr=4e-3, weight_decay=1e-2

@@ -64,7 +64,7 @@ def training_figure(
             drawn = [v for v in drawn if any(any(part["curves"]["kl"]) for part in parts.of(v.key))]
         lines = [curve(v.label, [part["curves"][stored] for part in parts.of(v.key)], scale) for v in drawn]
         if lines and published is not None:
-            known = published.levels.get(key, {}).items()
+            known = published.levels(key).items()
             levels = [{"label": label, "value": value} for label, value in known]
             lines += _published_lines(published, key, {v.key: v.label for v in drawn})
             panels.append(panel(title, unit, lines, levels=levels))

@@ -15,7 +15,7 @@ from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.evaluation import evaluate
 from flowbnn_studies.images.published import RESNET18_CIFAR10
 from flowbnn_studies.images.settings import NAMES, ImageSettings, Training, make_network, split_key
-from flowbnn_studies.images.study import CIFAR10_NOVEL, ImageStudy
+from flowbnn_studies.images.study import BEST_VGG16, CIFAR10_NOVEL, ImageStudy
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Variant
@@ -25,19 +25,7 @@ COLLECTED = 4  # sets of weights that SWAG collects in an epoch
 NORMALIZED = 16  # draws of SWAG that have BatchNorm statistics of their own
 
 # not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them; an epoch takes four seconds on an H200
-PLAIN = Training(
-    epochs=40,
-    batch=512,
-    optimizer="sgd",
-    nesterov=True,
-    weight_lr=0.2,
-    weight_decay=5e-4,
-    schedule="linear",
-    rise=0.25,
-    padding=4,
-    flip=True,
-    cutout=8,
-)
+PLAIN = replace(BEST_VGG16, epochs=40, batch=512, weight_lr=0.2, rise=0.25)
 _NOISE = replace(PLAIN, noise_lr=0.1, warmup=0.5, base_scale=0.2, components=4)
 _TRAININGS = {
     "plain": PLAIN,

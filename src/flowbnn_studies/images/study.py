@@ -201,7 +201,7 @@ _CIFAR10 = _trainings(
 # 70 epochs, on flow noise (0.2, 0.3, 0.4): of those whose NLL of six views is within 0.004 of the best, the one with the fewest errors
 # (0.1632 and 5.10 %, 0.1599 and 5.04 %, 0.1586 and 5.24 %; --method best-flow-channel --set settings.moved=true
 # --option acceleration=compile --grid 'base_scale=0.2|0.3|0.4').
-_BEST_VGG16 = Training(
+BEST_VGG16 = Training(
     epochs=70,
     batch=256,
     optimizer="sgd",
@@ -214,11 +214,11 @@ _BEST_VGG16 = Training(
     flip=True,
     cutout=8,
 )
-_NOISE_VGG16 = replace(_BEST_VGG16, noise_lr=0.05, warmup=0.5, base_scale=0.3)
+_NOISE_VGG16 = replace(BEST_VGG16, noise_lr=0.05, warmup=0.5, base_scale=0.3)
 _VGG16 = _trainings(
     Training(epochs=20, optimizer="sgd", weight_lr=2e-3, padding=4, flip=True),
     Training(padding=4, flip=True),
-    _BEST_VGG16,
+    BEST_VGG16,
     _NOISE_VGG16,
     _NOISE_VGG16,
 )
