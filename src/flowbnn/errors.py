@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["FlowBNNError", "FlowBNNWarning", "close_words", "nearest", "shown", "some_of", "warn"]
-
 
 class FlowBNNError(ValueError):
     """Bad input, in one line that says what is wrong and what to do.

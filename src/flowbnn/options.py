@@ -47,25 +47,6 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError, close_words, nearest, shown
 
-__all__ = [
-    "Count",
-    "File",
-    "Ge",
-    "Hint",
-    "Interval",
-    "NonNegative",
-    "Positive",
-    "Probability",
-    "Seed",
-    "Share",
-    "check",
-    "checked",
-    "descendants",
-    "made_by",
-    "options",
-    "takes",
-]
-
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,8 +15,6 @@ from flowbnn.batches import device_of, dtype_of
 from flowbnn.errors import warn
 from flowbnn.likelihoods import Compared, Gaussian, varies
 
-__all__ = ["LOC", "SCALE", "far_from_units", "set_units", "take_units", "units_of"]
-
 LOC, SCALE = "flowbnn_loc", "flowbnn_scale"
 
 
