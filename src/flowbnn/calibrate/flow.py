@@ -73,7 +73,8 @@ def fit_flow(
     trained = _trained(vectors)
     if trained:
         _train(target, vectors, trained, steps, draws, lr, seed, show)
-    apart = _bounds(flow, target, JUDGED, 2) - _bounds(gaussian, target, JUDGED, 2)
+    former = [vector for vector, _ in independent_vectors(gaussian.model)]
+    apart = _bounds(vectors, target, JUDGED, 2) - _bounds(former, target, JUDGED, 2)
     fit = FlowFit(flow, float(apart.mean()), float(apart.std()) / JUDGED**0.5)
     return fit if fit.better else FlowFit(gaussian, fit.gain, fit.error)
 
@@ -121,7 +122,7 @@ def _train(
         optimizer.step()
         if number % every == 0:
             with torch.no_grad():
-                bound = float(_bounds_of(vectors, target, 2 * draws, 1).mean())
+                bound = float(_bounds(vectors, target, 2 * draws, 1).mean())
             if bound > best:
                 best, kept = bound, [p.detach().clone() for p in trained]
     with torch.no_grad():
@@ -135,12 +136,8 @@ def score(vector: InputNoise, value: Tensor) -> Tensor:
     return torch.autograd.grad(vector.posterior().log_prob(leaf).sum(), leaf)[0]
 
 
-def _bounds(posterior: NoisePosterior, target: NoiseTarget, draws: int, number: int) -> Tensor:
-    return _bounds_of([vector for vector, _ in independent_vectors(posterior.model)], target, draws, number)
-
-
 @torch.no_grad()
-def _bounds_of(vectors: list[InputNoise], target: NoiseTarget, draws: int, number: int) -> Tensor:
+def _bounds(vectors: list[InputNoise], target: NoiseTarget, draws: int, number: int) -> Tensor:
     """What each draw adds to the ELBO, ``[S]``; the same numbers of the base for all posteriors of a shape."""
     source = torch.Generator(target.device).manual_seed(target.seed + 7919 * number)
     drawn = [vector.posterior().rsample_and_log_prob((draws,), source) for vector in vectors]

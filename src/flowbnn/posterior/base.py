@@ -198,7 +198,7 @@ class Posterior:
 
     def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
         """The predictive distribution that the likelihood makes of outputs."""
-        likelihood = self.likelihood
+        likelihood = self._observation_model()
         for value in likelihood.parameters():
             if value.device != outputs.device:
                 likelihood = deepcopy(likelihood).to(outputs.device)
@@ -207,6 +207,10 @@ class Posterior:
             if spent is None:
                 return likelihood.predictive(outputs)
             return likelihood.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+
+    def _observation_model(self) -> Likelihood:
+        """The likelihood that makes a predictive distribution of outputs."""
+        return self.likelihood
 
     def _explained(self, outputs: Tensor, spent: Tensor | None, inputs: Any, options: PredictOptions) -> Any:
         """The predictive distribution; where outputs are not finite, an error that names what spoils them."""

@@ -49,11 +49,8 @@ class Calibration:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
         """What :meth:`to_dict` gave, again."""
-        values: dict[str, Any] = {"flow": None}
-        return cls(
-            **values
-            | {name: math.nan if value is None and name != "flow" else value for name, value in plain.items()}
-        )
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in plain.items()}
+        return cls(**{**known, "flow": plain["flow"]})
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []

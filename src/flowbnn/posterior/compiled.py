@@ -47,8 +47,7 @@ def uncompilable() -> tuple[type[Exception], ...]:
     """What torch raises where a network does not compile."""
     from torch._dynamo import exc  # takes a second to load, which only those who compile should wait for
 
-    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "FailOnCacheLimitHit")
-    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 def unguarded() -> AbstractContextManager[Any]:

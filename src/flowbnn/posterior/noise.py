@@ -146,14 +146,10 @@ class NoisePosterior(Posterior):
                 saved = file.document["recipes"].items()
                 rules = {name or "*": recipe_from_dict(recipe) for name, recipe in saved}
                 network = to_stochastic(network, rules)
-                noises = [pair for pair in network.named_modules() if isinstance(pair[1], Noise)]
-                for (
-                    name,
-                    noise,
-                ) in noises:  # of the precision of the run, where the recipes make them in single
-                    found = {
-                        view.dtype for at, view in file.views.items() if at.startswith(f"network.{name}.")
-                    }
+                noises = {name: part for name, part in network.named_modules() if isinstance(part, Noise)}
+                for name, noise in noises.items():  # in the run's precision; the recipes make them in single
+                    own = (at for at in file.views if at.startswith(f"network.{name}."))
+                    found = {file.views[at].dtype for at in own}
                     if len(found) == 1 and found < {*PRECISIONS}:
                         noise.to(*found)
         file.check_names(cls.restore(network, file, read=False).tensors())

@@ -264,14 +264,12 @@ class MemberPosterior(WeightPosterior):
         taken = [self.chosen(index, prediction.samples, prediction.options.seed) for index in samples]
         return with_level(means, self.log_noise[taken].to(means).unsqueeze(1))
 
-    def _predictive(self, outputs: Tensor, spent: Tensor | None = None) -> Any:
+    def _observation_model(self) -> Likelihood:
         if self.log_noise is None:
-            return super()._predictive(outputs, spent)
+            return self.likelihood
         each = Gaussian("predicted")  # the noise comes with the outputs
         each.shape = getattr(self.likelihood, "shape", None)
-        if spent is None:
-            return each.predictive(outputs)
-        return each.predictive(outputs[: int(spent.max())], spent.to(outputs.device))
+        return each
 
     def sample(self, seed: int | None = None) -> nn.Module:
         """One of the networks, at random."""

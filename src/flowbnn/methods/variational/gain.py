@@ -45,6 +45,12 @@ class Gain(NamedTuple):
         """Whether it is a loss by more than two standard errors."""
         return self.after < self.before - 2 * self.error
 
+    def told(self, line: str, kind: str) -> "Gain":
+        """This, after a warning where it is a loss."""
+        if self.is_loss:
+            warn(line, kind=kind, before=self.before, after=self.after)
+        return self
+
     def __str__(self) -> str:
         return (
             f"{self.name} {self.before:.3f} -> {self.after:.3f} per example "
@@ -67,15 +73,11 @@ def plain_log_likelihoods(posterior: NoisePosterior, data: Iterable[Any]) -> Ten
 def gain(before: Tensor, posterior: NoisePosterior, held_out: Iterable[Any]) -> Gain:
     """Compare the posterior with the network that was given; a loss of more than two standard errors is warned of."""
     result = Gain.of(before, log_likelihoods(posterior, held_out), "held-out log-likelihood")
-    if result.is_loss:
-        warn(
-            f"the network with noise predicts worse than the one that was given: {result}; fit longer (epochs=...), give the "
-            "noise a narrower prior (prior_scale=0.2), or fit it on data that the weights have not seen",
-            kind="gain",
-            before=result.before,
-            after=result.after,
-        )
-    return result
+    return result.told(
+        f"the network with noise predicts worse than the one that was given: {result}; fit longer (epochs=...), give the "
+        "noise a narrower prior (prior_scale=0.2), or fit it on data that the weights have not seen",
+        "gain",
+    )
 
 
 def warn_of_memory(
@@ -130,12 +132,8 @@ def bound_of_given(
 def bound_gain(before: Tensor, after: Tensor) -> Gain:
     """Compare the ELBO after a fit with :func:`bound_of_given`; a loss of more than two standard errors is warned of."""
     result = Gain.of(before, after, "ELBO")
-    if result.is_loss:
-        warn(
-            f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
-            "(weight_lr=..., noise_lr=...; lr=... of a method), or fit longer (epochs=...)",
-            kind="elbo",
-            before=result.before,
-            after=result.after,
-        )
-    return result
+    return result.told(
+        f"the fit has made the ELBO worse than that of the network that was given: {result}; take smaller rates "
+        "(weight_lr=..., noise_lr=...; lr=... of a method), or fit longer (epochs=...)",
+        "elbo",
+    )

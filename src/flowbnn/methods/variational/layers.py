@@ -16,7 +16,7 @@ and any padding) and lower the variance of gradients, since the examples of a ba
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,7 @@ from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
 from flowbnn.noise.passes import Share
+from flowbnn.numerics import exactly
 
 Way = Literal["reparameterization", "local", "flipout"]
 _LEAST = {torch.float64: 1e-60}  # variance: below it, the root has no slope to speak of
@@ -215,7 +216,9 @@ def local_noise(
     ):
         shape = torch.Size((x.shape[0], std.shape[0]))
         return _LocalLinear.apply(x, std, bias_std, rows_of(share, shape, True, x))
-    with full_precision(x.device.type, torch.float16):
+    # variances are too small for float16
+    narrow = torch.get_autocast_dtype(x.device.type) == torch.float16
+    with exactly(x) if narrow else nullcontext():
         bias = None if bias_std is None else bias_std.square()
         variance = apply_weights(module, x.square(), std.square(), bias)
         normal = rows_of(share, variance.shape, _batched(module, x), variance)
@@ -275,13 +278,6 @@ def _spatial(module: nn.Module) -> int:
 
 def _batched(module: nn.Module, x: Tensor) -> bool:
     return x.ndim > _spatial(module) + 1
-
-
-def full_precision(device: str, *dtypes: torch.dtype) -> AbstractContextManager[Any]:
-    """No autocast to these types: flows are not accurate in bfloat16, variances too small for float16."""
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in dtypes:
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def gaussian_kl(mean: Tensor, log_std: Tensor, prior_scale: float) -> Tensor:

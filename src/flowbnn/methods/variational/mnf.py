@@ -40,7 +40,6 @@ from flowbnn.methods.variational.layers import (
     LayerChoice,
     base_scales,
     chosen_weights,
-    full_precision,
     gaussian_kl,
     is_linear_map,
     local_noise,
@@ -53,7 +52,7 @@ from flowbnn.methods.variational.layers import (
 from flowbnn.noise import FlowNoise, Recipe
 from flowbnn.noise.passes import current_share
 from flowbnn.noise.recipes import recipe_from_dict
-from flowbnn.numerics import sum_rightmost
+from flowbnn.numerics import exactly, sum_rightmost
 from flowbnn.options import Count, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.weights import WeightPosterior, generator_of
@@ -305,7 +304,7 @@ class MultiplicativeLayer(nn.Module):
 
     def z(self, normal: Tensor) -> Tensor:
         """``z`` from standard normal vectors ``[..., dim]``."""
-        with full_precision(normal.device.type, torch.bfloat16, torch.float16):
+        with exactly(normal):
             for part in self.flow:
                 normal = part(normal)[0]
             return torch.addcmul(self.z_mean, self.z_log_std.exp(), normal)
@@ -420,7 +419,7 @@ class MultiplicativeWeights(DrawnNetwork):
             like, columns = part.mean, part.mean.numel() // part.dim
             shape = torch.Size((samples, part.dim + columns))
             normal, noise = standard_normal(shape, like.dtype, like.device).split([part.dim, columns], -1)
-            with full_precision(like.device.type, torch.bfloat16, torch.float16):
+            with exactly(like):
                 bounds.append(part.kl_bound(normal, prior_scale, noise))
         total = torch.stack(bounds).sum()
         return Divergence(total, torch.zeros_like(total).detach())
