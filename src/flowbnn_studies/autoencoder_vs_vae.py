@@ -69,7 +69,6 @@ class AutoencoderVsVae(Study):
     seeds = 3
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = tuple(one.key for one in METRICS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

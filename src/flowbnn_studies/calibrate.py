@@ -60,26 +60,16 @@ NUMBERS = {
     "accuracy": ("Accuracy", "higher", ".4f", "Share of test images whose most probable class is right."),
     "nll": ("NLL", "lower", ".4f", "Mean negative log-likelihood of the right class, in nats."),
     "ece": ("ECE", "lower", ".4f", "Expected calibration error in 15 equal bins."),
-    "seconds": (
-        "Seconds",
-        "none",
-        ".1f",
-        "Of the fit of temperature or noise, without the training of the weights.",
-    ),
-}
+    "seconds": ("Seconds", "none", ".1f", "Of the fit of temperature or noise, without the training of the weights."),
+}  # fmt: skip
 CORRUPTED = {
     f"shift_{key}": (f"{NUMBERS[key][0]}, corrupted", NUMBERS[key][1], ".3f", f"{NUMBERS[key][0]}, {SHIFT}")
     for key in ("accuracy", "nll", "ece")
 }
 BEYOND = {
-    "auroc_mnist": (
-        "AUROC MNIST",
-        "higher",
-        ".3f",
-        "Chance that a digit has a higher predictive entropy than a test image.",
-    ),
+    "auroc_mnist": ("AUROC MNIST", "higher", ".3f", "Chance that a digit has a higher predictive entropy than a test image."),
     **CORRUPTED,
-}
+}  # fmt: skip
 TABLE = {
     "nll": ("NLL", "lower", ".4f", "Mean negative log-density of the test targets, in their own units."),
     "rmse": ("RMSE", "lower", ".4g", "Root mean squared error, in the targets' own units."),
@@ -163,7 +153,6 @@ class CalibrateStudy(Study):
     seeds = 10
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = ("nll_1000-1000", "ece_1000-1000", "nll_1000-100", "nll_1000-same")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -106,7 +106,6 @@ class CalibrateCifar10(Study):
     seeds = 5
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = ("nll_vgg16", "ece_vgg16", "nll_resnet18", "ece_resnet18")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

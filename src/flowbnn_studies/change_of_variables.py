@@ -94,7 +94,6 @@ class ChangeOfVariables(Study):
     source = "Ravenda's report, section 2.1 and figures 7, 8 and 10"
     settings = Settings
     seeds = 3
-    keeps_networks = False
     headline = tuple(metric.key for metric in METRICS)
     quick: ClassVar[dict[str, Any]] = {
         "draws": 200,

@@ -73,7 +73,6 @@ class Densities2d(Study):
     settings = Settings
     seeds = 3
     partial = True
-    keeps_networks = False
     headline = tuple(f"gap_{name}" for name in TOYS)
     quick: ClassVar[dict[str, Any]] = {
         "train": 200,

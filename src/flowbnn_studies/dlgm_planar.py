@@ -105,7 +105,6 @@ class DlgmPlanar(Study):
     seeds = 3
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = ("nll", "bound", "gap")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -72,7 +72,6 @@ class Energies(Study):
     settings = Settings
     seeds = 3
     partial = True
-    keeps_networks = False
     headline = tuple(f"gap_{number}" for number in NAMES)
     quick: ClassVar[dict[str, Any]] = {"epochs": 1, "samples": 8, "draws": 100, "nodes": 100, "grid": 7}
 

@@ -60,6 +60,7 @@ class FlowLength(Study):
     )
     source = "Xiong's report, figure 4"
     settings = Settings
+    keeps_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {
         "lengths": (0, 3), "train": 800, "test": 1000, "epochs": 2, "short_epochs": 1, "draws": 4, "kl_draws": 64, "samples": 8,

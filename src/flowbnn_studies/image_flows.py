@@ -82,7 +82,6 @@ class ImageFlows(Study):
     seeds = 1
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = ("bits", "epochs", "minutes")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

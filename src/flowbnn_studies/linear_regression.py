@@ -94,7 +94,6 @@ class LinearRegression(Study):
     source = "Ravenda's report, figure 3 and section 1.3"
     settings = Settings
     seeds = 10
-    keeps_networks = False
     headline = ("kl_1", "kl_10", "kl_50", "efficiency_1", "efficiency_50")
     quick: ClassVar[dict[str, Any]] = {
         "inputs": (1, 3),

@@ -150,7 +150,6 @@ class ModeEnsembles(Study):
     seeds = 10
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = tuple(f"nll_{problem}" for problem in PROBLEMS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -83,7 +83,6 @@ class NoveltyByDensity(Study):
     seeds = 3
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = ("auroc_fashion-mnist", "auroc_mnist", "found_fashion-mnist", "found_mnist")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

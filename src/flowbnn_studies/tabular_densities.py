@@ -67,7 +67,6 @@ class TabularDensities(Study):
     seeds = 5
     accelerator = "auto"
     partial = True
-    keeps_networks = False
     headline = tuple(FOLDERS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

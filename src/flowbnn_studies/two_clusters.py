@@ -84,6 +84,7 @@ class TwoClusters(Study):
     )
     source = "Xiong's report, figure 3"
     settings = Settings
+    keeps_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {
         "train": 800, "test": 2000, "short_epochs": 2, "epochs": 3, "samples": 16, "grid": 15,

@@ -93,7 +93,6 @@ class WhyFlows(Study):
     source = "Nielsen's lecture, table “Why Flows?”"
     settings = Settings
     seeds = 3
-    keeps_networks = False
     headline = ("gap", "inverse_error", "log_det_error", "density_ratio", "sampling_ratio")
     quick: ClassVar[dict[str, Any]] = {
         "dim": 3, "train": 100, "test": 20, "epochs": 1, "batch": 50, "hidden": 8, "samples": 3, "checked": 2, "timed": 5, "rounds": 1,

@@ -10,6 +10,7 @@ import torch
 from tiny_study import Settings, Tiny, registered
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
+from flowbnn_studies import Study, Variant
 from flowbnn_studies.report import load_results
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.workers import _held_back
@@ -130,6 +131,23 @@ def test_a_lost_network_is_trained_again(study, tmp_path):
     study.calls = []
     run(study, tmp_path, resume=True)
     assert study.calls == [("base", 0)]
+
+
+def test_what_saves_no_network_is_not_done_again(tmp_path):
+    class Bare(Tiny):
+        keeps_networks = Study.keeps_networks
+
+        def variants(self, settings):
+            return (Variant("more", "More"),)
+
+        def train(self, job):
+            self.calls.append((job.variant, job.seed))
+            return {"values": {"score": 1.0}}
+
+    with registered(Bare()) as study:
+        for resume in (False, True):
+            run(study, tmp_path, resume=resume)
+    assert study.calls == [("more", 0), ("more", 1)]
 
 
 def test_an_older_result_stays_until_a_new_one_is_whole(study, tmp_path):

@@ -21,6 +21,7 @@ class Tiny(Study):
     title = description = question = source = "tiny"
     seeds = 2
     settings = Settings
+    keeps_networks = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []

@@ -55,7 +55,6 @@ class ImageStudy(Study):
     seeds: ClassVar[int] = 5
     accelerator: ClassVar[str] = "auto"
     partial: ClassVar[bool] = True
-    keeps_networks: ClassVar[bool] = False
     quick: ClassVar[dict[str, Any]] = QUICK
 
     @property

@@ -64,7 +64,6 @@ class MethodStudy(Study):
     """
 
     partial = True
-    keeps_networks = False
     seeds = 3
     common: ClassVar[Mapping[str, Any]] = {}
     specific: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -108,7 +108,7 @@ class Study:
     quick: ClassVar[dict[str, Any]] = {}
     accelerator: ClassVar[str] = "cpu"
     partial: ClassVar[bool] = False
-    keeps_networks: ClassVar[bool] = True
+    keeps_networks: ClassVar[bool] = False
 
     def folder(self, settings: Any) -> str:
         """The name of the results' folder."""
