@@ -62,13 +62,13 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def close_words(word: str, known: Sequence[str], most: int = 3) -> list[str]:
-    """Words of ``known`` that resemble ``word``, the nearest first."""
+def close_words(word: str, known: Sequence[str]) -> list[str]:
+    """Up to three words of ``known`` that resemble ``word``, the nearest first."""
     short = "".join(part[:1] for part in word.split("_")) if "_" in word else word  # of learning_rate
     parts = [name for name in known if {word, short} & set(name.split("_"))]  # noise_lr for lr
     if parts and not get_close_matches(word, known, cutoff=0.8):
-        return parts[:most]
-    return get_close_matches(word, known, n=most, cutoff=0.5)
+        return parts[:3]
+    return get_close_matches(word, known, n=3, cutoff=0.5)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

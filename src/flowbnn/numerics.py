@@ -111,7 +111,7 @@ def tanh_slope(value: Tensor) -> Tensor:
     return 4.0 * torch.sigmoid(2.0 * value) * torch.sigmoid(-2.0 * value)
 
 
-def tanh_root(target: Tensor, slope_at_zero: Tensor, iterations: int = 20) -> Tensor:
+def tanh_root(target: Tensor, slope_at_zero: Tensor) -> Tensor:
     r"""The :math:`a` with :math:`a + m \tanh a = c`, where :math:`s = 1 + m > 0` is the slope at zero.
 
     For :math:`c > 0` the left side is concave in :math:`a > 0` when :math:`m > 0` and convex when :math:`m < 0`, so
@@ -132,7 +132,7 @@ def tanh_root(target: Tensor, slope_at_zero: Tensor, iterations: int = 20) -> Te
         size, m = target.abs(), slope_at_zero - 1.0
         by_slope, by_limit = size / slope_at_zero, size - m
         root = torch.where(m > 0, torch.maximum(by_slope, by_limit), torch.minimum(by_slope, by_limit))
-        for _ in range(iterations - 2):
+        for _ in range(18):
             root = step(root, size)
         root = torch.where(target < 0, -root, root)
     return step(step(root, target), target)

@@ -254,5 +254,5 @@ def figures(parts: Parts, labels: Mapping[str, str], novel: int) -> list[dict[st
         ),
         reliability_figure("Known digits.", labels, parts),
         training_figure(parts, labels, noisy, list(labels), training),
-        density_figure(parts, "flow", densities, pairs=[flow["pair"]]),
+        density_figure(parts, densities, pairs=[flow["pair"]]),
     ]

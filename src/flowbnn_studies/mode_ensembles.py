@@ -309,8 +309,8 @@ def _problem(job: Job) -> Problem:
     return make(job)
 
 
-def _count(settings: Settings, number: int, least: int = 20) -> int:
-    return max(least, round(settings.share * number))
+def _count(settings: Settings, number: int) -> int:
+    return max(20, round(settings.share * number))
 
 
 def _small(job: Job, data: Pair, training: Small, network: Callable[[], nn.Module]) -> Any:

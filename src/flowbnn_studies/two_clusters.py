@@ -226,7 +226,5 @@ def figures(labels: Mapping[str, str], parts: Parts) -> list[dict[str, Any]]:
         ),
         reliability_figure("", labels, parts),
         training_figure(parts, labels, NOISY, (*NOISY, "longer"), training),
-        density_figure(
-            parts, "flow", "marginal densities of the dimensions that moved farthest from the prior."
-        ),
+        density_figure(parts, "marginal densities of the dimensions that moved farthest from the prior."),
     ]

@@ -17,11 +17,10 @@ from flowbnn.methods.temperature import Temperature, TemperedPosterior, temper
 from flowbnn.methods.variational.base import fit
 from flowbnn.methods.variational.bayes_by_backprop import BayesByBackprop, GaussianWeightPosterior
 from flowbnn.methods.variational.mnf import MNF, MNFPosterior
-from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.base import Posterior, load_posterior
 from flowbnn.posterior.evaluate import evaluate
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import MemberPosterior, WeightPosterior
+from flowbnn.posterior.weights import MemberPosterior
 
 __all__ = [
     "DAMP",
@@ -33,7 +32,6 @@ __all__ = [
     "NUTS",
     "SGLD",
     "SWAG",
-    "Adaptive",
     "BayesByBackprop",
     "ChainDiagnostics",
     "ChainPosterior",
@@ -58,7 +56,6 @@ __all__ = [
     "SWAGPosterior",
     "Temperature",
     "TemperedPosterior",
-    "WeightPosterior",
     "evaluate",
     "fit",
     "load_posterior",

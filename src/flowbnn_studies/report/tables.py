@@ -194,8 +194,8 @@ def headline_metrics(results: Data) -> list[Data]:
     )
 
 
-def best_numbers(results: Data, most: int = 4) -> list[tuple[str, str, str]]:
-    """For the first few headline metrics: the name, the best mean, and whose it is."""
+def best_numbers(results: Data) -> list[tuple[str, str, str]]:
+    """For the first four headline metrics that have one: the name, the best mean, and whose it is."""
     metrics = headline_metrics(results)
     if not any(metric.get("better") in ARROWS for metric in metrics):
         metrics = results["metrics"]
@@ -205,7 +205,7 @@ def best_numbers(results: Data, most: int = 4) -> list[tuple[str, str, str]]:
             others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             mean = decimal(rows[0]["values"][metric["key"]]["mean"], _form(metric))
             numbers.append((metric["label"], mean, rows[0]["label"] + others))
-    return numbers[:most]
+    return numbers[:4]
 
 
 def definitions(columns: Iterable[Column]) -> list[tuple[list[Column], str]]:

@@ -180,13 +180,13 @@ def density_pair(model: nn.Module, layer: str, nodes: int = 40, samples: int = 3
     }
 
 
-def density_figure(parts: Parts, key: str, caption: str, **more: Any) -> dict[str, Any]:
-    """The densities of the first seed, and how many of those of all seeds have more than one mode."""
-    modes = [panel["modes"] for part in parts.of(key) for panel in part["densities"]]
+def density_figure(parts: Parts, caption: str, **more: Any) -> dict[str, Any]:
+    """The densities of the flow noise of the first seed, and how many of those of all seeds have more than one mode."""
+    modes = [panel["modes"] for part in parts.of("flow") for panel in part["densities"]]
     several = sum(number > 1 for number in modes)
     caption = (
         f"Seed {parts.seeds[0]}: {caption} Of the {len(modes)} dimensions looked at over all seeds, {several or 'none'} "
         f"{'has' if several < 2 else 'have'} more than one mode."
     )
-    data = {"panels": parts.content[key, parts.seeds[0]]["densities"], **more}
+    data = {"panels": parts.content["flow", parts.seeds[0]]["densities"], **more}
     return figure("density", "The noise that was learned", caption, data)

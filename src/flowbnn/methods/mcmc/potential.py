@@ -26,6 +26,7 @@ from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
 
 ROWS = 4096  # examples in one pass
+SEEN = 32  # at which chains are compared by what their networks give
 LOG_NOISE = "log_noise"  # of a regression, where it is learned
 Data = tuple[Any, Tensor]  # the inputs and targets of all training examples
 Sites = dict[str, tuple[nn.Module, Tensor]]  # layers that get noise, with their weights
@@ -147,12 +148,12 @@ class NetworkPotential:
         parts = [with_gradient(lambda leaf: energy(leaf[0])[None])(one[None]) for one in position]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
-    def function_values(self, positions: Tensor, most: int = 32) -> Tensor:
+    def function_values(self, positions: Tensor) -> Tensor:
         """Log-probabilities, or outputs of a regression, at some training inputs for positions ``[C, S, D]``, as ``[C, S, K]``.
 
         Unlike weights, they do not depend on the order of hidden units.
         """
-        inputs, likelihood = take(self.inputs, 0, most), self.likelihood
+        inputs, likelihood = take(self.inputs, 0, SEEN), self.likelihood
         values = []
         with torch.no_grad():
             for vector in positions.flatten(0, 1):
@@ -161,7 +162,7 @@ class NetworkPotential:
                     outputs = outputs.log_softmax(-1)
                 elif isinstance(likelihood, Bernoulli):
                     outputs = nn.functional.logsigmoid(outputs)
-                values.append(outputs.flatten()[: 4 * most].cpu())
+                values.append(outputs.flatten()[: 4 * SEEN].cpu())
         return torch.stack(values).unflatten(0, positions.shape[:2])
 
 
