@@ -80,7 +80,7 @@ COLUMNS = {
     "variation": ("TV", "lower", ".4f", "Total variation to the chains' predictions of test inputs; of the chains, of their halves."),
     "agreement": ("Agreement", "higher", ".4f", "Share of test inputs with the chains' decision; of the chains, between their halves."),
     "excess": ("NLL - HMC's", "none", "+.4f", "Test NLL less that of the chains' predictions."),
-    "rhat": ("R-hat", "lower", ".3f", "Of the chains that the row is measured against; above 1.01 they are not taken for the truth."),
+    "rhat": ("R-hat", "none", ".3f", "Of the chains that the row is measured against; above 1.01 they are not taken for the truth."),
     "modes": ("Modes", "none", ".1f", "Distinct maxima of the exact density that climbs from prior draws end at."),
     "seconds": ("Seconds", "none", ".1f", "Of the fit, or of the chains."),
 }  # fmt: skip

@@ -35,7 +35,7 @@ METRICS = (
         for key, (label, better, form, meaning) in COLUMNS.items()
         for row, name in ROWS.items()
     ),
-    Metric("rhat", "R-hat", "lower", ".3f", "Of the chains; above 1.01 they are not taken for the truth."),
+    Metric("rhat", "R-hat", "none", ".3f", "Of the chains; above 1.01 they are not taken for the truth."),
 )
 
 

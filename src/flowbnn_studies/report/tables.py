@@ -195,16 +195,19 @@ def headline_metrics(results: Data) -> list[Data]:
 
 
 def best_numbers(results: Data) -> list[tuple[str, str, str]]:
-    """For the first four headline metrics that have one: the name, the best mean, and whose it is."""
+    """For the first four headline metrics that have one: name (and group, where others share it), the best mean, and whose it is."""
     metrics = headline_metrics(results)
     if not any(metric.get("better") in ARROWS for metric in metrics):
         metrics = results["metrics"]
+    labels = [metric["label"] for metric in metrics]
     numbers = []
     for metric in metrics:
         if rows := _best(results, metric):
+            shared = labels.count(metric["label"]) > 1 and metric.get("group")
+            label = f"{metric['label']}, {metric['group']}" if shared else metric["label"]
             others = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             mean = decimal(rows[0]["values"][metric["key"]]["mean"], _form(metric))
-            numbers.append((metric["label"], mean, rows[0]["label"] + others))
+            numbers.append((label, mean, rows[0]["label"] + others))
     return numbers[:4]
 
 

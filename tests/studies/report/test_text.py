@@ -40,6 +40,16 @@ def test_best_of_each_column(digits: dict[str, Any]) -> None:
     assert best_numbers(digits) == []
 
 
+def test_numbers_of_one_name_are_told_apart_by_their_groups(digits: dict[str, Any]) -> None:
+    first, second = digits["metrics"][:2]
+    second["label"] = first["label"]
+    first["group"], second["group"] = "Blobs", "Boston"
+    assert [name for name, _, _ in best_numbers(digits)[:2]] == [
+        f"{first['label']}, Blobs",
+        f"{first['label']}, Boston",
+    ]
+
+
 def test_the_ece_is_among_the_first_three_columns(flow_length: dict[str, Any]) -> None:
     flow_length["metrics"].insert(0, flow_length["metrics"].pop())
     (table,) = make_tables(flow_length)
