@@ -218,6 +218,7 @@ def test_a_context_is_brought_to_the_precision_of_the_flow() -> None:
     torch.testing.assert_close(density.log_prob(x, context), density.score(x, context))
     assert density.sample(2, context).shape == (2, 3, 2)
     arrays = x.numpy(), context.numpy()
+    arrays[0].flags.writeable = False  # as those of pandas are
     torch.testing.assert_close(density.log_prob(*arrays), density.score(*arrays))
     assert density.sample(2, context.numpy()).shape == (2, 3, 2)
 

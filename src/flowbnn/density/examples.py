@@ -41,7 +41,8 @@ def loaded(data: Any, context: Any, flow: nn.Module) -> TensorLoader:
 def as_tensor(data: Any) -> Any:
     """Arrays and lists of numbers as tensors, in the precision they have; a loader would round them. The rest as it is."""
     with suppress(TypeError, ValueError, RuntimeError):
-        return data if data is None or isinstance(data, Tensor) else torch.as_tensor(np.asarray(data))
+        known = data is None or isinstance(data, Tensor)
+        return data if known else torch.as_tensor(np.require(data, requirements="W"))  # torch warns of others
     return data
 
 

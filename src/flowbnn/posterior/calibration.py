@@ -50,7 +50,7 @@ class Calibration:
     def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
         """What :meth:`to_dict` gave, again."""
         known: dict[str, Any] = {name: math.nan if value is None else value for name, value in plain.items()}
-        return cls(**{**known, "flow": plain["flow"]})
+        return cls(**{**known, "flow": plain.get("flow")})
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []
