@@ -34,10 +34,10 @@ def figures(
         training_figure(parts, some("xiong", "channel"), None, source, "channel"),
         training_figure(parts, some("best"), None, source, ""),
     ]
-    for recipe in ("best", "xiong"):
+    for recipe in ("best", "long", "xiong"):
         labels = {variant.key: variant.label for variant in some(recipe)}
         if labels:
-            words = f"the {RECIPES[recipe]}" if recipe == "best" else RECIPES[recipe]
+            words = RECIPES[recipe] if recipe == "xiong" else f"the {RECIPES[recipe]}"
             title = f"Accuracy against confidence, {words}"
             made.append(reliability_figure(f"Test images, {words}.", labels, parts, title))
     final = some("best") or some("xiong")

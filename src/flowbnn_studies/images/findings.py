@@ -12,8 +12,8 @@ from flowbnn_studies.images.settings import METHODS, SITES, ImageSettings, split
 from flowbnn_studies.runner.statistics import Paired, counted, paired
 from flowbnn_studies.runner.study import Variant
 
-RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe"}
-PLAIN = {"xiong": "xiong-longer", "best": "best-plain"}
+RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe", "long": "longer recipe"}
+PLAIN = {"xiong": "xiong-longer", "best": "best-plain", "long": "long-plain"}
 MAIN = ("accuracy", "nll", "ece")
 VIEWS = {
     "": "Best means",
@@ -91,7 +91,7 @@ def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]
         first = f"{recipe}-{method}-{site}"
         second = PLAIN[recipe] if other == "plain" else f"{recipe}-{other}-{site}"
         words = f"{method} − {other}, {site}".replace("gaussian", "Gaussian")
-        title = f"{RECIPES[recipe] if recipe == 'xiong' else 'Best'}: {words}"
+        title = f"{RECIPES[recipe].removesuffix(' recipe').capitalize()}: {words}"
         for metric in metrics:
             result = compare(parts, first, second, metric) if metric.key in MAIN or _beyond(metric) else None
             if result is not None and result.number > 1:

@@ -17,7 +17,7 @@ GROUPS = (
     "dropout",
     *(f"{kind}_{site}" for site in SITES[::-1] for kind in ("gaussian", "flow", "mixture")),
 )
-RIVALS = ("joint_channel", "output_channel", "swag")  # of ResNet18
+RIVALS = ("joint_channel", "output_channel", "swag", "long")  # of ResNet18
 Natural = Annotated[int, Ge(0)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 
@@ -82,7 +82,7 @@ class ImageSettings:
         rounds: rounds of the measurement of time and memory; 0 measures none.
         start, xiong: Xiong's training of the plain network, and of what starts from it.
         plain, dropout, ...: the best training we found for each method, from scratch; ``swag`` is the walk from the plain network, and
-            the members of an ensemble are trained as the plain one.
+            the members of an ensemble are trained as the plain one; ``long`` is a longer training of the plain network and of noise.
     """
 
     source: Literal["files", "generated"] = "files"
@@ -110,6 +110,7 @@ class ImageSettings:
     joint_channel: Training = Training()
     output_channel: Training = Training()
     swag: Training = Training()
+    long: Training = Training()
 
     @property
     def tested(self) -> int:
@@ -121,13 +122,13 @@ class ImageSettings:
     def group(self, variant: str) -> str:
         """The field that holds a variant's training.
 
-        >>> ImageSettings().group("best-flow-channel"), ImageSettings().group("xiong-flow-channel")
-        ('flow_channel', 'xiong')
+        >>> [ImageSettings().group(f"{recipe}-flow-channel") for recipe in ("best", "long", "xiong")]
+        ['flow_channel', 'long', 'xiong']
         """
         recipe, _, method = variant.partition("-")
         if recipe == "best":
             return "plain" if method == "ensemble" else method.replace("-", "_")
-        return "start" if variant == "xiong-plain" else "xiong"
+        return "start" if variant == "xiong-plain" else recipe
 
     def training(self, variant: str) -> Training:
         """A variant's training."""

@@ -109,7 +109,7 @@ class ImageStudy(Study):
         options = job.options(training.epochs, steps)
         # few checkpoints: each is three networks large
         options["checkpoint_every"] = max(1, training.epochs // 3) * steps
-        curve_samples = 0 if job.variant.startswith("best-") else settings.curve_samples
+        curve_samples = settings.curve_samples if job.variant.startswith("xiong-") else 0
         posterior = fit_variant(
             job.variant, self.architecture, training, network, pictures, options, job.seed, curve_samples
         )
