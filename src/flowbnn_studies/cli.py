@@ -38,7 +38,10 @@ Quick = Annotated[
     typer.Option("--quick", help="A trial with tiny settings, of minutes at most; its numbers mean nothing."),
 ]
 Seeds = Annotated[
-    int | None, typer.Option("--seeds", help="How many seeds: 0, 1, ...", show_default="the study's own")
+    str | None,
+    typer.Option(
+        "--seeds", help="How many seeds: 0, 1, ...; or which, as in: 3,4.", show_default="the study's own"
+    ),
 ]
 Epochs = Annotated[
     int | None, typer.Option("--epochs", help="Epochs of each variant.", show_default="the study's own")
@@ -156,7 +159,7 @@ def run(
             results = run_one(
                 chosen,
                 settings=settings,
-                seeds=seeds,
+                seeds=_seeds(seeds),
                 accelerator=accelerator,
                 precision=precision,
                 devices=devices,
@@ -206,7 +209,7 @@ def compare(
             changes["methods"] = tuple(name.strip() for name in methods.split(",") if name.strip())
         settings = study.make_settings(quick=quick, network=network, data=data, **changes)
         with _study_runner(context, _jobs(jobs)) as run_one:
-            results = run_one(study, settings=settings, seeds=seeds)
+            results = run_one(study, settings=settings, seeds=_seeds(seeds))
         _show(results, _folder(out, quick), every=True)
 
 
@@ -331,6 +334,25 @@ def _setting(pair: str) -> tuple[str, Any]:
     except (ValueError, SyntaxError):
         raise FlowBNNError(
             f"--set takes name=value, as in --set noise_lr=0.05, not '{pair}'", argument="set"
+        ) from None
+
+
+def _seeds(asked: str | None) -> int | list[int] | None:
+    """How many seeds, or which.
+
+    >>> _seeds("5"), _seeds("3,4"), _seeds("4,"), _seeds(None)
+    (5, [3, 4], [4], None)
+    """
+    from flowbnn.errors import FlowBNNError
+
+    try:
+        if asked is None or "," not in asked:
+            return None if asked is None else int(asked)
+        return [int(seed) for seed in asked.split(",") if seed.strip()]
+    except ValueError:
+        raise FlowBNNError(
+            f"--seeds takes a number, as in --seeds 5, or seeds with commas between, as in --seeds 3,4, not '{asked}'",
+            argument="seeds",
         ) from None
 
 

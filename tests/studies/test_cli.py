@@ -55,6 +55,7 @@ def test_run_writes_results_and_shows_the_table_then_report_makes_the_page(tmp_p
     [
         (["run", "two-cluster"], "did you mean 'two-clusters'"),
         (["run", "digits", "--seeds", "0"], "seeds must be a number of at least 1"),
+        (["run", "digits", "--seeds", "a"], "or seeds with commas between, as in --seeds 3,4, not 'a'"),
         (["run", "digits", "--epochs", "0"], "(epochs=...) must be an integer of at least 1, got 0"),
         (["run", "digits", "--jobs", "0"], "(jobs=...) must be an integer of at least 1, got 0"),
         (["run", "digits", "--set", "novel"], "--set takes name=value"),
