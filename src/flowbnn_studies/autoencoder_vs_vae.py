@@ -68,7 +68,6 @@ class AutoencoderVsVae(Study):
     settings = Settings
     seeds = 3
     accelerator = "auto"
-    partial = True
     headline = tuple(one.key for one in METRICS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -152,7 +152,6 @@ class CalibrateStudy(Study):
     settings = Settings
     seeds = 10
     accelerator = "auto"
-    partial = True
     headline = ("nll_1000-1000", "ece_1000-1000", "nll_1000-100", "nll_1000-same")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

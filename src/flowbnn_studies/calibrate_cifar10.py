@@ -105,7 +105,6 @@ class CalibrateCifar10(Study):
     settings = Settings
     seeds = 5
     accelerator = "auto"
-    partial = True
     headline = ("nll_vgg16", "ece_vgg16", "nll_resnet18", "ece_resnet18")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -93,6 +93,7 @@ class ChangeOfVariables(Study):
     )
     source = "Ravenda's report, section 2.1 and figures 7, 8 and 10"
     settings = Settings
+    partial = False
     seeds = 3
     headline = tuple(metric.key for metric in METRICS)
     quick: ClassVar[dict[str, Any]] = {

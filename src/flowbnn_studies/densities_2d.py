@@ -72,7 +72,6 @@ class Densities2d(Study):
     source = "the toy densities of Grathwohl et al. 2019 and Durkan et al. 2019; a goal of 0.05 nats with NSF"
     settings = Settings
     seeds = 3
-    partial = True
     headline = tuple(f"gap_{name}" for name in TOYS)
     quick: ClassVar[dict[str, Any]] = {
         "train": 200,

@@ -102,6 +102,7 @@ class DigitsStudy(Study):
     source = "the layers that carry flows as in Xiong's report, section 4"
     seeds = 3
     settings = Settings
+    partial = False
     keeps_networks = True
     quick: ClassVar[dict[str, Any]] = {"start_epochs": 1, "epochs": 2, "samples": 8}
 

@@ -104,7 +104,6 @@ class DlgmPlanar(Study):
     settings = Settings
     seeds = 3
     accelerator = "auto"
-    partial = True
     headline = ("nll", "bound", "gap")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

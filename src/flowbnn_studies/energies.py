@@ -71,7 +71,6 @@ class Energies(Study):
     source = "Rezende and Mohamed 2015, table 1 and figure 3"
     settings = Settings
     seeds = 3
-    partial = True
     headline = tuple(f"gap_{number}" for number in NAMES)
     quick: ClassVar[dict[str, Any]] = {"epochs": 1, "samples": 8, "draws": 100, "nodes": 100, "grid": 7}
 

@@ -60,6 +60,7 @@ class FlowLength(Study):
     )
     source = "Xiong's report, figure 4"
     settings = Settings
+    partial = False
     keeps_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {

@@ -81,7 +81,6 @@ class ImageFlows(Study):
     settings = Settings
     seeds = 1
     accelerator = "auto"
-    partial = True
     headline = ("bits", "epochs", "minutes")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -93,6 +93,7 @@ class LinearRegression(Study):
     )
     source = "Ravenda's report, figure 3 and section 1.3"
     settings = Settings
+    partial = False
     seeds = 10
     headline = ("kl_1", "kl_10", "kl_50", "efficiency_1", "efficiency_50")
     quick: ClassVar[dict[str, Any]] = {

@@ -106,7 +106,6 @@ class MnistMlp(Study):
     settings = Settings
     seeds = 3
     accelerator = "auto"
-    partial = True
     headline = ("error_400", "error_800", "error_1200", "nll_1200", "ece_1200")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -149,7 +149,6 @@ class ModeEnsembles(Study):
     settings = Settings
     seeds = 10
     accelerator = "auto"
-    partial = True
     headline = tuple(f"nll_{problem}" for problem in PROBLEMS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

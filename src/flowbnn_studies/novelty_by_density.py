@@ -82,7 +82,6 @@ class NoveltyByDensity(Study):
     settings = Settings
     seeds = 3
     accelerator = "auto"
-    partial = True
     headline = ("auroc_fashion-mnist", "auroc_mnist", "found_fashion-mnist", "found_mnist")
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

@@ -341,7 +341,6 @@ class PosteriorQuality(Study):
     source = "flowbnn's own"
     settings = Settings
     seeds = 10
-    partial = True
     headline = ("gap_blobs", "gap_boston", "gap_digits", "variation_digits", "agreement_digits")
     quick: ClassVar[dict[str, Any]] = {
         "problems": ("blobs",),

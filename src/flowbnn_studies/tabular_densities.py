@@ -66,7 +66,6 @@ class TabularDensities(Study):
     settings = Settings
     seeds = 5
     accelerator = "auto"
-    partial = True
     headline = tuple(FOLDERS)
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated",

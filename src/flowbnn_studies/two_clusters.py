@@ -84,6 +84,7 @@ class TwoClusters(Study):
     )
     source = "Xiong's report, figure 3"
     settings = Settings
+    partial = False
     keeps_networks = True
     # fmt: off
     quick: ClassVar[dict[str, Any]] = {

@@ -67,7 +67,6 @@ class WhenItMatters(Study):
     source = "flowbnn's own"
     settings = MattersSettings
     seeds = 10
-    partial = True
     headline = ("per_example_factorized", "per_example_full", "excess_factorized", "excess_full")
     quick: ClassVar[dict[str, Any]] = {
         "problems": ("blobs",),

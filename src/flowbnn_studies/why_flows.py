@@ -92,6 +92,7 @@ class WhyFlows(Study):
     )
     source = "Nielsen's lecture, table “Why Flows?”"
     settings = Settings
+    partial = False
     seeds = 3
     headline = ("gap", "inverse_error", "log_det_error", "density_ratio", "sampling_ratio")
     quick: ClassVar[dict[str, Any]] = {

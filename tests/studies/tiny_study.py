@@ -22,6 +22,7 @@ class Tiny(Study):
     seeds = 2
     settings = Settings
     keeps_networks = True
+    partial = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []

@@ -35,7 +35,7 @@ _TRAININGS = {
     # a matrix learns from many noisy gradients, whose steps add up
     "joint_channel": replace(_NOISE, noise_lr=0.02),
     "swag": replace(PLAIN, epochs=5, weight_lr=0.02, schedule="constant", rise=0.0),
-    # squares of 16 pixels as DeVries and Taylor (2017, https://arxiv.org/abs/1708.04552) blank them, the usual rate of 0.1 for 128 images
+    # blank squares as in DeVries and Taylor (2017, https://arxiv.org/abs/1708.04552), the usual rate of 0.1 for 128 images
     "long": replace(_NOISE, epochs=100, weight_lr=0.4, cutout=16, noise_lr=0.02),
 }
 

@@ -54,7 +54,6 @@ class ImageStudy(Study):
 
     seeds: ClassVar[int] = 5
     accelerator: ClassVar[str] = "auto"
-    partial: ClassVar[bool] = True
     quick: ClassVar[dict[str, Any]] = QUICK
 
     @property

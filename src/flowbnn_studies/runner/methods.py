@@ -63,7 +63,6 @@ class MethodStudy(Study):
     ``specific``.
     """
 
-    partial = True
     seeds = 3
     common: ClassVar[Mapping[str, Any]] = {}
     specific: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -107,7 +107,7 @@ class Study:
     seeds: ClassVar[int] = 5
     quick: ClassVar[dict[str, Any]] = {}
     accelerator: ClassVar[str] = "cpu"
-    partial: ClassVar[bool] = False
+    partial: ClassVar[bool] = True
     keeps_networks: ClassVar[bool] = False
 
     def folder(self, settings: Any) -> str:
