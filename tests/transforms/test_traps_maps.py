@@ -11,7 +11,7 @@ from flowbnn.kernels.reference import triangles
 from flowbnn.nets import MLP
 from flowbnn.transforms.compose import Compose
 from flowbnn.transforms.coupling import AdditiveCoupling, AffineCoupling, GlowStep
-from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle
+from flowbnn.transforms.linear import LULinear, Permutation, Reverse, Shuffle, reflected, unit_rows
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -261,3 +261,14 @@ def test_bad_input_is_one_line(call, words: str) -> None:
     with pytest.raises(FlowBNNError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_reflections_at_once_are_those_one_after_the_other():
+    rows = torch.randn(6, 5, dtype=torch.float64, generator=seeded(0))
+    rows[2], rows[4] = 0.0, rows[3]  # one reflects nothing, two cancel
+    product = torch.eye(5, dtype=torch.float64)
+    for row in rows:
+        product = product if not row.any() else product @ (torch.eye(5) - 2 * row.outer(row) / (row @ row))
+    units = unit_rows(rows)
+    assert torch.allclose(reflected(torch.eye(5, dtype=torch.float64), units), product, atol=1e-14)
+    assert torch.allclose(reflected(reflected(rows, units), units.flip(0)), rows, atol=1e-14)

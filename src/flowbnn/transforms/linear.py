@@ -109,10 +109,19 @@ class Householder(TwoWay):
 
 
 def reflected(value: Tensor, units: Tensor) -> Tensor:
-    """Vectors reflected by one unit vector after the other."""
-    for unit in units:
-        value = value - 2.0 * (value * unit).sum(-1, keepdim=True) * unit
-    return value
+    r"""Vectors reflected by one unit vector after the other: the rows :math:`u_1, \dots, u_K` of ``units``.
+
+    All at once, by the compact form of a product of reflections (Schreiber and Van Loan 1989):
+
+    .. math:: H_1 \cdots H_K = I - U^\top S\, U, \qquad S^{-1} = \tfrac12 I + \mathrm{triu}(U U^\top, 1)
+
+    >>> reflected(torch.tensor([3.0, 4.0]), torch.eye(2))
+    tensor([-3., -4.])
+    """
+    half = 0.5 * torch.eye(len(units), dtype=units.dtype, device=units.device)
+    inverse = torch.matmul(units, units.mT).triu(1) + half
+    weighted = torch.linalg.solve_triangular(inverse, units, upper=True)  # S U
+    return value - torch.matmul(torch.matmul(value, units.mT), weighted)
 
 
 def unit_rows(rows: Tensor) -> Tensor:

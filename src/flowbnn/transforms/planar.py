@@ -1,6 +1,6 @@
 """Planar, radial and Sylvester flows, which move along a few directions or around a point; planar ones also in chains with LU maps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -230,13 +230,16 @@ class Sylvester(TwoWay):
         elif basis == "householder":
             self.mirrors = nn.Parameter(torch.randn(size, dim, generator=generator))
 
-    def _basis(self) -> Tensor:
-        if self.basis == "orthogonal":
-            return torch.linalg.qr(self.frame).Q
-        basis = torch.eye(self.dim, dtype=self.bias.dtype, device=self.bias.device)
+    def _turning(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        r"""What a row vector times :math:`Q`, and one times :math:`Q^\top`, is."""
         if self.basis == "householder":
-            return reflected(basis, unit_rows(self.mirrors))
-        return basis.flip(0) if self.basis == "reversal" else basis
+            units = unit_rows(self.mirrors)
+            return lambda v: reflected(v, units), lambda v: reflected(v, units.flip(0))
+        if self.basis == "orthogonal":
+            frame = torch.linalg.qr(self.frame).Q
+            return lambda v: torch.matmul(v, frame), lambda v: torch.matmul(v, frame.mT)
+        turn = (lambda v: v.flip(-1)) if self.basis == "reversal" else (lambda v: v)
+        return turn, turn
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
@@ -249,11 +252,11 @@ class Sylvester(TwoWay):
     def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.bias)
         right, left, slopes = self._factors()
-        basis = self._basis()
-        turned = value @ basis
+        turn, back = self._turning()
+        turned = turn(value)
         a = self._solved(turned, right, left, slopes) if backwards else turned @ left.mT + self.bias
         tanh = torch.tanh(a)
-        step = tanh @ right.mT @ basis.mT
+        step = back(tanh @ right.mT)
         log_det = torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
         return (value - step, -log_det) if backwards else (value + step, log_det)
 
