@@ -11,26 +11,33 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
-import torch
 
 sys.path[:0] = [
     str(Path(__file__).parent / folder)
     for folder in ("", "kernels", "transforms", "posterior", "methods", "studies", "studies/report")
 ]
 
-
-if not torch.cuda.is_available():
-    # torch.manual_seed would note the stack, a millisecond, for each kind of device that is not there
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
+gc.disable()  # imports make half a million objects and no garbage
 
 
 def pytest_collection_finish() -> None:
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        # torch clears the processor's caches to time the guards of each graph: 30 ms for a number that nobody reads
-        guards.profile_guard_manager = lambda *given: 0.0
-    gc.freeze()  # half a million objects of modules, which no collection of the tests' garbage need look through
+    import torch  # not above, where the process that only hands out the tests would import it too
+    from torch._dynamo import guards
+
+    if not torch.cuda.is_available():
+        # torch.manual_seed would note the stack, a millisecond, for each kind of device that is not there
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: (
+            None
+        )
+    # torch clears the processor's caches to time the guards of each graph: 30 ms for a number that nobody reads
+    guards.profile_guard_manager = lambda *given: 0.0
+    gc.freeze()  # what has been imported, which no collection of the tests' garbage need look through
+    gc.set_threshold(20_000, 10, 10)  # the compiler's graphs live for long
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """The house: imports point down only, the public surface is what it says, importing changes nothing."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -114,29 +113,3 @@ def test_the_public_surface_exists_and_is_sorted():
         assert module.__all__, room
         for name in module.__all__:
             assert hasattr(module, name), f"{room}.{name}"
-
-
-def test_importing_changes_nothing_global():
-    program = """
-import logging, random, sys, warnings
-import numpy, torch
-import torch.distributions as d
-before = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
-          d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
-          torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
-          torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-          torch.backends.cuda.matmul.allow_tf32, list(warnings.filters))
-import flowbnn
-after = (d.Distribution._Distribution__validate_args if hasattr(d.Distribution, "_Distribution__validate_args") else
-         d.Distribution._validate_args, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(),
-         torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist(),
-         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-         torch.backends.cuda.matmul.allow_tf32, list(warnings.filters))
-assert before == after
-assert not {"matplotlib.pyplot", "rich"} & set(sys.modules)
-assert not logging.root.handlers
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

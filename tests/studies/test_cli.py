@@ -1,7 +1,6 @@
 """The command line: its words, its errors in one line, and its exit codes."""
 
 import json
-import os
 import runpy
 import shlex
 import subprocess
@@ -135,20 +134,6 @@ def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkey
     assert str(tmp_path / "report.html") in done.output
     assert "two-clusters:" in done.output
     assert "digits:" in done.output
-
-
-def test_the_installed_module_speaks_through_a_process():
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-m", "flowbnn_studies", "run", "digit"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == "flowbnn: there is no study 'digit'; did you mean 'digits'?\n"
 
 
 @pytest.mark.parametrize("wrong", ["epochs=-1", "weight_lr=-1", "hidden=0", "novel=12", "samples=0"])

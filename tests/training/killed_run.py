@@ -1,28 +1,18 @@
-"""Trains in forked children that are killed by SIGKILL, resumes them, and compares with a run left in peace.
+"""Trains in forked children that are killed by SIGKILL, resumes them, and compares with a run left in peace."""
 
-Run as a script by test_resume.py: prints one JSON line of the memory that passes take, while the process has none at hand, one per
-case, ``{"case": ..., "kills": ..., "equal": ...}``, and at last one of a child that is killed inside a write.
-"""
-
-import json
 import os
 import random
-import resource
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # which torch's optimizers import, here once and not in every child
+from objectives import train
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parent))
-from objectives import train
-
-from flowbnn.diagnostics.cost import PeakMemory
 from flowbnn.training import EarlyStop, TrainingOptions, load_tensors, save_tensors, storage
-from flowbnn.training.device import keep_memory
 
 BATCHES, EPOCHS, EVERY = 5, 6, 3
 
@@ -119,6 +109,7 @@ def in_child(act, *args, **kwargs):
     if child == 0:
         code = 1
         try:
+            torch.set_num_threads(1)
             act(*args, **kwargs)
             code = 0
         finally:
@@ -151,31 +142,10 @@ def write_killed(path):
 def kill_inside_a_write(folder):
     """What is there after the kill, and after the next write."""
     path = save_tensors(folder / "a.safetensors", {"x": torch.zeros(2)}, {})
-    answer = {"case": "write", "killed": in_child(write_killed, path)}
+    answer = {"killed": in_child(write_killed, path)}
     answer |= {"files": len(os.listdir(folder)), "held": load_tensors(path)[0]["x"].tolist()}
     save_tensors(path, {"x": torch.ones(2)}, {})
     return answer | {"after": os.listdir(folder)}
-
-
-def memory():
-    """The peak of what one tensor takes, and the pages that twenty passes over maps of 48 MB have faulted in."""
-    peak = PeakMemory()
-    held = torch.ones(30 * 2**20)
-    answer = {"case": "memory", "peak": peak.read(), "value": float(held[0]), "faults": []}
-    del held
-    keep_memory()
-
-    def passes(number, size):
-        for _ in range(number):
-            maps = [torch.ones(2**18 * size) for _ in range(48 // size)]
-            del maps
-
-    for size in (4, 8, 16):
-        passes(3, size)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        passes(20, size)
-        answer["faults"].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return answer
 
 
 CASES = [
@@ -191,12 +161,8 @@ CASES = [
 ]
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    print(json.dumps(memory()), flush=True)
-    run(
-        folder / "warm-up", "shuffled", fresh=True
-    )  # what torch imports late is imported once, not in every child
+def disturbed_runs(folder):
+    """One answer per case."""
     peaceful = {}
     for number, (kind, kills) in enumerate(CASES):
         if kind not in peaceful:
@@ -211,9 +177,4 @@ def main(folder):
         answer = {"case": kind, "kills": kills, "killed": all(killed), "leftovers": leftovers}
         history = load_tensors(disturbed / "result.safetensors")[1]["history"]
         answer |= {"steps": history["steps"], "stopped_early": history["stopped_early"]}
-        print(json.dumps(answer | {"equal": same(peaceful[kind], disturbed)}), flush=True)
-    print(json.dumps(kill_inside_a_write(folder / "write")), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        yield answer | {"equal": same(peaceful[kind], disturbed)}

@@ -1,18 +1,13 @@
 """A run that was stopped goes on as if it had not been."""
 
-import json
 import os
-import platform
-import resource
 import signal
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from killed_run import disturbed_runs, kill_inside_a_write
 from objectives import train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,43 +15,28 @@ from torch.utils.data import DataLoader, TensorDataset
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.training import EarlyStop, TrainingOptions, load_tensors
 
-SCRIPT = Path(__file__).with_name("killed_run.py")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+@forks
 def test_after_kill_9_the_weights_are_identical_to_the_bit(tmp_path):
-    """And a kill inside a write leaves nothing that the next write does not clear, and memory is kept from pass to pass.
-
-    One process, whose imports serve all three: one that has run other tests has memory at hand that it need not ask for.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    memory, *answers, written = [json.loads(line) for line in done.stdout.splitlines()]
-    assert memory["value"] == 1.0
-    assert memory["peak"] is None or 110 <= memory["peak"] < 400
-    assert len(memory["faults"]) == 3
-    if platform.libc_ver()[0] == "glibc":  # next to none, where it was each page in every pass
-        assert max(memory["faults"]) < 0.02 * 20 * 48 * 2**20 / resource.getpagesize()
-    assert written == {
-        "case": "write",
-        "killed": True,
-        "files": 2,
-        "held": [0.0, 0.0],
-        "after": ["a.safetensors"],
-    }
+    answers = list(disturbed_runs(tmp_path))
     assert len(answers) == 8
     for answer in answers:
         assert answer["killed"], answer
         assert answer["equal"], answer
         assert answer["leftovers"] == [], answer
     assert any(answer["stopped_early"] for answer in answers)
+
+
+@forks
+def test_a_kill_inside_a_write_leaves_nothing_that_the_next_write_does_not_clear(tmp_path):
+    assert kill_inside_a_write(tmp_path / "write") == {
+        "killed": True,
+        "files": 2,
+        "held": [0.0, 0.0],
+        "after": ["a.safetensors"],
+    }
 
 
 def make(width=3, dtype=torch.float32, momentum=0.9, schedule=False):
