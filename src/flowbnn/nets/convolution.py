@@ -145,7 +145,6 @@ class PixelCNN(nn.Module):
         layers: number of gated layers.
         kernel: odd width of the convolutions.
         context_dim: length of the context vectors, which are seen at every pixel; 0 ignores any context.
-        interleaved: as in :class:`~flowbnn.nets.MaskedMLP`.
 
     >>> net = PixelCNN(3, 2, hidden=4, layers=2)
     >>> net(torch.ones(5, 8, 8, 3)).shape, net.passes((8, 8, 3))
@@ -153,6 +152,7 @@ class PixelCNN(nn.Module):
     """
 
     event_dim = 3
+    interleaved = False
 
     @checked
     def __init__(
@@ -163,7 +163,6 @@ class PixelCNN(nn.Module):
         layers: Count = 3,
         kernel: Count = 3,
         context_dim: Length = 0,
-        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.context_dim = context_dim
@@ -185,7 +184,7 @@ class PixelCNN(nn.Module):
             self.across.append(MaskedConv2d(row))
             self.joins.append(nn.Conv2d(len(pairs), len(pairs), 1))
             self.outs.append(MaskedConv2d((inside[:, None] >= inside).float()[..., None, None]))
-        outputs = colours.repeat_interleave(per_entry) if interleaved else colours.repeat(per_entry)
+        outputs = colours.repeat(per_entry)
         self.last = zeroed(MaskedConv2d((outputs[:, None] >= inside).float()[..., None, None]))
 
     def passes(self, shape: Any) -> int:

@@ -162,7 +162,7 @@ class MaskedMLP(MLP):
         if sorted(order) != list(range(dim)):
             text = f"an order names each of the {dim} entries exactly once, from 0 to {dim - 1}"
             raise FlowBNNError(text, argument="order")
-        self.dim, self.context_dim = dim, context_dim
+        self.dim, self.context_dim, self.interleaved = dim, context_dim, interleaved
         place = torch.argsort(torch.tensor(list(order))) + 1
         if dim == 1 and not context_dim:
             hidden = ()  # there is nothing to read

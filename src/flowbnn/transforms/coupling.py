@@ -208,10 +208,10 @@ class Autoregressive(Conditioned):
         univariate: the map :math:`g` of single numbers.
         cheap: the direction that costs one pass.
         hidden, order, activation, context_dim: of the :class:`~flowbnn.nets.MaskedMLP` that is made when no net is given.
-        net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid
-            out as ``univariate.interleaved`` says; its ``passes(event_shape)`` is the longest chain of entries that depend on
-            each other, its ``event_dim`` the number of axes of an event, one if it has none. Sequences have
-            :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`, features last.
+        net: a module called as ``net(q(value), context)`` that gives ``univariate.per_entry`` numbers for each entry, laid out as
+            its ``interleaved`` says, or ``univariate.interleaved`` if it has none; its ``passes(event_shape)`` is the longest chain
+            of entries that depend on each other, its ``event_dim`` the number of axes of an event, one if it has none. Sequences
+            have :class:`~flowbnn.nets.WaveNet`, images :class:`~flowbnn.nets.PixelCNN`, features last.
         compress: whether the net reads :math:`q`, or else the values themselves, as the papers have it.
 
     >>> flow = Autoregressive(3, cheap="forward", hidden=(16,))

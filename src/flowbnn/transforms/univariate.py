@@ -58,6 +58,7 @@ class Conditioned(TwoWay):
         self.dim, self.univariate, self.net, self.compress = dim, univariate, net, compress
         self.inverse_kind = univariate.inverse_kind
         self.event_dim = int(getattr(net, "event_dim", 1))
+        self.interleaved = bool(getattr(net, "interleaved", univariate.interleaved))
         # where the first parameter is, once and for all: looking for it takes as long as a layer does
         places = ((part, name) for part in net.modules() for name, _ in part.named_parameters(recurse=False))
         self.first = next(places, None)
@@ -73,7 +74,10 @@ class Conditioned(TwoWay):
         if parameters.shape != wanted:
             text = f"the net of {type(self).__name__} must give {wanted} here, not {tuple(parameters.shape)}"
             raise FlowBNNError(text, kind="shape")
-        return parameters
+        if self.interleaved == self.univariate.interleaved:
+            return parameters
+        entries = count // self.univariate.width
+        return parameters.unflatten(-1, (entries, -1) if self.interleaved else (-1, entries)).mT.flatten(-2)
 
 
 @options
