@@ -125,6 +125,8 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
         close = f"; write {value.__name__}() with its brackets" if issubclass(value, kinds) else ""
     elif hasattr(value, "model") and _allows(annotation, value.model):
         close = "; its network is its .model"
+    elif hasattr(value, "transform") and _allows(annotation, value.transform):
+        close = "; give its .transform"
     elif annotation is Tensor and hasattr(value, "__len__") and not isinstance(value, Tensor | str):
         close = "; torch.as_tensor makes one of numbers"
     where = f"{owner}({name}=...)" if owner else name

@@ -81,19 +81,21 @@ def test_importance_weighting_closes_the_gap_of_a_wrong_posterior() -> None:
 
 def test_the_kl_in_closed_form_is_what_draws_estimate() -> None:
     vae, _, x = linear_model()
-    base, features = vae.posterior(x[:2])
     closed = vae.terms(x[:2])[1]
-    wide = base.expand((4000, 2))
     torch.manual_seed(0)
-    draws = vae._terms(
-        x[:2].expand(4000, 2, 5).flatten(0, 1),
-        None,
-        fb.distributions.DiagonalNormal(wide.loc.flatten(0, 1), wide.scale.flatten(0, 1)),
-        features.expand(4000, 2, 5).flatten(0, 1),
-        closed=False,
-    )[1].reshape(4000, 2)
+    z, log_q = vae.posterior(x[:2]).rsample_and_log_prob((4000,))
+    draws = log_q - vae.prior_log_prob(z)
     error = draws.std(0) / math.sqrt(4000)
     assert ((draws.mean(0) - closed).abs() < 4 * error).all()
+
+
+def test_a_posterior_is_a_distribution_whatever_axes_its_transform_has() -> None:
+    vae, _, x = linear_model(posterior=lambda dim, context: Sigmoid())
+    q = vae.posterior(x)
+    torch.manual_seed(0)
+    z = q.sample()
+    torch.manual_seed(0)
+    torch.testing.assert_close(vae.terms(x)[1], q.log_prob(z) - vae.prior_log_prob(z))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,14 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
             ),
             "integers from 0 to 255",
         ),
+        (
+            lambda: fb.vae.VAE((4,), 2, hidden=(8,), posterior=fb.flows.IAF),
+            r"posterior must be a Transform \(which the function returns\), got a IAF; give its .transform",
+        ),
+        (
+            lambda: fb.vae.VAE((4,), 2, hidden=(8,), posterior=lambda dim: None),
+            "posterior must be a function",
+        ),
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
         (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context_dim=3, and is given no context"),
         (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "all real vectors"),
@@ -279,9 +289,9 @@ def test_codes_and_their_densities_stay_in_single_precision() -> None:
     model = fb.vae.VAE((1, 4, 4), 2, hidden=(8,), posterior="iaf", length=1)
     x = torch.rand(3, 1, 4, 4).round()
     with torch.autocast("cpu", torch.bfloat16):
-        base, features = model.posterior(x)
-        terms = [model.encode(x), *model.terms(x), model.decode(base.loc)]
-    assert {one.dtype for one in (base.loc, base.scale, features, *terms)} == {torch.float32}
+        q = model.posterior(x)
+        terms = [model.encode(x), *model.terms(x), model.decode(q.base.loc), q.base.scale, q.context]
+    assert {one.dtype for one in terms} == {torch.float32}
 
 
 def test_a_decoder_of_one_level_is_refused() -> None:

@@ -72,6 +72,7 @@ class Flow(Distribution):
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    base: Any  # of whatever kind is given
 
     def __init__(
         self,

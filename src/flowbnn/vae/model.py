@@ -18,12 +18,12 @@ from torch.distributions import constraints
 
 from flowbnn.batches import device_of, evaluating
 from flowbnn.density import DensityOptions, fit_density
-from flowbnn.distributions import DiagonalNormal
+from flowbnn.distributions import DiagonalNormal, Flow
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import exactly, readable, soft_clamp
-from flowbnn.options import Count, Ge, NonNegative, Seed, Share, check, checked, takes
+from flowbnn.options import Count, Ge, NonNegative, Seed, Share, check, checked, made_by, takes
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms import Compose, Transform
@@ -239,7 +239,7 @@ class VAE(Autoencoder):
         self.prior = prior
         context = self.features + self.context_dim
         if callable(posterior):
-            self.flow: Transform = posterior(latent_dim, context)
+            self.flow: Transform = made_by(posterior, latent_dim, context, name="posterior", kind=Transform)
         elif posterior in POSTERIORS:
             self.flow = drawn_flow(POSTERIORS[posterior], latent_dim, context, length=length)
         elif posterior == "gaussian":
@@ -251,17 +251,17 @@ class VAE(Autoencoder):
             )
         warn_of_slow_draws(self.flow, "the posterior of VAE")
 
-    def posterior(self, x: Tensor, context: Tensor | None = None) -> tuple[DiagonalNormal, Tensor]:
-        """The Gaussian that the posterior begins with, and the features that its flow is conditioned on."""
+    def posterior(self, x: Tensor, context: Tensor | None = None) -> Flow:
+        r"""The distribution :math:`q(z \mid x)` of each example's code."""
         features = self.features_of(x, context)
         with exactly(features):
             loc, raw = self.code(features).chunk(2, -1)
-        return DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), features
+        return Flow(DiagonalNormal(loc, soft_clamp(raw, 8.0).exp()), self.flow, features)
 
     def encode(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        base, features = self.posterior(x, context)
-        with exactly(features):
-            return self.flow(base.loc, features)[0]
+        q = self.posterior(x, context)
+        with exactly(q.base.loc):
+            return self.flow(q.base.loc, q.context)[0]
 
     @property
     def capturable(self) -> bool:
@@ -279,20 +279,13 @@ class VAE(Autoencoder):
 
         Where posterior and prior are Gaussians the second is their KL in closed form.
         """
-        base, features = self.posterior(x, context)
-        return self._terms(x, context, base, features, closed=True)
-
-    def _terms(
-        self, x: Tensor, context: Tensor | None, base: DiagonalNormal, features: Tensor, closed: bool
-    ) -> tuple[Tensor, Tensor]:
-        start = base.rsample()
-        if closed and self.prior is None and isinstance(self.flow, Compose) and not len(self.flow):
-            square = base.scale.square() + base.loc.square()
-            kl = 0.5 * (square - 1.0).sum(-1) - base.scale.log().sum(-1)
-            return self.decoder.log_prob(self.decode(start, context), x), kl
-        with exactly(features):
-            z, log_det = self.flow(start, features)
-            kl = base.log_prob(start) - log_det - self.prior_log_prob(z, context)
+        q = self.posterior(x, context)
+        if self.prior is None and isinstance(self.flow, Compose) and not len(self.flow):
+            z, scale = q.base.rsample(), q.base.scale
+            kl = 0.5 * (scale.square() + q.base.loc.square() - 1.0).sum(-1) - scale.log().sum(-1)
+        else:
+            z, log_q = q.rsample_and_log_prob()
+            kl = log_q - self.prior_log_prob(z, context)
         return self.decoder.log_prob(self.decode(z, context), x), kl
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -339,19 +332,16 @@ class VAE(Autoencoder):
         return torch.cat(found)
 
     def _weighted(self, x: Tensor, context: Tensor | None, samples: int, together: int) -> Tensor:
-        base, features = self.posterior(x, context)
-        total = x.new_full((len(x),), -torch.inf, dtype=features.dtype)
+        q = self.posterior(x, context)
+        total = torch.full_like(q.base.loc[:, 0], -torch.inf)
         for first in range(0, samples, together):
             count = min(together, samples - first)
-
-            def wide(tensor: Tensor, count: int = count) -> Tensor:
-                return tensor.repeat(count, *(1,) * (tensor.ndim - 1))
-
-            several = DiagonalNormal(wide(base.loc), wide(base.scale))
-            beside = None if context is None else wide(context)
-            likelihood, kl = self._terms(wide(x), beside, several, wide(features), closed=False)
-            weights = (likelihood - kl).reshape(count, len(x)).logsumexp(0)
-            total = torch.logaddexp(total, weights)
+            z, log_q = (part.flatten(0, 1) for part in q.rsample_and_log_prob((count,)))
+            wide = x.repeat(count, *(1,) * (x.ndim - 1))
+            beside = None if context is None else context.repeat(count, 1)
+            likelihood = self.decoder.log_prob(self.decode(z, beside), wide)
+            weights = likelihood + self.prior_log_prob(z, beside) - log_q
+            total = torch.logaddexp(total, weights.reshape(count, len(x)).logsumexp(0))
         return total - math.log(samples)
 
     def draw(self, count: int, context: Tensor | None = None) -> Tensor:
