@@ -160,7 +160,7 @@ def flow_of(kind: str, shape: tuple[int, ...], s: Settings) -> FlowModel:
         return Glow(shape, length=length, data_start=True, **common)
     if kind == "residual":
         return ResidualFlow(shape, length=max(1, length // 2), data_start=True, **common)
-    return IDF(shape, length=length, **common)
+    return IDF(shape, length=length, data_start=True, **common)
 
 
 def planned(job: Job, estimate: Callable[[], int]) -> int:

@@ -29,7 +29,7 @@ from flowbnn.transforms import (
 COVERED = (Integers, OneHot)
 
 
-def moved(flow: fb.flows.FlowModel, by: float = 0.5) -> fb.flows.FlowModel:
+def moved(flow: torch.nn.Module, by: float = 0.5) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in flow.parameters():
@@ -144,18 +144,38 @@ def test_rounding_passes_gradients_straight_through() -> None:
     assert torch.autograd.grad(x.sum(), shift)[0].tolist() == [10.0, 10.0]
 
 
-def test_a_discretized_logistic_base_narrows_within_a_training() -> None:
-    """Pixels that are nearly always 0 take hundredths of a bit, which at the rate of the networks took the base ten thousand steps."""
+def test_a_discretized_logistic_base_starts_at_the_first_batch() -> None:
+    """Pixels that are nearly always 0 take hundredths of a bit, which took the base hundreds of steps."""
+    base = DiscretizedLogisticBase(2, data_start=True)
+    dark, wide = 200.0 * (torch.arange(500) % 100 == 0), torch.arange(500.0) % 100
+    pixels = torch.stack([dark, wide], -1)
+    assert base.eval()().log_prob(pixels).mean() < -10.0  # where nothing is learned nothing starts
+    loss = -base.train().distribution().expand((1,)).log_prob(pixels).mean()
+    assert float(loss.detach()) < 0.056 + math.log(100) + 0.2  # the entropies, in nats
+    loss.backward()
+    assert base.raw.grad.isfinite().all()
+    once = base.raw.detach().clone()
+    other = DiscretizedLogisticBase(2, data_start=True)
+    other.load_state_dict(base.state_dict())
+    for started in (base, other):
+        started().log_prob(pixels + 7.0)
+        assert torch.equal(started.raw, once)
+
+
+def test_integers_that_leave_an_image_start_at_data_and_follow_the_others() -> None:
     torch.manual_seed(0)
-    base = DiscretizedLogisticBase(1)
-    pixels = 200.0 * (torch.arange(500) % 100 == 0).unsqueeze(-1)
-    engine = torch.optim.Adam(base.parameters(), lr=2e-3)
-    for _ in range(200):
-        engine.zero_grad()
-        loss = -base().log_prob(pixels).mean()
-        loss.backward()
-        engine.step()
-    assert float(loss.detach()) < 0.15  # the entropy is 0.056 nats; the base began at 5.6
+    flow = fb.flows.IDF((1, 4, 4), length=1, hidden=(4,), levels=2, components=2, data_start=True).double()
+    x = 100 + 5 * torch.randn(64, 1, 4, 4).round().long()
+    assert flow().log_prob(x).mean() > -16 * 4.5  # it was 16 * 7
+    *_, noise = (part.noise for part in flow.transform[0] if hasattr(part, "noise"))
+    moved(noise.net, 0.1)
+    given = torch.randn(3, 2, 2, 2).double()
+    integers = torch.arange(-2000.0, 2000.0).double().expand(2, 2, 2, 4000).movedim(-1, 0).unsqueeze(1)
+    shares = (
+        noise(given).joint(integers).logsumexp(-1).exp().sum(0)
+    )  # for each of three images and eight integers
+    torch.testing.assert_close(shares, torch.ones_like(shares), rtol=0.0, atol=1e-9)
+    assert not torch.equal(noise(given).loc[0], noise(given).loc[1])
 
 
 def test_an_unexpected_integer_costs_bits_but_not_its_distance_in_scales() -> None:

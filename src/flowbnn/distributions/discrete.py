@@ -1,6 +1,8 @@
 """Distributions of integers and of categories, on which discrete flows stand. They are held in floats, which gradients pass."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
 from flowbnn.distributions.bases import Base
-from flowbnn.numerics import soft_clamp
+from flowbnn.nets.mlp import starts_at_data
+from flowbnn.numerics import inverse_soft_clamp, soft_clamp
 from flowbnn.options import Count, Positive, checked
 
 
@@ -55,14 +58,34 @@ class DiscretizedLogistic(Distribution):
             return (loc + scale * torch.logit(torch.rand_like(loc).clamp(tiny, 1.0 - tiny))).round()
 
     def log_prob(self, value: Tensor) -> Tensor:
+        return torch.logsumexp(self.joint(value), -1).sum(-1)
+
+    def joint(self, value: Tensor) -> Tensor:
+        """Log-probabilities of each integer together with each component, ``(..., dim, components)``."""
         above = (value.unsqueeze(-1) + 0.5 - self.loc) / self.scale
         below = above - 1.0 / self.scale
         each = F.logsigmoid(above) + F.logsigmoid(-below) + torch.log(-torch.expm1(-1.0 / self.scale))
-        return torch.logsumexp(each + F.log_softmax(self.logits, -1), -1).sum(-1)
+        return each + F.log_softmax(self.logits, -1)
+
+
+class _FirstBatch(DiscretizedLogistic):
+    """What a base gives before it has seen data: the first that are scored are where it starts."""
+
+    def __init__(self, made: DiscretizedLogistic, start: Callable[[Tensor], DiscretizedLogistic]) -> None:
+        super().__init__(made.loc, made.scale, made.logits)
+        self.start = start
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "_FirstBatch":
+        return _FirstBatch(super().expand(batch_shape), self.start)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.start(value).log_prob(value)
 
 
 STRAY = 2.0**-12  # the share of integers that may be anything
 NARROW = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
+PACE = 30.0  # how much faster than its places a base learns its widths and weights, which go far
+CAREFUL = 8.0  # how much slower a net learns than a base: its steps move all images at once
 
 
 def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
@@ -81,21 +104,57 @@ def discretized_logistic(raw: Tensor, components: int, values: float, pace: floa
 
 
 class DiscretizedLogisticBase(Base):
-    """A learned :class:`DiscretizedLogistic`, which starts spread over the integers from 0 to ``values``.
+    """A learned :class:`DiscretizedLogistic`, which starts spread over the integers from 0 to ``values``, or at data.
+
+    Args:
+        dim: number of integers.
+        components, values: of each mixture, and about the number of values of an integer.
+        data_start: in training mode, the first batch moves the mixtures by expectation maximisation.
 
     >>> DiscretizedLogisticBase(3)().sample((2,)).shape
     torch.Size([2, 3])
     """
 
+    initialized: Tensor
+
     @checked
-    def __init__(self, dim: Count, components: Count = 5, values: Positive = 256.0) -> None:
+    def __init__(
+        self, dim: Count, components: Count = 5, values: Positive = 256.0, data_start: bool = False
+    ) -> None:
         super().__init__()
         self.dim, self.components, self.values = dim, components, values
         self.numbers = "integers"
         self.raw = nn.Parameter(torch.zeros(dim * 3 * components))
+        starts_at_data(self, data_start)
 
-    def distribution(self) -> DiscretizedLogistic:
-        return discretized_logistic(self.raw, self.components, self.values, pace=30.0)
+    def distribution(self, moved: Tensor | None = None) -> DiscretizedLogistic:
+        """With numbers that a net adds for images, channels last, of ``dim`` integers."""
+        raw = self.raw if moved is None else self.raw.view(moved.shape[-3:]) + moved / CAREFUL
+        made = discretized_logistic(raw, self.components, self.values, PACE)
+        return made if self.started or not self.training else _FirstBatch(made, partial(self._start, moved))
+
+    @torch.no_grad()
+    def _start(self, moved: Tensor | None, value: Tensor) -> DiscretizedLogistic:
+        """Expectation maximisation, in which each component has one observation, and half a one for its weight, as it is."""
+        rows, k = value.reshape(-1, self.dim), self.components
+        z = rows.unsqueeze(-1)
+        made = discretized_logistic(self.raw, k, self.values, PACE)
+        loc, scale, logits = (each[..., :-1] for each in (made.loc, made.scale, made.logits))
+        start = loc - self.values * self.raw.view(-1, 3, k)[:, 0]
+        for _ in range(20):
+            share = DiscretizedLogistic(loc, scale, logits).joint(rows).softmax(-1)
+            count = share.sum(0)
+            logits = (count + 0.5).log()
+            loc = (loc + (share * z).sum(0)) / (1.0 + count)
+            far = (share * (z - loc).abs()).sum(0) / (2.0 * math.log(2.0))
+            scale = NARROW + (scale + far) / (1.0 + count)
+        width = inverse_soft_clamp(((scale - NARROW) * 6.0 * k / self.values).log(), 8.0, 0.95)
+        raw = torch.stack([(loc - start) / self.values, width / PACE, logits / PACE], 1)
+        self.raw.copy_(raw.flatten())
+        self.initialized.fill_(True)
+        self.started = True
+        with torch.enable_grad():
+            return self.distribution(moved)
 
 
 class OneHotVectors(Distribution):

@@ -1,14 +1,13 @@
 """Recipes that serve images as well as vectors, and those of integers and categories, whose probabilities are exact."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flowbnn import transforms
-from flowbnn.distributions import Base, CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase, Flow
-from flowbnn.distributions.discrete import discretized_logistic
+from flowbnn.distributions import CategoricalBase, DiscretizedLogistic, DiscretizedLogisticBase, Flow
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import Bins, FlowModel, Steps, Widths, recipe
 from flowbnn.nets.convolution import GatedConvNet
@@ -20,6 +19,8 @@ from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, T
 @recipe
 class ImageFlow(Steps):
     """A flow of vectors, or of images of a shape ``(channels, height, width)``, level by level as in ``MultiScale``."""
+
+    last: ClassVar[int] = 0
 
     dim: Count | Widths  # type: ignore[assignment]
     levels: Count = 3
@@ -38,7 +39,7 @@ class ImageFlow(Steps):
             text = "an image has the shape (channels, height, width), and its networks at least one width"
             raise FlowBNNError(f"{text}, not {shape}", kind="shape", argument="dim")
         sizes = (*shape[1:], shape[0]), self.levels, self.length
-        return [transforms.MultiScale(*sizes, self.step, self.split_noise, context_dim=self.context_dim)]
+        return [transforms.MultiScale(*sizes, self.step, self.split_noise, self.context_dim, self.last)]
 
     def door(self) -> Sequence[Transform]:
         """What turns real numbers inside, channels last, into data."""
@@ -54,9 +55,9 @@ class ImageFlow(Steps):
         kept = size // 2
         return {"net": self.conv(kept, univariate.per_entry * (size - kept), self.context_dim)}
 
-    def split_noise(self, kept: int, added: int) -> nn.Module:
-        """The distribution of the channels that leave at a level, for those that stay."""
-        return ConditionalNormal(self.conv(kept + self.context_dim, 2 * added))
+    def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
+        """The distribution of the channels that leave, for as many that stay."""
+        return ConditionalNormal(self.conv(channels + self.context_dim, 2 * channels))
 
     def side(self, axis: int, channels: int) -> int:
         """Height (1) or width (2) at the level of so many channels, which double when the sides are halved."""
@@ -198,9 +199,10 @@ class IDF(ImageFlow):
         dim: length of the vectors, or the shape ``(channels, height, width)`` of images.
         length: number of couplings; of images, at each level.
         hidden: widths of the networks; of images, one residual block of so many channels for each.
-        levels: of images; at every level but the last half of the channels leave.
+        levels: of images; half of the channels leave at every level, at the last one twice.
         values: about the number of values that an integer takes, which sets the units of networks and base; all integers are allowed.
         components: of the mixtures of discretized logistics that the integers have in the end.
+        data_start: these mixtures start at the first training batch, for densities of data.
         context_dim, base: as in :class:`~flowbnn.flows.NICE`; the base has integers.
 
     >>> flow = IDF(2, length=2, values=10)
@@ -208,37 +210,39 @@ class IDF(ImageFlow):
     (torch.int64, False)
     """
 
+    last = 2
     levels: Count = 2
     values: Positive = 256
     components: Count = 5
+    data_start: bool = False
 
     def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
+        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values), 1 / 16))
         return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
 
     def door(self) -> Sequence[Transform]:
         return [transforms.Integers(), *super().door()]
 
-    def own_base(self, size: int) -> Base:
-        return DiscretizedLogisticBase(size, self.components, self.values)
+    def own_base(self, size: int) -> DiscretizedLogisticBase:
+        return DiscretizedLogisticBase(size, self.components, self.values, self.data_start)
 
-    def split_noise(self, kept: int, added: int) -> nn.Module:
-        net = self.conv(kept + self.context_dim, 3 * self.components * added)
-        return _ConditionalLogistic(net, self.components, self.values, kept)
+    def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
+        net = self.conv(channels + self.context_dim, 3 * self.components * channels)
+        return _ConditionalLogistic(net, self.own_base(height * width * channels), channels)
 
 
 class _ConditionalLogistic(nn.Module):
-    """Integers whose mixtures of discretized logistics a net computes from other integers."""
+    """Integers whose mixtures of discretized logistics, those of a base, a net moves by other integers."""
 
     event_dim = 3
 
-    def __init__(self, net: nn.Module, components: int, values: float, kept: int) -> None:
+    def __init__(self, net: nn.Module, base: DiscretizedLogisticBase, kept: int) -> None:
         super().__init__()
-        self.net, self.components, self.values, self.kept = net, components, values, kept
+        self.net, self.base, self.kept = net, base, kept
 
     def forward(self, given: Tensor) -> DiscretizedLogistic:
-        known = torch.cat([given[..., : self.kept] / self.values, given[..., self.kept :]], dim=-1)
-        return discretized_logistic(self.net(known), self.components, self.values)
+        known = torch.cat([given[..., : self.kept] / self.base.values, given[..., self.kept :]], dim=-1)
+        return self.base.distribution(self.net(known))
 
 
 class DiscreteFlow(FlowModel):

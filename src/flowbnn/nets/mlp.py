@@ -45,6 +45,18 @@ def zeroed(layer: Any) -> Any:
     return layer
 
 
+def starts_at_data(module: Any, wanted: bool) -> None:
+    """Keep whether a module has ``started``, which may wait for the first batch; a loaded one does not start again."""
+    module.register_buffer("initialized", torch.tensor(not wanted))
+    # the same fact for Python, because a compiled graph must not branch on a tensor
+    module.started = not wanted
+    module.register_load_state_dict_post_hook(_read_started)
+
+
+def _read_started(module: Any, keys: Any) -> None:
+    module.started = bool(module.initialized)
+
+
 def _stacked(layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]) -> nn.Module:
     """Layers with activations after each, and a last one of zeros."""
     pairs = ((layer, made_by(activation, name="activation", kind=nn.Module)) for layer in layers)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.nn import functional as F
 
+from flowbnn.nets.mlp import starts_at_data
 from flowbnn.numerics import inverse_soft_clamp, inverse_softplus, soft_clamp
 from flowbnn.options import Count, Interval, Positive, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_range, check_tensor, check_vectors
@@ -225,13 +226,7 @@ class ActNorm(Affine):
     @checked
     def __init__(self, dim: Count, bound: Positive = 8.0, data_start: bool = True) -> None:
         super().__init__(dim, bound)
-        self.register_buffer("initialized", torch.tensor(not data_start))
-        # the same fact for Python, because a compiled graph must not branch on a tensor
-        self.started = not data_start
-        self.register_load_state_dict_post_hook(ActNorm._read_started)
-
-    def _read_started(self, loaded: Any) -> None:
-        self.started = bool(self.initialized)
+        starts_at_data(self, data_start)
 
     def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, len(self.shift), self)

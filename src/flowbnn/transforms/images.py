@@ -145,9 +145,10 @@ class MultiScale(Compose):
         shape: of an image, ``(height, width, channels)``; the sides are divisible by ``2 ** levels``.
         levels, length: number of levels, and of steps at each.
         step: makes a step for so many channels, ``step(channels, number)``.
-        noise: makes what gives the distribution of ``added`` channels for ``kept`` ones, ``noise(kept, added)``; by default a normal
-            whose mean and scale a :class:`~flowbnn.nets.GatedConvNet` computes.
+        noise: makes what gives the distribution of the channels that leave for as many that stay, ``noise(height, width, channels)``;
+            by default a normal whose mean and scale a :class:`~flowbnn.nets.GatedConvNet` computes.
         context_dim: length of the context that the noise reads.
+        last: how often half of the channels leave at the last level, one time after the other.
 
     >>> from flowbnn.transforms import ActNorm
     >>> scales = MultiScale((4, 4, 1), levels=2, length=1, step=lambda channels, number: ActNorm(channels))
@@ -162,22 +163,23 @@ class MultiScale(Compose):
         levels: Count,
         length: Count,
         step: Callable[[int, int], Transform],
-        noise: Callable[[int, int], nn.Module] | None = None,
+        noise: Callable[[int, int, int], nn.Module] | None = None,
         context_dim: Length = 0,
+        last: Length = 0,
     ) -> None:
         if len(shape) != 3 or shape[0] % 2**levels or shape[1] % 2**levels:
             text = f"{levels} levels need images of three axes with sides divisible by {2**levels}"
             raise FlowBNNError(f"{text}, not {tuple(shape)}", kind="shape", argument="shape")
         height, width, channels = shape
-        noise = noise or (lambda kept, added: ConditionalNormal(GatedConvNet(kept + context_dim, 2 * added)))
+        noise = noise or (lambda high, wide, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c)))
         parts: list[Transform] = []  # from the data to the base
         for level in range(levels):
             height, width, channels = height // 2, width // 2, 4 * channels
             steps = [made_by(step, channels, number, name="step", kind=Transform) for number in range(length)]
             parts += [Inverse(Squeeze()), *steps]
-            if level < levels - 1:
+            for _ in range(1 if level < levels - 1 else last):
                 channels = channels // 2
-                made = made_by(noise, channels, channels, name="noise", kind=nn.Module)
+                made = made_by(noise, height, width, channels, name="noise", kind=nn.Module)
                 parts.append(Augment(channels, channels, made, context_dim=context_dim))
         self.dim = height * width * channels
         super().__init__(Reshape((self.dim,), (height, width, channels)), *reversed(parts))
