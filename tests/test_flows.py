@@ -8,7 +8,7 @@ import flowbnn as fb
 from flowbnn.distributions import CircularBase, StudentBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
-from flowbnn.transforms import Autoregressive, Compose, Inverse
+from flowbnn.transforms import Autoregressive, Compose, Inverse, Sigmoid
 
 NAMES = [name for name in fb.flows.__all__ if name.lower() in named_flows()]
 WITH_NETS = [name for name in NAMES if name not in ("Planar", "Radial", "Sylvester", "Householder")]
@@ -114,6 +114,14 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
     [
         (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
         (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
+        (
+            lambda: Compose(Sigmoid(), fb.flows.NSF(2, 3).transform)(torch.zeros(5, 2)),
+            "^part 1.0.1 of the flow: Coupling was made with context_dim=3, and is given no context",
+        ),
+        (
+            lambda: fb.flows.Planar(2, 3).transform(torch.zeros(5, 2)),
+            "^part 0 of the flow: Amortized was made with",
+        ),
         (lambda: fb.flows.MAF(2, 3)(torch.arange(4)), r"shape \(4,\); give .*one_hot\(labels, 3\)"),
         (lambda: fb.flows.MAF(2, 1)(torch.ones(4)), r"shape \(4,\); give x\[:, None\]"),
         (lambda: fb.flows.NSF(2, base=StudentBase(3)), "needs a base of 2 real numbers, not of 3"),

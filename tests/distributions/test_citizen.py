@@ -226,11 +226,17 @@ def test_the_density_at_infinity_is_zero_as_torchs_normals_is(transform):
     assert found[2].isfinite()
 
 
-@pytest.mark.parametrize("transform", [Logit(), Compose(Affine(2), Inverse(Exp()))], ids=["logit", "log"])
-def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform):
+@pytest.mark.parametrize(
+    ("transform", "place"),
+    [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,))],
+    ids=["logit", "log"],
+)
+def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform, place):
     flow = Flow(standard(), transform)  # the density of which would integrate to less than one
-    with pytest.raises(FlowBNNError, match="takes numbers .*, and in this flow it gets all real numbers"):
+    words = rf"^part {place[0]} of the flow: .* takes numbers .*, and in this flow it gets all real numbers"
+    with pytest.raises(FlowBNNError, match=words) as caught:
         flow.log_prob(torch.ones(2))
+    assert caught.value.fields["path"] == place
 
 
 def test_validation_is_off_unless_asked_for_and_is_torchs():

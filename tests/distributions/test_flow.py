@@ -168,5 +168,7 @@ def test_kl_of_the_prior_itself_is_zero_and_never_negative_in_closed_form():
 def test_values_of_another_length_than_the_base_are_refused(length: int, transform: Transform) -> None:
     """A base of length one took vectors of any length for one vector."""
     flow = Flow(DiagonalNormal(torch.zeros(length), torch.ones(length)), transform)
-    with pytest.raises(FlowBNNError, match=rf"DiagonalNormal takes events of shape \({length},\)"):
+    name = type(transform).__name__
+    words = rf"^part 0 of the flow: {name} hands the base, DiagonalNormal, events of shape \(3,\), not of \({length},\)$"
+    with pytest.raises(FlowBNNError, match=words):
         flow.log_prob(torch.ones(4, 3))

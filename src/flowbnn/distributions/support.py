@@ -9,8 +9,8 @@ from torch.distributions.constraints import Constraint
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Interval
-from flowbnn.transforms.base import Transform, check_events
-from flowbnn.transforms.compose import Compose, Inverse, run_part
+from flowbnn.transforms.base import Transform, refused
+from flowbnn.transforms.compose import Compose, Inverse, placed, run_part
 from flowbnn.transforms.linear import Permutation
 
 _REAL = constraints.real
@@ -93,8 +93,8 @@ def image(base: Any, transform: Transform) -> Constraint | None:
     for step in _steps(transform):
         if step.backwards and _is_real(region) and not _is_real(step.domain):
             wanted = Interval(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
-            text = f"takes numbers {wanted}, and in this flow it gets all real numbers"
-            raise FlowBNNError(f"the inverse of {type(step.part).__name__} {text}", kind="range")
+            text = f"the inverse of {type(step.part).__name__} takes numbers {wanted}, and in this flow it gets all"
+            raise placed(FlowBNNError(f"{text} real numbers", kind="range"), step.part, step.path or (0,))
         if _is_real(region) or _same(region, step.domain):
             region = step.range
         elif not isinstance(step.part, Permutation):
@@ -122,7 +122,7 @@ def pull_back(
     far = value.isinf()
     value, outside = torch.where(far, torch.zeros_like(value), value), any_rightmost(far, event_axes)
     log_det = value.new_zeros(value.shape[: value.ndim - event_axes])
-    axes = event_axes
+    axes, part, path = event_axes, transform, (0,)
     for part, backwards, path, _, range_ in reversed(_steps(transform)):
         if not _is_real(range_):
             wrong = ~range_.check(value) & ~value.isnan()
@@ -132,7 +132,10 @@ def pull_back(
         value, change = run_part(part, value, context, not backwards, axes - after, path or (0,))
         log_det, axes = log_det + change, axes - after + before
     shape = base.batch_shape + base.event_shape
-    check_events(value, shape[len(shape) - axes :], base)  # which would broadcast
+    given, wanted = tuple(value.shape[value.ndim - axes :]), tuple(shape[len(shape) - axes :])
+    if given != wanted:  # which would broadcast
+        text = f"hands the base, {type(base).__name__}, events of shape {given}, not of {wanted}"
+        raise placed(refused(part, text, "shape"), part, path or (0,))
     support = _base_support(base)
     if not _is_real(_of_numbers(support)):
         wrong = ~support.check(value) & ~any_rightmost(value.isnan(), support.event_dim)

@@ -16,8 +16,8 @@ from flowbnn.options import Count, Ge, Positive, checked, made_by
 Length = Annotated[int, Ge(0)]
 
 
-def check_context(context: Tensor | None, context_dim: int, owner: str = "this network") -> Tensor:
-    """The context, if it has the length that a network reads."""
+def check_context(context: Tensor | None, context_dim: int, owner: str = "") -> Tensor:
+    """The context, if it has the length that a network reads; whose it is, its transform says."""
     if isinstance(context, Tensor) and context.shape[-1:] == (context_dim,):
         return context
     given, rows = "no context" if context is None else shown(context), ""
@@ -25,8 +25,9 @@ def check_context(context: Tensor | None, context_dim: int, owner: str = "this n
         given = f"a context of shape {tuple(context.shape)}"
         if context.ndim == 1 and context_dim:
             rows = f"torch.nn.functional.one_hot(labels, {context_dim})" if context_dim > 1 else "x[:, None]"
-    text = f"{owner} was made with context_dim={context_dim}, and is given {given}{rows and '; give ' + rows}"
-    raise FlowBNNError(text, kind="shape", argument="context")
+    text = f"was made with context_dim={context_dim}, and is given {given}{rows and '; give ' + rows}"
+    of_whom = {} if owner else {"unsigned": text}
+    raise FlowBNNError(f"{owner or 'this network'} {text}", kind="shape", argument="context", **of_whom)
 
 
 def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_dim: int = 1) -> Tensor:

@@ -40,11 +40,18 @@ def run_part(
             value = value.expand(batch + value.shape[cut:])
         value, log_det = part.inverse(value, context) if backwards else part.forward(value, context)
     except FlowBNNError as error:
-        fields = {"reason": str(error), **error.fields, "place": path[0]}
-        fields["path"] = (*path, *error.fields.get("path", ()))  # 0.2 is the third part of the first
-        where = ".".join(map(str, fields["path"]))
-        raise FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields) from None
+        raise placed(error, part, path) from None
     return value, sum_rightmost(log_det, extra)
+
+
+def placed(error: FlowBNNError, part: Transform, path: tuple[int, ...]) -> FlowBNNError:
+    """What a part of a chain says, with its place."""
+    fields = {"reason": str(error), **error.fields, "place": path[0]}
+    fields["path"] = (*path, *error.fields.get("path", ()))  # 0.2 is the third part of the first
+    if text := fields.pop("unsigned", ""):
+        fields["reason"] = f"{type(part).__name__} {text}"
+    where = ".".join(map(str, fields["path"]))
+    return FlowBNNError(f"part {where} of the flow: {fields['reason']}", **fields)
 
 
 def together(batch: torch.Size, context: torch.Size, name: str) -> torch.Size:
