@@ -230,8 +230,7 @@ def true_probability(points: Tensor, spread: Positive) -> Tensor:
     if points.shape[-1:] != (2,) or not points.is_floating_point():
         given = f"{points.dtype} {list(points.shape)}"
         raise FlowBNNError(f"points must be real numbers [..., 2], not {given}", argument="points")
-    logs = _log_densities(points, spread)
-    return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
+    return _second(_log_densities(points, spread))
 
 
 @checked
@@ -281,7 +280,7 @@ def best_possible(spread: Positive, nodes: Count = 801) -> Optimum:
     points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
     logs = _log_densities(points, spread)
     density = logs.exp().sum(-1) * float(axis[1] - axis[0]) ** 2
-    one = true_probability(points, spread)
+    one = _second(logs)
     entropy = -(torch.special.xlogy(one, one) + torch.special.xlogy(1 - one, 1 - one))
     return Optimum(float((density * torch.maximum(one, 1 - one)).sum()), float((density * entropy).sum()))
 
@@ -291,6 +290,11 @@ def _log_densities(points: Tensor, spread: float) -> Tensor:
     centres = torch.tensor(CENTRES, dtype=points.dtype, device=points.device)
     square = (points.unsqueeze(-2) - centres).square().sum(-1)
     return -square / (2 * spread**2) - math.log(2 * math.pi * spread**2 * len(CENTRES))
+
+
+def _second(logs: Tensor) -> Tensor:
+    """The probability of the second class, from the joint densities."""
+    return torch.softmax(logs, -1)[..., [index for index, label in enumerate(CLASSES) if label == 1]].sum(-1)
 
 
 # A curve whose noise lies within the sine waves.

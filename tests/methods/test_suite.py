@@ -116,7 +116,7 @@ def test_batch_norm_survives(name):
     if type(posterior).sample is fb.methods.Posterior.sample:
         return
     gaps, ratios = [], []
-    for seed in range(48):  # with noise before it, BatchNorm keeps the statistics of all draws together
+    for seed in range(24):  # with noise before it, BatchNorm keeps the statistics of all draws together
         one = posterior.sample(seed)
         norm = next(module for module in one.modules() if isinstance(module, nn.BatchNorm1d))
         assert not norm.training

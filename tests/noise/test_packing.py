@@ -188,27 +188,6 @@ def test_copies_do_not_share_draws():
             )
 
 
-def test_a_training_step_compiles_without_a_graph_break():
-    """Forward, noise, KL and all, in one graph that gives what eager gives and draws anew at every call."""
-    # of positions: tests/noise/test_positions_ahead.py
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
-    rules = {"2": fb.noise.NormalPlanar(1), "*": fb.noise.NormalAffine()}
-    model = fb.to_stochastic(network, rules)
-    objective = ELBO(fb.likelihoods.Categorical(), 100)
-    images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 5
-    torch._dynamo.reset()
-    loss = torch.compile(lambda: objective(model, images, labels).loss, fullgraph=True, backend="aot_eager")
-    first, second = loss(), loss()
-    assert first != second
-    first.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    torch.manual_seed(5)
-    found = loss()
-    torch.manual_seed(5)
-    torch.testing.assert_close(found, objective(model, images, labels).loss)
-
-
 def test_a_pass_looked_ahead_agrees_with_its_second_run_under_reentrant_checkpointing():
     torch.manual_seed(0)
     outputs = []

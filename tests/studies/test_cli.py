@@ -119,7 +119,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     assert words[-1] == "--resume"
 
 
-def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch):
+def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkeypatch, sketched):
     tiny = {"train": 200, "test": 200, "short_epochs": 1, "epochs": 1, "samples": 2, "grid": 5}
     for study, settings in (
         ("two_clusters.TwoClusters", tiny),
@@ -127,7 +127,6 @@ def test_demo_runs_both_studies_and_prints_the_path_of_the_page(tmp_path, monkey
     ):
         monkeypatch.setattr(f"flowbnn_studies.{study}.seeds", 1)
         monkeypatch.setattr(f"flowbnn_studies.{study}.quick", settings)
-    monkeypatch.setattr("flowbnn_studies.report.page.to_svg", lambda *_: "<svg/>")  # drawn elsewhere
     done = call("demo", "--out", tmp_path, "--quick", "--jobs", "1", "--no-progress")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.html").exists()

@@ -27,7 +27,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of trainings that are far too short
-def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
+def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
     study = get_study(name)
     settings = study.make_settings(quick=True, **SETTINGS[name])
     results = run_study(

@@ -33,7 +33,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp_path):
+def test_a_study_of_all_methods_runs_and_its_results_follow_the_schema(name, tmp_path, sketched):
     study = get_study(name)
     settings = study.make_settings(quick=True, methods=FEW, **SETTINGS[name])
     results = run_study(study, settings=settings, seeds=1, out=tmp_path, progress=False)

@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_study_runs_and_its_page_shows_it(name, tmp_path):
+def test_a_study_runs_and_its_page_shows_it(name, tmp_path, sketched):
     changes, only, kinds = SETTINGS[name]
     study = get_study(name)
     settings = study.make_settings(quick=True, **changes)

@@ -47,7 +47,7 @@ def _compiled(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
     return torch.compile(loss, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
 
 
-def _kept(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor | None]]:
+def _kept(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Bytes held for the backward pass, without parameters and batch; the loss and its gradients."""
     network, batch, held = _network(noisy), _batch(), []
     loss = _loss(network, noisy)
@@ -64,7 +64,8 @@ def _kept(noisy: bool, compiled: bool) -> tuple[int, Tensor, dict[str, Tensor | 
     for known in (*network.parameters(), *network.buffers(), *batch):
         found.pop(known.untyped_storage().data_ptr(), None)
     result.backward()
-    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    assert not noisy or loss(*batch) != result  # draws anew at every call
     return sum(found.values()), result.detach(), gradients
 
 
