@@ -163,7 +163,7 @@ def one_at_a_time(model, inputs, samples, seed):
 @pytest.mark.parametrize("name", CASES)
 def test_a_prediction_is_what_its_networks_say_one_at_a_time(name, site):
     make, inputs = CASES[name]
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         model = fb.to_stochastic(make(), {"*": fb.noise.NormalAffine(site=site, base_scale=0.8)}).eval()
         posterior, given = fb.posterior.NoisePosterior(model, fb.likelihoods.Categorical()), inputs()
@@ -192,8 +192,6 @@ def test_sampled_networks_are_those_of_the_draws():
     posterior, x = fb.posterior.NoisePosterior(model, fb.likelihoods.Gaussian(dim=2)), torch.randn(4, 5, 4)
     draws, found = posterior.draws(3, seed=2), posterior.predict(x, 3, seed=2).samples
     for index in range(3):
-        hidden = F.linear(x * draws["frame"][index], model.frame.weight, model.frame.bias).tanh().mean(1)
-        expected = F.linear(hidden * draws["out"][index], model.out.weight, model.out.bias)
         hidden = F.linear(x * draws["frame"][index], model.frame.weight, model.frame.bias).tanh()
         expected = F.linear(hidden.mean(1) * draws["out"][index], model.out.weight, model.out.bias)
         torch.testing.assert_close(found[index][..., :2], expected)

@@ -233,7 +233,8 @@ def run_study(folder):
     if torch.distributed.get_rank() == 0:
         print("a study", flush=True)
     words = ["run", "two-clusters", "--quick", "--seeds", "1", "--epochs", "1", "--devices", "2"]
-    app([*words, "--out", str(folder)], standalone_mode=False)
+    small = ["--set", "train=80", "--set", "test=80", "--set", "samples=2", "--set", "grid=3"]
+    app([*words, *small, "--out", str(folder)], standalone_mode=False)
 
 
 if __name__ == "__main__":
