@@ -160,6 +160,16 @@ def test_dual_averaging_comes_to_its_target(start):
     assert torch.allclose(warmup.smooth.exp(), torch.full((2,), -math.log(0.8)).double(), rtol=0.02)
 
 
+def test_steps_suit_a_chain_where_the_density_is_steep():
+    """Seven accept a step of size e with probability exp(-e), one with exp(-100 e), which is half of 0.8 at e = -log(0.4) / 100."""
+    state, steep = begin(gaussian, exact_draws(8, 6)), torch.tensor([1.0] * 7 + [100.0]).double()
+    warmup = Warmup(gaussian, [], state.position, 10_000, 0.8)
+    warmup.ends = []
+    for number in range(2000):
+        warmup.update(number, state, torch.exp(-steep * warmup.step_size))
+    assert torch.allclose(warmup.smooth.exp(), torch.full((8,), -math.log(0.4) / 100).double(), rtol=0.05)
+
+
 def test_a_reasonable_step_is_found_from_afar():
     state = begin(gaussian, exact_draws(2, 6))
     sources = [torch.Generator().manual_seed(chain) for chain in range(2)]

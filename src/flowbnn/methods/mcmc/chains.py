@@ -1,9 +1,10 @@
 r"""Markov chains in progress: warm-up, draws, and a file from which an interrupted run resumes to the same draws.
 
 In the warm-up the step size follows dual averaging (Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246), which brings the mean
-acceptance to a target; the inverse mass is the variance of the positions (Welford's sums) in windows that double in length, as in Stan:
-a start without, the windows, and an end in which only the step size is tuned. Both are one for all chains: a chain that tuned itself
-where it happened to be would take steps there that never reach the places where the density is narrower.
+acceptance to a target, and that of every chain to half of it at least; the inverse mass is the variance of the positions (Welford's
+sums) in windows that double in length, as in Stan: a start without, the windows, and an end in which only the step size is tuned. Both
+are one for all chains: a chain that tuned itself where it happened to be would take steps there that never reach the places where the
+density is narrower. Under steps that only suit most of them, one that begins far out, where the density is steep, would never leave.
 """
 
 import math
@@ -124,8 +125,9 @@ class Warmup:
         """Learn from the transition of this number."""
         self.updates += 1
         share = 1.0 / (self.updates + DELAY)
-        self.error = (1.0 - share) * self.error + share * (self.target - acceptance.mean())
-        log_size = self.centre - math.sqrt(self.updates) / GAMMA * self.error
+        self.error = (1.0 - share) * self.error + share * (self.target - acceptance)
+        error = torch.maximum(self.error.mean(), self.error.max() - 0.5 * self.target)
+        log_size = self.centre - math.sqrt(self.updates) / GAMMA * error
         weight = self.updates**-FORGET
         self.smooth = weight * log_size + (1.0 - weight) * self.smooth
         self.step_size = log_size.exp()
