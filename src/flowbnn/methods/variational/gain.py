@@ -86,16 +86,29 @@ def warn_of_memory(
     """Warn where the given weights score far better on the loader than on held-out data: noise fitted there is over-confident."""
     with undisturbed(loader, seed):
         seen = plain_log_likelihoods(posterior, list(islice(iter(loader), BATCHES)))
-    error = float((seen.var() / len(seen) + held_out.var() / len(held_out)).sqrt())
-    excess = float(seen.mean() - held_out.mean())
-    if excess > max(0.1, 3 * error) and torch.isfinite(seen.mean()):
+    if memorised(seen, held_out):
         warn(
             f"the weights have memorised this loader: log-likelihood {seen.mean():.3f} per example there, {held_out.mean():.3f} "
             "on the validation data. Noise fitted on it will be over-confident; fit it on data that the weights have not "
             'seen, with freeze(model, "weights")',
             kind="memorised",
-            excess=excess,
+            excess=float(seen.mean() - held_out.mean()),
         )
+
+
+def memorised(seen: Tensor, held_out: Tensor) -> bool:
+    """Whether log-likelihoods of seen examples exceed those of others by 0.1 nats, and by more than chance.
+
+    Chance is measured in bounded numbers: the few examples that a network is sure and wrong of hide any difference of plain means.
+
+    >>> seen, wrong = torch.full((60,), -0.02), -torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 7, 7, 10, 11, 12, 23, 28, 40])
+    >>> memorised(seen, torch.cat([seen[15:], wrong])), memorised(seen, torch.cat([seen[2:], wrong[-2:]]))
+    (True, False)
+    """
+    middle = torch.cat([seen, held_out]).median()
+    one, other = torch.sigmoid(seen - middle), torch.sigmoid(held_out - middle)
+    error = (one.var() / len(one) + other.var() / len(other)).sqrt()
+    return bool(seen.mean() > held_out.mean() + 0.1) and bool(one.mean() > other.mean() + 3 * error)
 
 
 def elbos(model: nn.Module, objective: ELBO, batches: Iterable[Any]) -> Tensor:
