@@ -28,13 +28,13 @@ def test_data_that_tell_the_noise_to_a_millionth_give_a_posterior_as_narrow(
     precision = float(x.square().sum()) / level**2 + 1.0 / SCALE**2
     mean = (float((x * y).sum()) / level**2 + 1.0 / SCALE**2) / precision
     given = {"likelihood": fb.likelihoods.Gaussian(level), "structure": structure, "prior": "fixed"}
-    posterior = fb.calibrate(network, [(x, y)], folds=0, progress=False, **given)
+    posterior = fb.calibrate(network, (x, y), folds=0, progress=False, **given)
     ((vector, _),) = independent_vectors(posterior.model)
     normal = vector.requires_grad_(False).posterior()
     assert float(normal.mean) == pytest.approx(mean, abs=0.05 * precision**-0.5)
     assert float(normal.stddev) == pytest.approx(precision**-0.5, rel=1e-3)
     evidence = MultivariateNormal(x[:, 0], level**2 * torch.eye(50).double() + SCALE**2 * x @ x.T)
-    found = fb.quality.pareto_k(posterior, [(x, y)], samples=50)
+    found = fb.quality.pareto_k(posterior, (x, y), samples=50)
     if level == 1e-4:  # beyond, the exact evidence is lost in rounding
         assert found.elbo == pytest.approx(float(evidence.log_prob(y[:, 0])), abs=0.01)
     assert found.verdict == "good"

@@ -36,7 +36,7 @@ class Exploding(nn.Module):
             lambda m: fb.posterior.NoisePosterior(m, fb.likelihoods.Categorical()).predict(None),
             "a tensor of inputs or a loader",
         ),
-        (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "gives inputs alone"),
+        (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "alone; .*TensorLoader"),
         (lambda m: fb.evaluate(network(), loader()), "posterior=.* must be a Posterior"),
         (lambda m: fb.noise.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "did you mean 'epochs'"),

@@ -69,8 +69,8 @@ def calibrate(
 
     Args:
         network: trained; it is copied.
-        held_out: batches of ``(inputs, targets)`` that the weights were not trained on, as for temperature scaling; the same ones in
-            every pass, in any order.
+        held_out: batches of ``(inputs, targets)``, or one pair of all, that the weights were not trained on, as for temperature
+            scaling; the same ones in every pass, in any order.
         structure: of the covariance: ``"full"``, a ``"chain"`` of layers (each linear in the one before), independent ``"layers"``, or
             ``"factorized"``. ``"auto"``: full up to 6,000 dimensions, else a chain, else factorized.
         prior: of the noise: ``"fixed"``, :math:`\mathcal N(1, \mathrm{scale}^2)`; ``"fitted"``, with a mean and a width for every

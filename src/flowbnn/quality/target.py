@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from flowbnn.batches import device_of, dtype_of, explaining, in_memory, move, take, tensors_of
+from flowbnn.batches import as_loader, device_of, dtype_of, explaining, in_memory, move, take, tensors_of
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
@@ -244,7 +244,8 @@ def check_rows(network: NoisyNetwork, inputs: Any) -> None:
 
 
 def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]:
-    """All inputs and targets; a loader whose passes differ in more than order is refused."""
+    """All inputs and targets of a loader or one pair; a loader whose passes differ in more than order is refused."""
+    loader = as_loader(loader)
     check_loader(loader, use)
 
     def check(batch: Any) -> None:
