@@ -2,10 +2,10 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, get_args
 
@@ -137,10 +137,6 @@ class Case:
     def loader(self) -> list[Data]:
         return [self.data]
 
-    @property
-    def layers(self) -> int:
-        return sum(isinstance(part, nn.Linear | nn.Conv2d) for part in self.network.modules())
-
 
 def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.Module]:
     """Examples in random order, test examples where these are apart, and an untrained network."""
@@ -190,12 +186,8 @@ def case_of(
     return Case(plain.model, kind, fresh, test)  # type: ignore[arg-type]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the library's own warnings: what they say of a posterior is in its row."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FlowBNNWarning)
-        yield
+# without the library's own warnings: what they say of a posterior is in its row
+quiet = partial(warnings.catch_warnings, action="ignore", category=FlowBNNWarning)
 
 
 def posterior_of(
@@ -227,13 +219,11 @@ def posterior_of(
             progress=False,
             **device,
         )
-        if start is not None and RECIPES[key][1].joint == "full":  # what it starts at is a special case of it
-            bounds = [
-                quality.pareto_k(one, case.loader, s.predictions, seed + CHOICE).elbo
-                for one in (posterior, start)
-            ]
-            return posterior if bounds[0] > bounds[1] else start
-    return posterior
+        if start is None or RECIPES[key][1].joint != "full":
+            return posterior
+        # what it starts at is a special case of it
+        choice = partial(quality.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE)
+        return max(start, posterior, key=lambda one: choice(one).elbo)
 
 
 def natural(case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full") -> NoisePosterior:
@@ -259,11 +249,8 @@ def start_at(model: nn.Module, gaussian: nn.Module) -> None:
     unit = torch.eye(known.layout.dim, device=next(known.parameters()).device)
     mean = known.transform(torch.zeros_like(unit[0]))[0]
     root = (known.transform(unit)[0] - mean).double()
-    match(
-        next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular)),
-        mean,
-        root.mT @ root,
-    )
+    map_ = next(part for part in vector.transform.modules() if isinstance(part, BlockTriangular))
+    match(map_, mean, root.mT @ root)
 
 
 @torch.no_grad()
@@ -373,10 +360,8 @@ class PosteriorQuality(Study):
         if along:  # weights that are trained have a density of their own
             for key in s.along:
                 posterior, seconds = timed(posterior_of, key, case, s, job.seed, device)
-                chains = chains_of(posterior, case, s, job.seed)
-                table[f"{key}-along"] = measured(posterior, chains, case, s, job.seed)[0] | {
-                    "seconds": seconds
-                }
+                own, _ = measured(posterior, chains_of(posterior, case, s, job.seed), case, s, job.seed)
+                table[f"{key}-along"] = own | {"seconds": seconds}
             return {"values": {}, "table": table}
         start, seconds = timed(natural, case, job.seed, device)
         chains, long = timed(chains_of, start, case, s, job.seed)
@@ -384,9 +369,8 @@ class PosteriorQuality(Study):
         modes = quality.modes(start, case.loader, starts=s.climbs, seed=job.seed)
         table[EXACT] = floor | {"modes": len(modes), "seconds": long}
         table[NATURAL] = own | {"seconds": seconds}
-        done = (
-            {NATURAL, "chain"} if case.layers == 2 else {NATURAL}
-        )  # a chain of two layers is a full covariance
+        layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in case.network.modules())
+        done = {NATURAL, "chain"} if layers == 2 else {NATURAL}  # a chain of two is a full covariance
         for key in sorted((one for one in s.posteriors if one not in done), key=lambda key: key != "full"):
             posterior, seconds = timed(posterior_of, key, case, s, job.seed, device, start)
             start = posterior if key == "full" else start
@@ -400,23 +384,13 @@ class PosteriorQuality(Study):
             for name in settings.problems
             for key, (label, better, form, meaning) in COLUMNS.items()
         ]
-        labels: dict[str, str] = {
-            key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors
-        }
+        labels = {EXACT: "HMC, between its halves"}
+        labels |= {key: label for key, (label, _) in RECIPES.items() if key in settings.posteriors}
         labels |= {f"{key}-along": f"{RECIPES[key][0]}, weights trained along" for key in settings.along}
-        labels = {EXACT: "HMC, between its halves", **labels}
-        methods = {
-            EXACT: "hmc",
-            "planar": "node-noise-planar",
-            "coupling": "node-noise-coupling",
-            "flow": "node-noise-coupling",
-        }
-        rows = [
-            by_row.row(
-                key, label, metrics, None, methods.get(key.removesuffix("-along"), "node-noise-gaussian")
-            )
-            for key, label in labels.items()
-        ]
+        flows = {"planar": "planar", "coupling": "coupling", "flow": "coupling"}
+        methods = {key: f"node-noise-{flows.get(key.removesuffix('-along'), 'gaussian')}" for key in labels}
+        methods[EXACT] = "hmc"
+        rows = [by_row.row(key, label, metrics, None, methods[key]) for key, label in labels.items()]
         notes = [
             "Weights are trained on other examples than those that the noise is fitted to, and then frozen; or trained along with the "
             "noise, on its examples. The prior of the noise is N(1, 0.5²).",
