@@ -68,5 +68,9 @@ if __name__ == "__main__":
     assert not logging.root.handlers
     print(json.dumps(memory()), flush=True)
     warnings.simplefilter("ignore")
+    import flowbnn_studies  # noqa: F401
+
+    late = {"matplotlib", "rich", "scipy.interpolate", "sklearn"}  # few commands need them, all would wait
+    assert not late & set(sys.modules), late & set(sys.modules)
     sys.argv = ["flowbnn", "run", "digit"]
     runpy.run_module("flowbnn_studies", run_name="__main__")

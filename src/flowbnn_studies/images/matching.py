@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.interpolate import CubicSpline
-from scipy.optimize import brentq
 from torch import Tensor
 
 from flowbnn.results import Parts
@@ -44,6 +42,9 @@ def tempered(log_probabilities: Tensor, labels: Tensor) -> Curve:
 
 def nll_at(curve: Curve, entropy: float) -> float | None:
     """The NLL at a mean entropy, by cubic splines over the logarithm of the temperature; None where the grid does not come to it."""
+    from scipy.interpolate import CubicSpline  # not above: every command would wait for it
+    from scipy.optimize import brentq
+
     entropies = CubicSpline(np.log(TEMPERATURES), curve["entropy"])
     low, high = np.log(TEMPERATURES[0]), np.log(TEMPERATURES[-1])
     if not entropies(low) <= entropy <= entropies(high):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.quality.chains import RHAT
@@ -64,6 +63,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
     mean, number = statistics.fmean(differences), len(differences)
     if number < 2:
         return Paired(mean, -math.inf, math.inf, number)
+    from scipy.special import stdtrit  # not above: every command would wait for it
+
     reach = float(stdtrit(number - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(number)
     return Paired(mean, mean - reach, mean + reach, number, sign_flip(differences))
 
