@@ -1,7 +1,7 @@
 """Trains several small networks, alone or in several processes, and stores where each process ended.
 
-Run as a script by test_devices.py, which starts itself again in two processes: ``shared_run.py FOLDER``. There they also run a
-study, and at last the second one is killed in the middle of a fit.
+Run as a script, in two processes, by test_devices.py: ``shared_run.py FOLDER``. There they also run a study, and at last the second
+one is killed in the middle of a fit.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.methods import PointPosterior
-from flowbnn.training import EarlyStop, TrainingOptions, connect, launched, save_tensors
+from flowbnn.training import EarlyStop, TrainingOptions, connect, save_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dying_run import fit as mortal_fit
@@ -240,10 +240,9 @@ def run_study(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    if launched():
-        import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
+    import torch._dynamo  # which torch's optimizers import sooner or later, here before a fork
 
-        fail(place)  # ahead of all threads, for which a fork is none
+    fail(place)  # ahead of all threads, for which a fork is none
     connect(TrainingOptions(accelerator="cpu", devices=2))
     train_all(place)
     run_study(place / "study")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowbnn.training import load_tensors
+from flowbnn.training import TrainingOptions, connect, load_tensors
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
@@ -25,11 +25,28 @@ def module(name):
     return found
 
 
-def test_two_processes_reach_what_one_reaches_and_end_when_one_of_them_dies(tmp_path):
+def command_that_starts_again(script, folder, monkeypatch):
+    """What a script that asks for two processes is replaced by."""
+    started = []
+
+    def replaced(path, words):
+        started.extend(words)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execv", replaced)
+    monkeypatch.setattr(sys, "argv", [str(script), str(folder)])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(SystemExit):
+        connect(TrainingOptions(accelerator="cpu", devices=2))
+    return started
+
+
+def test_two_processes_reach_what_one_reaches_and_end_when_one_of_them_dies(tmp_path, monkeypatch):
     """One start of two processes, whose imports take longer than all that they do, serves several tests."""
     one, two = tmp_path / "one", tmp_path / "two"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(HERE / "shared_run.py"), str(two)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = command_that_starts_again(HERE / "shared_run.py", two, monkeypatch)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 1, done.stderr
     assert time.time() - (two / "begun").stat().st_mtime < 120

@@ -187,10 +187,10 @@ class HMC(ChainMethod):
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> method = fb.HMC(samples=50, warmup=50, chains=2, steps=8, epochs=0)
+    >>> method = fb.HMC(samples=25, warmup=25, chains=2, steps=5, epochs=0)
     >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
-    >>> len(posterior), bool((posterior.draws(100)["weight"].mean() - 2).abs() < 0.1)
-    (100, True)
+    >>> len(posterior), bool((posterior.draws(50)["weight"].mean() - 2).abs() < 0.1)
+    (50, True)
     """
 
     steps: Count = 32
@@ -213,7 +213,7 @@ class NUTS(ChainMethod):
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> method = fb.NUTS(samples=50, warmup=50, chains=2, epochs=0)
+    >>> method = fb.NUTS(samples=25, warmup=25, chains=2, epochs=0)
     >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
     >>> posterior.diagnostics().divergences
     0
@@ -239,7 +239,7 @@ class Metropolis(ChainMethod):
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> method = Metropolis(samples=50, warmup=100, chains=4, epochs=0)
+    >>> method = Metropolis(samples=25, warmup=50, chains=4, epochs=0)
     >>> posterior = method.fit(torch.nn.Linear(1, 1), [(x, 2 * x)], likelihood=fb.likelihoods.Gaussian(0.1), seed=0, progress=False)
     >>> posterior.diagnostics().gradients
     1.0
