@@ -22,10 +22,7 @@ def recipe(name: str, **given) -> NormalFlow:
 
 def serves(name: str) -> bool:
     """Whether it is a bijection of real vectors with cheap draws."""
-    try:
-        transform = recipe(name).transforms(2)[0]
-    except FlowBNNError:
-        return False
+    transform = recipe(name).transforms(2)[0]
     return transform.cheap in ("both", "forward") and not transform.discrete and not transform.stochastic
 
 
@@ -109,6 +106,10 @@ def test_slow_draws_are_warned_of_with_the_remedy() -> None:
     [
         (lambda: NormalFlow("nfs"), "no flow 'nfs'; did you mean 'nsf'"),
         (lambda: NormalFlow("nsf", settings={"bin": 4}).build(Layout(2)), "NSF has no setting 'bin'"),
+        (
+            lambda: NormalFlow("nsf", settings={"circular": True}).build(Layout(2)),
+            "noise and posteriors are real numbers, and the flow 'nsf' of these settings has angles",
+        ),
         (lambda: fb.NodeNoise("maf"), "must be 'gaussian'"),
         (lambda: fb.NodeNoise(NormalFlow("nsf"), joint="full"), "give joint to the recipe"),
         (lambda: fb.NodeNoise({"*": None}, prior_scale=0.1), "give prior_scale to the recipe"),

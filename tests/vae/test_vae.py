@@ -241,6 +241,16 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
             lambda: fb.vae.VAE((4,), 2, hidden=(8,), posterior=lambda dim: None),
             "posterior must be a function",
         ),
+        (
+            lambda: fb.vae.VAE((4,), 2, hidden=(8,), prior=fb.flows.MAF(3)),
+            r"of \(2,\) real .*, not of \(3,\) real",
+        ),
+        (
+            lambda: fb.vae.VAE(
+                (4,), 2, hidden=(8,), prior=fb.flows.NSF(2, circular=True)
+            ),  # no density of real numbers
+            r"prior of codes is a flow of \(2,\) real numbers, not of \(2,\) angles",
+        ),
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
         (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context_dim=3, and is given no context"),
         (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "all real vectors"),

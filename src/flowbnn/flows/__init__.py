@@ -17,6 +17,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import (
     FFJORD,
     IAF,
@@ -73,4 +74,8 @@ def drawn_flow(name: str, dim: int, context_dim: int = 0, **settings: Any) -> Tr
     settings = {name: value for name, value in wanted.items() if name in takes} | settings
     if "length" not in takes:
         settings.pop("length", None)
-    return kind(dim, context_dim, **settings).transform
+    made = kind(dim, context_dim, **settings)
+    if made.base.numbers != "real numbers":
+        text = f"noise and posteriors are real numbers, and the flow {name!r} of these settings has {made.base.numbers}"
+        raise FlowBNNError(text, argument="settings")
+    return made.transform

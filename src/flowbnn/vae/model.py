@@ -237,6 +237,13 @@ class VAE(Autoencoder):
         super().__init__(shape, latent_dim, **more)
         self.beta, self.reconstruction, self.warmup = beta, reconstruction, warmup
         self.prior = prior
+        if prior is not None:
+            size, numbers = tuple(prior.transform.forward_shape([prior.base.dim])), prior.base.numbers
+            if size != (latent_dim,) or numbers != "real numbers":
+                text = (
+                    f"the prior of codes is a flow of ({latent_dim},) real numbers, not of {size} {numbers}"
+                )
+                raise FlowBNNError(text, kind="shape", argument="prior")
         context = self.features + self.context_dim
         if callable(posterior):
             self.flow: Transform = made_by(posterior, latent_dim, context, name="posterior", kind=Transform)
