@@ -83,13 +83,6 @@ class NeuralODE(TwoWay):
         at, tensors = self._field(z, context)
         return at(torch.as_tensor(time, dtype=z.dtype, device=z.device), tensors)(z)
 
-    @checked
-    def count_evaluations(self, value: Tensor, context: Tensor | None = None, inverse: bool = False) -> int:
-        """How often a solve from here evaluates the network."""
-        with torch.no_grad():
-            (self.inverse if inverse else self.forward)(value, context)
-        return self.evaluations
-
     def _field(self, like: Tensor, context: Tensor | None) -> tuple[Callable[..., Any], list[Tensor]]:
         """The network at a time, as a function of the time and of the tensors that gradients are wanted for; and these."""
         behind = check_context(context, self.context_dim) if self.context_dim else like.new_zeros(0)

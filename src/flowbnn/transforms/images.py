@@ -85,33 +85,24 @@ class ChannelsFirst(Rearrangement):
 
 
 class Squeeze(Rearrangement):
-    r"""Squares of pixels become channels, :math:`(H, W, C) \to (H / f, W / f, f^2 C)` (Dinh, Sohl-Dickstein & Bengio 2017).
+    r"""Squares of four pixels become channels, :math:`(H, W, C) \to (H / 2, W / 2, 4 C)` (Dinh, Sohl-Dickstein & Bengio 2017).
 
     The numbers that one channel has in a square stand side by side. On the way from the data to the base, as in the paper, it is
     ``Inverse(Squeeze())`` that a flow is made of, since forward means base to sample.
-
-    Args:
-        factor: side :math:`f` of the squares.
 
     >>> Squeeze()(torch.ones(5, 32, 32, 3))[0].shape
     torch.Size([5, 16, 16, 12])
     """
 
-    @checked
-    def __init__(self, factor: Count = 2) -> None:
-        super().__init__()
-        self.factor = factor
-
     def moved(self, value: Tensor, backwards: bool) -> Tensor:
-        f, fits = self.factor, value.ndim >= 3
         if backwards:
-            fits = fits and value.shape[-1] % (f * f) == 0
-            self._need(fits, value, f"{IMAGES} with channels divisible by {f * f}")
-            squares = value.unflatten(-1, (-1, f, f)).movedim((-2, -1), (-4, -2))
+            fits = value.ndim >= 3 and value.shape[-1] % 4 == 0
+            self._need(fits, value, f"{IMAGES} with channels divisible by 4")
+            squares = value.unflatten(-1, (-1, 2, 2)).movedim((-2, -1), (-4, -2))
             return squares.flatten(-5, -4).flatten(-3, -2)
-        fits = fits and value.shape[-3] % f == value.shape[-2] % f == 0
-        self._need(fits, value, f"{IMAGES} with sides divisible by {f}")
-        squares = value.unflatten(-2, (-1, f)).unflatten(-4, (-1, f))
+        fits = value.ndim >= 3 and value.shape[-3] % 2 == value.shape[-2] % 2 == 0
+        self._need(fits, value, f"{IMAGES} with sides divisible by 2")
+        squares = value.unflatten(-2, (-1, 2)).unflatten(-4, (-1, 2))
         return squares.movedim((-4, -2), (-2, -1)).flatten(-3)
 
 

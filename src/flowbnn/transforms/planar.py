@@ -25,7 +25,8 @@ class PlanarLU(Transform):
     Args:
         dim: length of the vectors.
         runs: ``("planar", 2), ("lu", 3), ...``: kinds and how many of each, in the order of application.
-        margin, bound: as in :class:`Planar` and :class:`LULinear`.
+        margin: least value of :math:`1 + w^\top \hat u` of a planar map, the strongest squeeze.
+        bound: as in :class:`LULinear`.
         generator: source of the random start, which is near the identity.
 
     >>> flow = PlanarLU(3, [("planar", 2), ("lu", 1)], generator=torch.Generator().manual_seed(0))
@@ -108,7 +109,6 @@ class Planar(PlanarLU):
 
     Args:
         dim: length of the vectors.
-        margin: least value of :math:`1 + w^\top \hat u`, the strongest squeeze.
         generator: source of the random start, which is near the identity.
 
     >>> planar = Planar(3, generator=torch.Generator().manual_seed(0))
@@ -119,8 +119,8 @@ class Planar(PlanarLU):
     """
 
     @checked
-    def __init__(self, dim: Count, margin: Positive = 1e-3, generator: torch.Generator | None = None) -> None:
-        super().__init__(dim, [("planar", 1)], margin, generator=generator)
+    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
+        super().__init__(dim, [("planar", 1)], generator=generator)
 
 
 class Radial(TwoWay):
@@ -135,7 +135,6 @@ class Radial(TwoWay):
 
     Args:
         dim: length of the vectors.
-        margin: least value of :math:`\alpha` and of :math:`s`.
         generator: source of the random start, which is near the identity.
 
     >>> radial = Radial(2, generator=torch.Generator().manual_seed(0))
@@ -145,10 +144,9 @@ class Radial(TwoWay):
     """
 
     @checked
-    def __init__(self, dim: Count, margin: Positive = 1e-3, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dim: Count, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.dim = dim
-        self.margin = margin
         one = 0.5413248546129181  # softplus(log(e - 1)) = 1
         self.center = nn.Parameter(0.1 * torch.randn(dim, generator=generator))
         self.raw_alpha = nn.Parameter(one + 0.05 * torch.randn((), generator=generator))
@@ -156,8 +154,8 @@ class Radial(TwoWay):
 
     def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self)
-        alpha = F.softplus(self.raw_alpha).clamp(min=self.margin)
-        stretch = F.softplus(self.raw_beta).clamp(min=self.margin)  # alpha + beta
+        alpha = F.softplus(self.raw_alpha).clamp(min=1e-3)
+        stretch = F.softplus(self.raw_beta).clamp(min=1e-3)  # alpha + beta
         offset = value - self.center
         radius = safe_norm(offset)
         if backwards:
