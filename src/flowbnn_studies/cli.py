@@ -222,7 +222,7 @@ def demo(
     jobs: Jobs = None,
     no_progress: NoProgress = False,
 ) -> None:
-    """Run two-clusters and digits and write the report: about a minute on two cores."""
+    """Run two-clusters and digits and write the report: one to two minutes on two cores."""
     with _one_line(_command(context)):
         from flowbnn.training import check_writable
         from flowbnn_studies import get_study

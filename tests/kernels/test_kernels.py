@@ -205,7 +205,7 @@ def test_the_operator_puts_everything_in_its_place(case, log_det, as_on_a_gpu):
     flows, wide = [flow.double() for flow in flows_of(case)], wide_of(case, 5).detach().double()
     expected = derived(one_by_one, flows, wide.requires_grad_(), case, log_det)
     ways = [together, alone]
-    if log_det or case is CASES["both"]:
+    if case is CASES["both"]:  # short chains and long ones, which is all that is traced
         compiled = torch.compile(
             lambda wide: together(flows, wide[:, 3:], log_det),
             fullgraph=True,
