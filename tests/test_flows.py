@@ -115,6 +115,11 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
         (lambda: fb.flows.MAF(2)(torch.ones(3)), "context_dim=0, and is given a context of shape"),
         (lambda: fb.flows.MAF(2, 3)(), "context_dim=3, and is given no context"),
         (
+            lambda: fb.fit_density(Sigmoid(), torch.rand(9, 2)),
+            r"Sigmoid is a transform.*FlowModel\(base, transform\)",
+        ),
+        (lambda: fb.fit_target(Sigmoid(), torch.sum), "Sigmoid is a transform, which has no base"),
+        (
             lambda: Compose(Sigmoid(), fb.flows.NSF(2, 3).transform)(torch.zeros(5, 2)),
             "^part 1.0.1 of the flow: Coupling was made with context_dim=3, and is given no context",
         ),

@@ -23,7 +23,7 @@ from flowbnn.flows import FlowModel
 from flowbnn.options import Count, Positive, Seed, Share, checked, options, takes
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.randomness import drawing
-from flowbnn.transforms.base import warn_of_slow_draws
+from flowbnn.transforms.base import check_gives_distribution, warn_of_slow_draws
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def fit_target(flow: nn.Module, log_density: Callable[[Tensor], Tensor], **given
         given: as in :class:`TargetOptions`: ``epochs``, ``samples``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = TargetOptions(**given)
+    check_gives_distribution(flow)
     flow = deepcopy(flow)
     if isinstance(flow, FlowModel):
         warn_of_slow_draws(flow.transform, type(flow).__name__)

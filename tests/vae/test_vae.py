@@ -108,6 +108,7 @@ def test_every_posterior_trains_scores_and_samples(posterior: str) -> None:
     score = trained.log_likelihood(images(4), samples=5)
     assert score.shape == (4,)
     assert score.isfinite().all()
+    assert trained.log_likelihood(images(0)).shape == (0,)
     assert trained.sample(3, seed=0).shape == (3, 1, 4, 4)
     assert torch.equal(trained.sample(3, seed=0), trained.sample(3, seed=0))
     assert trained.interpolate(images(2), images(2), 4).shape == (4, 2, 1, 4, 4)

@@ -42,7 +42,7 @@ from flowbnn.training.options import length_of
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
 from flowbnn.transforms import flow_matching_loss
-from flowbnn.transforms.base import check_tensor
+from flowbnn.transforms.base import check_gives_distribution, check_tensor
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
@@ -263,6 +263,7 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
         given: as in :class:`DensityOptions`: ``validation``, ``epochs``, ``lr``, ``seed``, ``checkpoint``, ``resume`` and the rest.
     """
     run = DensityOptions(**given)
+    check_gives_distribution(flow)
     flow = deepcopy(flow)
     loader, held_out = _loaders(data, run, flow)
     density = Density(flow, *_units(flow, loader, run.standardize))

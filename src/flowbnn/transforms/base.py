@@ -163,6 +163,13 @@ def check_vectors(value: Tensor, dim: int, owner: object, parameter: Tensor | No
         raise refused(owner, text, "dtype")
 
 
+def check_gives_distribution(flow: nn.Module) -> None:
+    """Refuse a transform where a module that gives a distribution is wanted: it has no base."""
+    if isinstance(flow, Transform):
+        text = "is a transform, which has no base: give fb.flows.FlowModel(base, transform)"
+        raise FlowBNNError(f"{type(flow).__name__} {text}", argument="flow")
+
+
 def warn_of_slow_draws(transform: Transform, owner: object) -> None:
     """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
     if transform.cheap not in ("both", "forward"):

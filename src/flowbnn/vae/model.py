@@ -330,7 +330,7 @@ class VAE(Autoencoder):
         """
         device = device_of(self)
         self.check(x)
-        found = []
+        found = [torch.zeros(0, dtype=self.code.weight.dtype)]
         with evaluating(self), drawing(device, seed):
             for start in range(0, len(x), rows):
                 part = x[start : start + rows].to(device)
