@@ -1,6 +1,7 @@
 """Tables of Papamakarios, Pavlakou and Murray 2017 (https://arxiv.org/abs/1705.07057), which densities are compared on, from their
 published files (zenodo.org/records/1161203), prepared as there."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ def load_table(name: str, root: File | None = None) -> tuple[Tensor, Tensor, Ten
             f"{name}/ by root= or FLOWBNN_DATA",
             kind="file",
         )
-    parts = _READERS[name](paths)
+    try:
+        parts = _READERS[name](paths)
+    except (ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+        text = f"{paths[0]} cannot be read as the published file: {error}"
+        raise FlowBNNError(" ".join(text.split()), kind="file") from error
+    except ImportError as error:
+        text = "the table 'gas' is a pickle of pandas, which is not installed: pip install pandas"
+        raise FlowBNNError(text, kind="import") from error
     return tuple(torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32)) for part in parts)  # type: ignore[return-value]
 
 
@@ -69,12 +77,8 @@ def _power(paths: list[Path]) -> list[np.ndarray]:
 
 def _gas(paths: list[Path]) -> list[np.ndarray]:
     """Sensors alone, from a pickle, which can run code: read the published one only. Of columns correlated above 0.98 one stays."""
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise FlowBNNError(
-            "the table 'gas' is a pickle of pandas, which is not installed", kind="import"
-        ) from error
+    import pandas as pd
+
     table = pd.read_pickle(paths[0]).drop(columns=["Meth", "Eth", "Time"])
     values = table.to_numpy(dtype=np.float64)
     while ((correlated := np.corrcoef(values.T) > 0.98).sum(1) > 1).any():

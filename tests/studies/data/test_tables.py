@@ -1,5 +1,8 @@
 """The tables of Papamakarios et al. 2017, from small files of the published form."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +40,34 @@ def test_hepmass_keeps_the_signal_and_columns_without_repetition(tmp_path):
         np.savetxt(file, table, delimiter=",", header="a,b,c,d", comments="")
     parts = load_table("hepmass", tmp_path)
     assert [tuple(part.shape) for part in parts] == [(90, 2), (10, 2), (30, 2)]
+
+
+def test_gas_keeps_one_of_columns_that_say_the_same(tmp_path, monkeypatch):
+    sensors = np.random.RandomState(0).rand(1000, 3)
+    sensors[:, 0] = sensors[:, 2] + 1e-3 * sensors[:, 1]
+    (tmp_path / "gas").mkdir()
+    (tmp_path / "gas" / "ethylene_CO.pickle").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(FlowBNNError, match="pip install pandas"):
+        load_table("gas", tmp_path)
+    table = SimpleNamespace(drop=lambda columns: SimpleNamespace(to_numpy=lambda dtype: sensors))
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(read_pickle=lambda path: table))
+    train, aside, test = load_table("gas", tmp_path)
+    assert [len(train), len(aside), len(test)] == [810, 90, 100]
+    kept = sensors[:, 1:]
+    expected = (kept[900:] - kept.mean(0)) / kept.std(0, ddof=1)
+    np.testing.assert_allclose(test.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", [b"rubbish", b""])
+def test_a_file_of_another_form_is_named(tmp_path, content):
+    (tmp_path / "power").mkdir()
+    (tmp_path / "power" / "data.npy").write_bytes(content)
+    with pytest.raises(FlowBNNError, match=r"data.npy cannot be read as the published file: "):
+        load_table("power", tmp_path)
+    np.save(tmp_path / "power" / "data.npy", np.zeros((10, 3)))
+    with pytest.raises(FlowBNNError, match=r"data.npy cannot be read as the published file: "):
+        load_table("power", tmp_path)
 
 
 def test_a_missing_file_or_table_is_named(tmp_path):
