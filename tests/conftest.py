@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 # workers share the cores: with all their threads, or torch's compiler with processes of its own, they would wait for each other
@@ -29,6 +30,8 @@ def pytest_collection_finish() -> None:
         torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: (
             None
         )
+    # each step of an optimizer and of a loader would be marked for a profiler that is not there
+    torch.autograd.profiler.record_function = lambda *given: nullcontext()
     # torch clears the processor's caches to time the guards of each graph: 30 ms for a number that nobody reads
     guards.profile_guard_manager = lambda *given: 0.0
     gc.freeze()  # what has been imported, which no collection of the tests' garbage need look through
