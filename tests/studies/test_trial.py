@@ -1,5 +1,7 @@
 """A trial of the program says that it is one, wherever it is shown."""
 
+from tiny_study import Tiny, registered
+
 from flowbnn_studies import get_study
 from flowbnn_studies.report import console_lines, write_report
 from flowbnn_studies.report.tables import make_tables
@@ -38,6 +40,16 @@ def test_a_trial_on_generated_images_has_no_published_value_and_no_best(tmp_path
     page = write_report([{**marked, "figures": []}], tmp_path / "page.html").read_text()
     assert WORDS in page
     assert "Bold with a dot: the best" not in page
+
+
+def test_a_trial_takes_two_seeds_unless_told(tmp_path):
+    class Many(Tiny):
+        seeds = 10
+
+    with registered(Many()) as study:
+        options = {"out": tmp_path, "progress": False, "trial": True}
+        assert run_study(study, **options)["seeds"] == [0, 1]
+        assert run_study(study, **options, seeds=3)["seeds"] == [0, 1, 2]
 
 
 def test_a_trial_of_another_study_has_tiny_settings():

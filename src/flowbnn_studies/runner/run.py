@@ -23,6 +23,7 @@ from flowbnn_studies.runner.workers import Workers, open_workers
 
 EARLIER = "earlier"  # folder of finished trainings that a new run put aside
 SCHEMA = 1
+ENOUGH = 2  # seeds of a trial, from which on there is a spread
 
 
 def run_study(
@@ -55,7 +56,7 @@ def run_study(
     Args:
         study: from :func:`flowbnn_studies.get_study`.
         settings: the study's own class; None takes its defaults.
-        seeds: how many (0, 1, ...), or which; None is each variant's own number.
+        seeds: how many (0, 1, ...), or which; None is each variant's own number, of a trial two at most.
         out: folder of all studies.
         resume: go on where a run was interrupted.
         progress: a line on standard error for each finished training.
@@ -87,11 +88,11 @@ def run_study(
         )
     connect(TrainingOptions(**where))
     folder = Path(out) / study.folder(settings)
-    variants = study.variants(settings)
+    variants, most = study.variants(settings), ENOUGH if trial else None
     every = [
         Job(study.name, variant.key, seed, settings, folder, variant.after, resume, **where)
         for variant in variants
-        for seed in _seeds((variant.seeds or study.seeds) if seeds is None else seeds)
+        for seed in (_seeds(variant.seeds or study.seeds)[:most] if seeds is None else _seeds(seeds))
     ]
     chosen = _choose(study, every, only)
     if not (collect or resume):
