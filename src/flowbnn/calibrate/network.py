@@ -222,7 +222,7 @@ class _Work:
         samples: int,
         seed: int,
         first: Any,
-        knows_level: bool = True,
+        knows_level: bool,
     ) -> None:
         self.plain, self.likelihood, self.inputs, self.targets = plain, likelihood, inputs, targets
         self.samples, self.seed, self.knows_level = samples, seed, knows_level

@@ -198,14 +198,13 @@ class _Climb:
         """Lower triangular roots ``[M, D, D]`` of the covariances, or deviations ``[M, D]``."""
         found, labels = [], torch.Generator().manual_seed(self.seed)
         for mode in modes:
-            total: Tensor | float = 0.0
+            precision = torch.zeros(mode.shape * 2 if full else mode.shape).double().to(mode.device)
             for low in range(0, len(self.targets), 256):
                 inputs, targets = take((self.inputs, self.targets), low, low + 256)
                 each = mode.expand(len(targets), -1).clone()
                 rows = self.network.derivatives(inputs, targets, each, labels, exact=EXACT)[3].double()
-                total = total + (rows.mT @ rows if full else rows.square().sum(0))
-            assert isinstance(total, Tensor)
-            precision = total * (self.number / len(self.targets))
+                precision += rows.mT @ rows if full else rows.square().sum(0)
+            precision *= self.number / len(self.targets)
             if full:
                 precision.diagonal().add_(1.0 / scale**2)
                 inverse = torch.cholesky_inverse(torch.linalg.cholesky(precision))
@@ -345,14 +344,11 @@ class ModeMixture(Distribution):
 
     @property
     def variance(self) -> Tensor:
-        own = (
-            0.0
-            if self.root is None
-            else self.root.square().flatten(2).sum(2)
-            if self.root.ndim == 3
-            else self.root.square()
-        )
-        return self.loc.var(0, correction=0) + (own.mean(0) if isinstance(own, Tensor) else own)
+        between = self.loc.var(0, correction=0)
+        if self.root is None:
+            return between
+        own = self.root.square()
+        return between + (own if own.ndim == 2 else own.sum(-1)).mean(0)
 
     def rsample(self, sample_shape: Any = torch.Size(), generator: torch.Generator | None = None) -> Tensor:
         shape, device = torch.Size(sample_shape), self.loc.device

@@ -248,12 +248,9 @@ def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]
     loader = as_loader(loader)
     check_loader(loader, use)
 
-    def check(batch: Any) -> None:
-        check_loader([batch], use)
-
     def once(number: int) -> tuple[Any, Tensor]:
         try:
-            return gather(loader, check, number)
+            return gather(loader, lambda batch: check_loader([batch], use), number)
         except IndexError:
             raise FlowBNNError(
                 f"the loader gives no examples: there is nothing for {use}", kind="loader", argument="loader"
