@@ -85,6 +85,7 @@ class Settings:
         width: multiplies the channels of ResNet18.
         members, few_members: modes, and networks of the deep ensemble; those of ResNet18.
         steps, few_steps: of a climb; of ResNet18.
+        widths: of the prior of Gaussian noise, out of which validation data choose.
         samples: networks averaged in a prediction with Gaussian noise.
         blobs, tables, lenet, resnet18: how weights are trained.
     """
@@ -96,6 +97,7 @@ class Settings:
     few_members: Count = 5
     steps: Count = 300
     few_steps: Count = 100
+    widths: tuple[Positive, ...] = WIDTHS
     samples: Count = 64
     blobs: Small = Small(batch=20)
     tables: Small = Small()
@@ -158,6 +160,7 @@ class ModeEnsembles(Study):
         "few_members": 2,
         "steps": 2,
         "few_steps": 1,
+        "widths": (0.5,),
         "samples": 2,
         **dict.fromkeys(("blobs", "tables", "lenet"), Small(epochs=1)),
         "resnet18": replace(PLAIN, epochs=1, batch=20),
@@ -186,7 +189,7 @@ class ModeEnsembles(Study):
 
         def gaussian() -> tuple[Posterior, float]:
             best: tuple[float, Posterior, float] | None = None
-            for scale in WIDTHS:
+            for scale in s.widths:
                 posterior = calibrate(
                     weights.model,
                     fresh,

@@ -18,7 +18,6 @@ def tiny(architecture, channels, width):
 @pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")  # of networks of one epoch
 def test_the_study_runs_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "make_network", tiny)
-    monkeypatch.setattr(study, "WIDTHS", (0.5,))
     one = get_study("mode-ensembles")
     settings = one.make_settings(quick=True)
     how = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
