@@ -342,16 +342,16 @@ def on_top(
 
 
 def test_a_flow_never_ends_below_its_gaussian() -> None:
-    """Over six seeds, a short training and a long step: what is worse is not taken."""
+    """Over ten seeds, a short training and a long step: what is worse is not taken."""
     taken = 0
-    for seed in range(6):
+    for seed in range(10):
         recipe = NormalPlanar(4) if seed % 2 else NormalCoupling()
         fit, plain, data = on_top(seed, 0.5, recipe, steps=6, draws=8, lr=0.05)
         taken += fit.better
         assert (fit.posterior is plain) != fit.better
         ours, theirs = (fb.quality.pareto_k(one, data, 400, seed=99) for one in (fit.posterior, plain))
         assert ours.elbo > theirs.elbo - 3 * math.hypot(ours.elbo_error, theirs.elbo_error)
-    assert taken < 6  # the test would be idle if none had to be left out
+    assert taken < 10  # the test would be idle if none had to be left out
 
 
 def test_a_flow_gains_where_the_posterior_is_not_gaussian() -> None:
