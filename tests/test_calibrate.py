@@ -334,6 +334,7 @@ def on_top(
         8,
         seed,
         inputs,
+        True,
     )
     gaussian = work.fit(torch.arange(len(targets)), "fixed")
     plain = work.posterior(gaussian)
@@ -417,6 +418,7 @@ def test_what_is_left_out_has_no_part_in_its_own_prediction(
             8,
             0,
             inputs[:2],
+            True,
         )
         whole = work.fit(torch.arange(60), "fixed")
         scores = work.cross_validate(["fixed"], whole, 6, False)[1]
