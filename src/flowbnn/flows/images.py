@@ -21,6 +21,7 @@ class ImageFlow(Steps):
     """A flow of vectors, or of images of a shape ``(channels, height, width)``, level by level as in ``MultiScale``."""
 
     last: ClassVar[int] = 0
+    bias: ClassVar[bool] = True  # of the networks of couplings
 
     dim: Count | Widths  # type: ignore[assignment]
     levels: Count = 3
@@ -45,15 +46,17 @@ class ImageFlow(Steps):
         """What turns real numbers inside, channels last, into data."""
         return [transforms.ChannelsFirst()] if self.images else []
 
-    def conv(self, channels_in: int, channels_out: int, context_dim: int = 0) -> GatedConvNet:
+    def conv(
+        self, channels_in: int, channels_out: int, context_dim: int = 0, bias: bool = True
+    ) -> GatedConvNet:
         """A network of images."""
-        return GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim)
+        return GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim, bias)
 
     def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
         if not self.images:
             return super().net(size, number, univariate)
         kept = size // 2
-        return {"net": self.conv(kept, univariate.per_entry * (size - kept), self.context_dim)}
+        return {"net": self.conv(kept, univariate.per_entry * (size - kept), self.context_dim, self.bias)}
 
     def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
         """The distribution of the channels that leave, for as many that stay."""
@@ -211,6 +214,7 @@ class IDF(ImageFlow):
     """
 
     last = 2
+    bias = False  # pixels among zeros stay, or a step could move all of an image's background at once
     levels: Count = 2
     values: Positive = 256
     components: Count = 5

@@ -1,5 +1,6 @@
 """Convolutional conditioners with features on the last axis; those of sequences and of autoregressive images are causal."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class GatedConvNet(nn.Module):
         hidden: channels inside.
         blocks: number of residual blocks.
         context_dim: length of the context vectors, which are seen at every pixel; 0 ignores any context.
+        bias: without biases an output is zero where all that it sees is.
 
     >>> net = GatedConvNet(2, 6, hidden=8, blocks=1)
     >>> net(torch.ones(5, 4, 4, 2)).shape
@@ -37,13 +39,15 @@ class GatedConvNet(nn.Module):
         hidden: Count = 64,
         blocks: Count = 2,
         context_dim: Length = 0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.context_dim = context_dim
-        self.first = nn.Conv2d(channels_in + context_dim, hidden, 3, padding=1)
-        self.wide = nn.ModuleList(nn.Conv2d(hidden, hidden, 3, padding=1) for _ in range(blocks))
-        self.gates = nn.ModuleList(nn.Conv2d(hidden, 2 * hidden, 1) for _ in range(blocks))
-        self.last = zeroed(nn.Conv2d(hidden, channels_out, 3, padding=1))
+        conv = partial(nn.Conv2d, bias=bias)
+        self.first = conv(channels_in + context_dim, hidden, 3, padding=1)
+        self.wide = nn.ModuleList(conv(hidden, hidden, 3, padding=1) for _ in range(blocks))
+        self.gates = nn.ModuleList(conv(hidden, 2 * hidden, 1) for _ in range(blocks))
+        self.last = zeroed(conv(hidden, channels_out, 3, padding=1))
 
     def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         value = with_context(value, context, self.context_dim, event_dim=3)

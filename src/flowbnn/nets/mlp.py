@@ -41,8 +41,8 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
 
 def zeroed(layer: Any) -> Any:
     """A last layer that starts at zero, so that what it conditions starts at the identity."""
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
     return layer
 
 
