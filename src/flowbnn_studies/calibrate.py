@@ -3,7 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,7 +20,7 @@ from flowbnn.noise import NormalCoupling, NormalPlanar
 from flowbnn.options import Count, Interval, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
-from flowbnn.results import Parts
+from flowbnn.results import Metric, Parts
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings
@@ -54,6 +55,11 @@ ROWS: dict[str, tuple[str, str]] = {
     "laplace": ("Last-layer Laplace", "laplace"),
     **{key: (label, method) for key, (label, method, _) in FITS.items()},
     "all": ("Plain on all data, tempered", "temperature"),
+}
+RIVALS = {  # of joint noise
+    "temperature": "temperature scaling",
+    "factorized": "factorized noise",
+    "all": "a plain network on all data",
 }
 SHIFT = "mean over four kinds of corruption (noise, blur, brightness, contrast) at five strengths."
 NUMBERS = {
@@ -217,7 +223,8 @@ class CalibrateStudy(Study):
             "was left out of its training; the seconds are of all these trainings.",
             "Nothing was chosen on test data.",
         ]
-        return Findings(answer(settings, by_row), metrics, [row for row in rows if row["values"]], [], notes)
+        shown = [row for row in rows if row["values"]]
+        return Findings(answer(settings, by_row), metrics, shown, [], notes, comparisons(by_row, metrics))
 
 
 Data = tuple[Tensor, Tensor]
@@ -350,11 +357,23 @@ def scale_by_class(plain: PointPosterior, held_out: TensorLoader) -> PointPoster
     return PointPosterior(scaled.eval(), plain.likelihood)
 
 
+def comparisons(parts: Parts, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """Joint noise against each rival in NLL, seed by seed."""
+    table = []
+    for rival, label in RIVALS.items():
+        for metric in metrics:
+            values = parts.common("joint", rival, metric.key) if metric.key.startswith("nll_") else ([], [])
+            if len(values[0]) > 1:
+                difference = asdict(paired(*values))
+                table.append({"title": f"joint noise − {label}", "metric": metric.key, **difference})
+    return table
+
+
 def answer(settings: Settings, parts: Parts) -> str:
     """The answer, put together from the numbers."""
     cases = [case for some in settings.cases().values() for case in some] + list(settings.tables)
     lines = []
-    for rival, label in (("temperature", "temperature scaling"), ("factorized", "factorized noise")):
+    for rival, label in RIVALS.items():
         verdicts: dict[str, list[str]] = {}
         for case in cases:
             values = parts.common("joint", rival, f"nll_{case}")

@@ -50,3 +50,23 @@ def test_the_study_runs(tmp_path, monkeypatch) -> None:
     assert "temperature scaling, 1 seed: undecided with one seed on 80 + 60 (" in findings.answer
     assert "memorised" in findings.answer
     assert "energy (" in findings.answer
+
+
+def test_joint_noise_is_compared_with_its_rivals_seed_by_seed() -> None:
+    one = get_study("calibrate")
+    rows = {"joint": (0.5, 0.6), "temperature": (0.6, 0.8), "all": (0.4, 0.6)}
+    content = {
+        ("1000", seed): {"values": {}, "table": {"1000-100": {key: {"nll": row[seed]} for key, row in rows.items()}}}
+        for seed in (0, 1)
+    }  # fmt: skip
+    findings = one.findings(one.make_settings(), Parts([0, 1], content))
+    found = {(each["title"], each["metric"]): each for each in findings.comparisons}
+    assert [title for title, _ in found] == [
+        "joint noise − temperature scaling",
+        "joint noise − a plain network on all data",
+    ]
+    first = found["joint noise − temperature scaling", "nll_1000-100"]
+    # of -0.1 and -0.2: a mean of -0.15, and t of 0.975 with one degree of freedom, 12.706, times 0.05
+    assert first["mean"] == pytest.approx(-0.15)
+    assert first["high"] == pytest.approx(-0.15 + 12.7062 * 0.05, rel=1e-4)
+    assert "a plain network on all data, 2 seeds: within chance on 1,000 + 100" in findings.answer

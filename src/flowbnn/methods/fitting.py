@@ -186,10 +186,7 @@ def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
     elif isinstance(loader, list | tuple) and not loader:
         reason = f"the loader is empty: there is nothing for {use}"
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
-        reason = (
-            f"{use} needs batches of (inputs, targets), but the loader gives inputs alone; "
-            "flowbnn.data.TensorLoader(inputs, targets, batch_size=128) makes them of tensors or arrays"
-        )
+        reason = f"{use} needs batches of (inputs, targets), not inputs alone; flowbnn.data.TensorLoader(inputs, targets) makes them"
     elif planned and length_of(loader) is None:
         reason = f"{planned} is planned ahead and needs a loader with a length"
     if reason is not None:
