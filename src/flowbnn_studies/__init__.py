@@ -15,38 +15,38 @@
 """
 
 from flowbnn.results import Metric, Parts
-from flowbnn_studies.autoencoder_vs_vae import AutoencoderVsVae
-from flowbnn_studies.calibrate import CalibrateStudy
-from flowbnn_studies.calibrate_cifar10 import CalibrateCifar10
-from flowbnn_studies.change_of_variables import ChangeOfVariables
 from flowbnn_studies.cifar_5 import Cifar5
 from flowbnn_studies.clusters_2d import Clusters2d
 from flowbnn_studies.compare import CompareStudy
-from flowbnn_studies.densities_2d import Densities2d
 from flowbnn_studies.digits import DigitsStudy
-from flowbnn_studies.dlgm_planar import DlgmPlanar
 from flowbnn_studies.elephant import Elephant, ElephantFashion
-from flowbnn_studies.energies import Energies
 from flowbnn_studies.flow_length import FlowLength
-from flowbnn_studies.image_flows import ImageFlows
+from flowbnn_studies.flows.autoencoder_vs_vae import AutoencoderVsVae
+from flowbnn_studies.flows.change_of_variables import ChangeOfVariables
+from flowbnn_studies.flows.densities_2d import Densities2d
+from flowbnn_studies.flows.dlgm_planar import DlgmPlanar
+from flowbnn_studies.flows.energies import Energies
+from flowbnn_studies.flows.image_flows import ImageFlows
+from flowbnn_studies.flows.novelty_by_density import NoveltyByDensity
+from flowbnn_studies.flows.tabular_densities import TabularDensities
+from flowbnn_studies.flows.why_flows import WhyFlows
 from flowbnn_studies.images.rivals import RESNET18
 from flowbnn_studies.images.study import IMAGE_STUDIES
 from flowbnn_studies.linear_regression import LinearRegression
 from flowbnn_studies.mnist_mlp import MnistMlp
-from flowbnn_studies.mode_ensembles import ModeEnsembles
-from flowbnn_studies.novelty_by_density import NoveltyByDensity
-from flowbnn_studies.posterior_quality import PosteriorQuality
+from flowbnn_studies.posteriors.calibrate import CalibrateStudy
+from flowbnn_studies.posteriors.calibrate_cifar10 import CalibrateCifar10
+from flowbnn_studies.posteriors.mode_ensembles import ModeEnsembles
+from flowbnn_studies.posteriors.posterior_quality import PosteriorQuality
+from flowbnn_studies.posteriors.when_it_matters import WhenItMatters
 from flowbnn_studies.regression_1d import Regression1d
 from flowbnn_studies.rotated_mnist import RotatedMnist
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, register_study, studies
 from flowbnn_studies.runner.workers import open_workers
-from flowbnn_studies.tabular_densities import TabularDensities
 from flowbnn_studies.two_clusters import TwoClusters
 from flowbnn_studies.uci import Uci
-from flowbnn_studies.when_it_matters import WhenItMatters
-from flowbnn_studies.why_flows import WhyFlows
 
 __all__ = [
     "Findings",

@@ -6,9 +6,9 @@ from torch import nn
 
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.results import Parts
-from flowbnn_studies import calibrate as study
 from flowbnn_studies import get_study
 from flowbnn_studies.images import evaluation
+from flowbnn_studies.posteriors import calibrate as study
 from flowbnn_studies.runner.job import Job
 
 

@@ -10,8 +10,8 @@ from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.posterior import PointPosterior
 from flowbnn.results import Parts
-from flowbnn_studies import calibrate_cifar10 as study
 from flowbnn_studies import get_study, run_study
+from flowbnn_studies.posteriors import calibrate_cifar10 as study
 
 
 def tiny(architecture, channels, width):

@@ -54,7 +54,7 @@ def test_pictures_lie_in_a_grid_row_by_row():
 def test_a_flow_of_images_keeps_to_a_budget_of_less_than_an_epoch_and_goes_on_after_a_kill(
     tmp_path, monkeypatch
 ):
-    from flowbnn_studies import image_flows
+    from flowbnn_studies.flows import image_flows
 
     study = get_study("images")
     values = study.make_settings(quick=True)

@@ -7,7 +7,7 @@ from torch import nn
 from flowbnn.models import Block
 from flowbnn.results import Parts
 from flowbnn_studies import get_study, run_study
-from flowbnn_studies import mode_ensembles as study
+from flowbnn_studies.posteriors import mode_ensembles as study
 from flowbnn_studies.runner.job import Job
 
 

@@ -7,8 +7,8 @@ from flowbnn import quality
 from flowbnn.results import Parts
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
-from flowbnn_studies import posterior_quality as study
-from flowbnn_studies import when_it_matters as matters
+from flowbnn_studies.posteriors import posterior_quality as study
+from flowbnn_studies.posteriors import when_it_matters as matters
 from flowbnn_studies.runner.run import run_study
 from flowbnn_studies.runner.statistics import AGAINST, uncertified
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from flowbnn.options import options
 from flowbnn.results import Metric, Parts, figure, summary
-from flowbnn_studies.posterior_quality import (
+from flowbnn_studies.posteriors.posterior_quality import (
     PROBLEMS,
     ProblemName,
     Settings,
@@ -41,7 +41,7 @@ METRICS = (
 
 @options
 class MattersSettings(Settings):
-    """What the study depends on, besides the :class:`~flowbnn_studies.posterior_quality.Settings` of weights and chains.
+    """What the study depends on, besides the :class:`~flowbnn_studies.posteriors.posterior_quality.Settings` of weights and chains.
 
     Args:
         sizes: examples that the noise is fitted to; those beyond what a problem has are left out.

@@ -13,12 +13,12 @@ from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.results import Parts
-from flowbnn_studies.calibrate import CORRUPTED, NUMBERS, scale_by_class
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
+from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, scale_by_class
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
