@@ -56,11 +56,11 @@ class Settings(PictureData):
         binary: pixels of training images are drawn ``"anew"`` in every epoch, or ``"once"``; those of others always once.
         lengths: numbers of planar flows after the Gaussian of the fully connected autoencoder; 0 is that Gaussian alone.
         posteriors: of the convolutional autoencoder.
-        latent: length of the code.
+        latent, conv_latent: length of the code; of the convolutional ones.
         hidden: units of each of the two hidden layers of encoder and decoder.
         epochs, batch, lr: of the fully connected ones; the rate of Adam falls to zero along a cosine.
         warmup: the share of a training over which the weight of the KL grows to one.
-        conv_epochs, conv_lr, conv_seeds: epochs, rate and number of seeds of the convolutional ones.
+        conv_epochs, conv_batch, conv_lr, conv_seeds: epochs, batch, rate and number of seeds of the convolutional ones.
         conv_length: flows after their Gaussian.
         width, features: channels of the first convolutions, and numbers that their encoder gives.
         made: units of the masked networks of IAF.
@@ -73,12 +73,14 @@ class Settings(PictureData):
     lengths: tuple[int, ...] = (0, 10, 20, 40, 80)
     posteriors: tuple[str, ...] = tuple(LABELS)
     latent: Count = 40
+    conv_latent: Count = 64
     hidden: Count = 400
     epochs: Count = 400
     batch: Count = 500
     lr: Positive = 1e-3
     warmup: Share = 0.2
-    conv_epochs: Count = 100
+    conv_epochs: Count = 120
+    conv_batch: Count = 250
     conv_lr: Positive = 1e-3
     conv_seeds: Count = 1
     conv_length: Count = 16
@@ -86,7 +88,7 @@ class Settings(PictureData):
     features: Count = 256
     made: Count = 640
     validation: Count = 10_000
-    importance: Count = 500
+    importance: Count = 1000
     tested: Count = 10_000
 
 
@@ -110,10 +112,12 @@ class DlgmPlanar(Study):
         "lengths": (0, 2),
         "posteriors": ("sylvester",),
         "latent": 3,
+        "conv_latent": 3,
         "hidden": 16,
         "epochs": 2,
         "batch": 50,
         "conv_epochs": 1,
+        "conv_batch": 50,
         "conv_length": 1,
         "width": 2,
         "features": 8,
@@ -140,16 +144,16 @@ class DlgmPlanar(Study):
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
+        convolved = job.variant.startswith("conv")
         images, test = read_binary(job, "train"), read_binary(job, "test")[: s.tested]
         grey = read_bytes(job, "mnist", "train")[0] if s.binary == "anew" else images
         seen = TensorLoader(
             grey[: -s.validation],
-            batch_size=s.batch,
+            batch_size=s.conv_batch if convolved else s.batch,
             shuffle=True,
             augment=binarise if s.binary == "anew" else None,
         )
         torch.manual_seed(job.seed)
-        convolved = job.variant.startswith("conv")
         model = fit_autoencoder(
             model_of(job.variant, s).to(job.device),
             seen,
@@ -182,9 +186,10 @@ class DlgmPlanar(Study):
             f"Fully connected: two hidden layers of {settings.hidden} units (the paper has maxout), a code of {settings.latent}, "
             f"{settings.epochs} epochs of {settings.batch} images in a step by Adam (the paper has 500,000 steps of 100 images, by "
             "RMSprop). All parameters of the flows are linear functions of what the encoder gives.",
-            f"Convolutions: the gated networks of van den Berg et al., {settings.conv_length} flows, {settings.conv_epochs} epochs "
-            f"(the paper has up to 2,000) and {counted(settings.conv_seeds)}; Sylvester flows have 8 Householder reflections, IAF "
-            f"masked networks of {settings.made} units. The weight of the KL grows over the first {settings.warmup:.0%} of a training.",
+            f"Convolutions: the gated networks of van den Berg et al., a code of {settings.conv_latent}, {settings.conv_length} flows, "
+            f"{settings.conv_epochs} epochs of {settings.conv_batch} images in a step (the paper has up to 2,000 of 100) and "
+            f"{counted(settings.conv_seeds)}; Sylvester flows have 8 Householder reflections, IAF masked networks of "
+            f"{settings.made} units. The weight of the KL grows over the first {settings.warmup:.0%} of a training.",
             *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
@@ -203,7 +208,7 @@ class DlgmPlanar(Study):
 def model_of(variant: str, s: Settings) -> VAE:
     """The autoencoder of a variant.
 
-    >>> s = Settings(latent=2, hidden=8, width=1, features=4, made=4, conv_length=2)
+    >>> s = Settings(latent=2, conv_latent=2, hidden=8, width=1, features=4, made=4, conv_length=2)
     >>> [len(model_of(name, s).flow) for name in ("planar-0", "planar-10", "conv-iaf", "conv-sylvester")]
     [0, 1, 2, 2]
     """
@@ -219,9 +224,9 @@ def model_of(variant: str, s: Settings) -> VAE:
 
     return VAE(
         SHAPE,
-        s.latent,
+        s.conv_latent,
         encoder=GatedConvEncoder(SHAPE, s.features, s.width),
-        net=GatedConvDecoder(s.latent, SHAPE, s.width),
+        net=GatedConvDecoder(s.conv_latent, SHAPE, s.width),
         posterior=flow if what in ("iaf", "sylvester") else what,
         length=s.conv_length,
         warmup=s.warmup,

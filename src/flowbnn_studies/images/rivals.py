@@ -24,7 +24,7 @@ MEMBERS = 5
 COLLECTED = 4  # sets of weights that SWAG collects in an epoch
 NORMALIZED = 16  # draws of SWAG that have BatchNorm statistics of their own
 
-# not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them; an epoch takes a second on an H200, with joint noise two
+# not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them; an epoch takes one second on an H200
 PLAIN = replace(BEST_VGG16, epochs=40, batch=512, weight_lr=0.2, rise=0.25)
 _NOISE = replace(PLAIN, noise_lr=0.1, warmup=0.5, base_scale=0.2, components=4)
 _TRAININGS = {
@@ -52,9 +52,9 @@ class RivalStudy(ImageStudy):
     @property
     def question(self) -> str:  # type: ignore[override]
         return (
-            f"{self.network} learns {self.dataset} in a short training of {PLAIN.epochs} epochs. Which posterior gives the best "
-            f"probabilities, on the test set, on corrupted images and on {self.strange} it has never seen: noise on the "
-            "inputs or outputs of its layers, SWAG or a deep ensemble?"
+            f"{self.network} learns {self.dataset} in a short training of {PLAIN.epochs} epochs, and with joint noise in one of "
+            f"{_TRAININGS['long'].epochs}. Which posterior gives the best probabilities, on the test set, on corrupted images and on "
+            f"{self.strange} it has never seen: noise on the inputs or outputs of its layers, SWAG or a deep ensemble?"
         )
 
     def variants(self, settings: ImageSettings) -> tuple[Variant, ...]:
