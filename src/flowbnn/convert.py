@@ -10,15 +10,16 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowbnn.batches import device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
 from flowbnn.noise.batched import NoiseGroup
-from flowbnn.noise.fixed import FixedNoise
 from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable
+from flowbnn.noise.passes import Setting, Sizes, Source
+from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -237,6 +238,47 @@ def _wrap(module: nn.Module, noise: Noise, recipe: Recipe | None = None) -> None
         module.register_forward_hook(noise.pass_through_hook, prepend=True)
     else:
         module.register_forward_pre_hook(noise.input_hook, with_kwargs=True)
+
+
+class FixedNoise(Noise):
+    """A buffer that multiplies the layer's input; :func:`~flowbnn.noise.noise_layers` does not count it as noise.
+
+    Args:
+        noise: whose place it takes.
+        vector: the factors.
+        seed: of the draw, at site ``position``: its maps are made at the first input of their size, and kept.
+    """
+
+    fixed = True
+
+    def __init__(self, noise: Noise, vector: Tensor, seed: int | None = None) -> None:
+        super().__init__(noise.layout, "channel" if seed is None else noise.site)
+        self.label, self.setting = "fixed", Setting("shared", 1)
+        self.register_buffer("vector", vector.detach().clone())
+        # in a tuple, so that the noise is no part of the network
+        self.source = (noise, seed or 0, vector.device) if self.site == "position" else None
+
+    def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
+        return self.mean().expand(*shape, -1)
+
+    def mean(self) -> Tensor:
+        return self.get_buffer("vector")
+
+    def shared_vectors(self, samples: int, seed: int, device: torch.device) -> Tensor:
+        return self.mean()[None]
+
+    def shared_maps(
+        self, at: Sizes, start: int, stop: int, seed: int, device: torch.device, call: int = 0
+    ) -> Tensor:
+        name = "_".join(map(str, ("map", call, *at)))
+        if self._buffers.get(name) is None:
+            assert self.source is not None
+            noise, own, where = self.source
+            drawn = constant(lambda: noise.shared_maps(at, 0, 1, own, where, call).to(device))
+            if torch.compiler.is_exporting():
+                return drawn
+            self.register_buffer(name, drawn, persistent=False)
+        return self.get_buffer(name)
 
 
 @checked

@@ -136,3 +136,14 @@ def tanh_root(target: Tensor, slope_at_zero: Tensor) -> Tensor:
             root = step(root, size)
         root = torch.where(target < 0, -root, root)
     return step(step(root, target), target)
+
+
+def constant(make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` gives, as a plain tensor also while ``torch.export`` traces: a constant of the graph, not operations in it."""
+    if not torch.compiler.is_exporting():
+        return make()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        return make()

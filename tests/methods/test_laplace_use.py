@@ -9,7 +9,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.likelihoods import Gaussian, Likelihood
 from flowbnn.methods import LaplacePosterior, load_posterior
-from flowbnn.methods.laplace.output_hessian import output_hessian
+from flowbnn.methods.laplace.derivatives import output_hessian
 from flowbnn.posterior import PredictOptions
 
 

@@ -6,7 +6,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.batched_gaussian import (
+from flowbnn.noise.batched_normals import (
     Gaussians,
     frame_of,
 )

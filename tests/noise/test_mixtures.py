@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flowbnn as fb
 from flowbnn.distributions import Flow, MixtureBase, NormalBase, NormalMixture
 from flowbnn.distributions.draws import chosen_normal
-from flowbnn.noise import batched_mixture as mixtures
+from flowbnn.noise import batched_normals as mixtures
 from flowbnn.noise import noise_layers, noise_mode
 from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.batched_mixture import Mixtures
+from flowbnn.noise.batched_normals import Mixtures
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.passes import NoisePass, Share
 from flowbnn.objectives import ELBO

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn import kernels
-from flowbnn.noise import batched, batched_gaussian, noise_layers
+from flowbnn.noise import batched, batched_normals, noise_layers
 from flowbnn.noise.batched import ahead, divergences
 from flowbnn.noise.passes import NoisePass, Share, pass_of, share_batch
 from flowbnn.objectives import ELBO
@@ -25,7 +25,7 @@ RULES = {
 def as_on_a_device(monkeypatch):
     """Draw ahead as where there are kernels for many flows; without them the groups go one after the other."""
     served = SimpleNamespace(**{**vars(kernels), "available": lambda z: True})
-    monkeypatch.setattr(batched_gaussian, "kernels", served)
+    monkeypatch.setattr(batched_normals, "kernels", served)
     monkeypatch.setattr(batched, "kernels", served)
 
 

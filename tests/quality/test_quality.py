@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
-from flowbnn.diagnostics.gaussian import sliced_wasserstein
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import MemberPosterior
@@ -23,7 +22,7 @@ from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.quality.chains import NoiseChains, seconds_for
-from flowbnn.quality.compared import Ranks
+from flowbnn.quality.compared import Ranks, sliced_wasserstein
 from flowbnn.quality.evidence import GROUPS, Evidence, warn_of_disagreement
 from flowbnn.quality.report import Report
 from flowbnn.quality.target import NoiseTarget

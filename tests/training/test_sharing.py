@@ -14,6 +14,7 @@ from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import divergences
 from flowbnn.noise.passes import Share, current_share, share_batch
 from flowbnn.training import TrainingOptions, connect
+from flowbnn.training.device import TORCHRUN, device_kind, planned, silent_on_interrupt
 from flowbnn.training.distributed import (
     SharedLoader,
     share_of,
@@ -21,7 +22,6 @@ from flowbnn.training.distributed import (
     synchronised_statistics,
     take_rows,
 )
-from flowbnn.training.launch import TORCHRUN, device_kind, planned, silent_on_interrupt
 
 RECIPES = {
     "affine": fb.noise.NormalAffine(),

@@ -35,7 +35,7 @@ from flowbnn.posterior.calibration import Calibration
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.point import PointPosterior
 from flowbnn.quality.target import check_rows, fixed_data
-from flowbnn.training.launch import device_kind
+from flowbnn.training.device import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
 from flowbnn.transforms.linear import BlockTriangular

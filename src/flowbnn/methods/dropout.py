@@ -33,8 +33,8 @@ from flowbnn.methods.layers import inner_dropout, own_dropout, without_nested
 from flowbnn.methods.noise_level import learn_level
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
-from flowbnn.noise.fixed import constant
 from flowbnn.noise.layout import wrappable
+from flowbnn.numerics import constant
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.noise import NoisePosterior

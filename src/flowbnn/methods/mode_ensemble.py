@@ -24,7 +24,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import first_batch, prepare
-from flowbnn.methods.laplace.output_hessian import check_likelihood
+from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.mcmc.potential import gather
 from flowbnn.methods.variational.natural import NoisyNetwork
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers

@@ -1,9 +1,8 @@
 """The noise of many layers in few launches.
 
 A network of many small noise vectors spends its time on launching tiny operations, not on doing them. So the layers whose noise begins
-as a learnable Gaussian are laid end to end (:class:`~flowbnn.noise.batched_gaussian.Gaussians`), and so are those that begin as
-mixtures (:class:`~flowbnn.noise.batched_mixture.Mixtures`): each block has its draws and its KL computed at once. Layers that are in no
-block draw for themselves, which means the same.
+as a learnable Gaussian are laid end to end, and so are those that begin as mixtures (:mod:`flowbnn.noise.batched_normals`): each block
+has its draws and its KL computed at once. Layers that are in no block draw for themselves, which means the same.
 """
 
 from collections.abc import Iterable
@@ -17,8 +16,7 @@ from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
 from flowbnn.noise.base import BLOCK, Noise, blocks
-from flowbnn.noise.batched_gaussian import Gaussians, draw
-from flowbnn.noise.batched_mixture import Mixtures
+from flowbnn.noise.batched_normals import Gaussians, Mixtures, draw
 from flowbnn.noise.joint import JointPart
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 

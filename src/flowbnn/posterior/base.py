@@ -63,7 +63,7 @@ from flowbnn.training import (
     save_tensors,
     track,
 )
-from flowbnn.training.architecture import kinds_of, warn_of_other_kinds
+from flowbnn.training.checkpoint import kinds_of, warn_of_other_kinds
 from flowbnn.training.device import MIXED
 from flowbnn.training.storage import TensorFile
 from flowbnn.units import LOC, SCALE, set_units

@@ -4,15 +4,14 @@ r"""How far a posterior is from the exact one, in nats: k-hat, the evidence, and
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowbnn.diagnostics.bridge import bridge_sampling
-from flowbnn.diagnostics.gaussian import correlation_nats
+from flowbnn.diagnostics.chains import effective_sample_size
 from flowbnn.diagnostics.pareto import FEWEST, GOOD, log_mean, usable
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
@@ -193,6 +192,52 @@ def _bridge(chains: NoiseChains) -> Evidence:
     return Evidence(value, error, "bridge", chains.certified)
 
 
+@checked
+def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
+    r"""The log-evidence and its standard error from draws of the posterior and of a proposal :math:`g`: bridge sampling.
+
+    .. math:: p(D) = \frac{E_g[h(z)\, p(D, z)]}{E_{p(z \mid D)}[h(z)\, g(z)]}, \qquad
+              h(z) \propto \frac{1}{s_1\, p(D, z) + s_2\, p(D)\, g(z)}
+
+    with the optimal bridge :math:`h` of Meng and Wong 1996 found by iteration (Gronau et al. 2017, https://arxiv.org/abs/1703.05984).
+    Both expectations are of bounded quantities, so that the proposal may have lighter tails than the posterior.
+
+    Args:
+        chains: :math:`\log p(D, z) - \log g(z)` at draws of the posterior, ``[chains, draws]``.
+        proposal: the same at draws of :math:`g`, ``[S]``.
+
+    >>> source = torch.Generator().manual_seed(0)
+    >>> draws = torch.randn(4, 1000, generator=source, dtype=torch.float64)
+    >>> others = 1.5 * torch.randn(4000, generator=source, dtype=torch.float64)
+    >>> def ratio(z):  # exp(-z^2 / 2), whose integral is 2.5066, over N(0, 1.5^2)
+    ...     return -z**2 / 2 + (z / 1.5) ** 2 / 2 + math.log(1.5 * math.sqrt(2 * math.pi))
+    >>> log_evidence, error = bridge_sampling(ratio(draws), ratio(others))
+    >>> abs(log_evidence - math.log(math.sqrt(2 * math.pi))) < 3 * error < 0.1
+    True
+    """
+    chains, proposal = chains.double(), proposal.double().to(chains.device)
+    own = float(effective_sample_size(chains, "mean").clamp(max=chains.numel()))
+    first, second = (math.log(n / (own + len(proposal))) for n in (own, float(len(proposal))))
+    low = float(proposal.median())
+    inner, outer = chains.flatten() - low, proposal - low
+    log_evidence = torch.zeros((), dtype=torch.float64, device=chains.device)
+    for _ in range(1000):
+        top = (outer - torch.logaddexp(first + outer, second + log_evidence)).logsumexp(0) - math.log(
+            len(outer)
+        )
+        bottom = (-torch.logaddexp(first + inner, second + log_evidence)).logsumexp(0) - math.log(len(inner))
+        before, log_evidence = log_evidence, top - bottom
+        if abs(float(log_evidence - before)) < 1e-9:
+            break
+    bridge = torch.full_like(log_evidence, second)
+    # relative mean squared error, Fruehwirth-Schnatter 2004
+    above = torch.exp(outer - log_evidence - torch.logaddexp(first + outer - log_evidence, bridge))
+    below = torch.exp(-torch.logaddexp(first + inner - log_evidence, bridge)).reshape(chains.shape)
+    count = float(effective_sample_size(below, "mean"))
+    square = above.var() / above.mean().square() / len(outer) + below.var() / below.mean().square() / count
+    return float(log_evidence) + low, math.sqrt(float(square))
+
+
 @torch.no_grad()
 def _tempered(target: NoiseTarget) -> Evidence:
     """Groups of particles share the temperatures and nothing else, so that their spread is an honest error."""
@@ -296,7 +341,7 @@ def elbo_gap(
     r"""How many nats the ELBO of a posterior lies below the log-evidence, and how many of them correlation would gain.
 
     With :math:`T(\Lambda)` the nats that a Gaussian's correlations within, or across, layers are worth
-    (:func:`~flowbnn.diagnostics.gaussian.correlation_nats`) and :math:`\Lambda_r = E_r[G(z)] + V^{-1}` the precision that natural
+    (:func:`correlation_nats`) and :math:`\Lambda_r = E_r[G(z)] + V^{-1}` the precision that natural
     gradients at draws of :math:`r` ask for (:math:`G`: Gauss-Newton matrix, :math:`V`: variance of the prior), the posterior lacks
 
     .. math:: T(\Lambda_p) \Big(1 - \frac{T(C_q^{-1})}{T(\Lambda_q)}\Big)
@@ -333,3 +378,45 @@ def elbo_gap(
         best,
         found.elbo,
     )
+
+
+def correlation_nats(
+    precision: Tensor, sizes: Sequence[int], freedom: float | None = None
+) -> tuple[float, float]:
+    r"""By how much the ELBO of a Gaussian falls when it loses its correlations within blocks, and those across them.
+
+    Of a Gaussian with precision :math:`\Lambda`, in blocks :math:`l` with entries :math:`i`, the best approximation by independent
+    blocks, or by independent numbers, has its diagonal blocks, or its diagonal, as precision, and
+
+    .. math:: \mathrm{across} = \tfrac12 \Big(\sum_l \log|\Lambda_{ll}| - \log|\Lambda|\Big), \qquad
+              \mathrm{within} = \tfrac12 \Big(\sum_i \log\Lambda_{ii} - \sum_l \log|\Lambda_{ll}|\Big)
+
+    (Turner and Sahani 2011, https://doi.org/10.1017/CBO9780511984679.006).
+
+    Args:
+        precision: ``[D, D]``.
+        sizes: of the blocks, D in all.
+        freedom: where it is the inverse of a sample covariance, the degrees of freedom of that, draws less one: the bias of the
+            determinants of Wishart matrices is taken out.
+
+    Returns:
+        ``(within, across)``.
+
+    >>> precision = torch.linalg.inv(torch.tensor([[1.0, 0.8], [0.8, 1.0]]))  # correlation 0.8: -log(1 - 0.64) / 2 = 0.51
+    >>> [[round(value, 2) for value in correlation_nats(precision, sizes)] for sizes in ([2], [1, 1])]
+    [[0.51, 0.0], [0.0, 0.51]]
+    """
+    dim = len(precision)
+
+    def log_det(matrix: Tensor) -> float:
+        value, own = float(torch.linalg.slogdet(matrix.double())[1]), len(matrix)
+        if freedom is None:
+            return value
+        # the inverse of a diagonal block is Wishart with the degrees of freedom that the other dimensions leave
+        ranks = freedom - (dim - own) - torch.arange(own, dtype=torch.float64)
+        return value + float(torch.special.digamma(ranks / 2.0).sum()) + own * math.log(2.0 / freedom)
+
+    blocks = [block.split(list(sizes), 1)[at] for at, block in enumerate(precision.split(list(sizes)))]
+    diagonal = sum(log_det(entry.reshape(1, 1)) for entry in precision.diagonal())
+    between = sum(log_det(block) for block in blocks)
+    return 0.5 * (diagonal - between), 0.5 * (between - log_det(precision))

@@ -1,8 +1,8 @@
 """Training: one loop over any objective, with checkpoints that survive a kill."""
 
-from flowbnn.training.architecture import check_weights
+from flowbnn.training.checkpoint import check_weights
+from flowbnn.training.device import alone, connect, is_main_process, launched, processes
 from flowbnn.training.finite import first_nonfinite_layer
-from flowbnn.training.launch import alone, connect, is_main_process, launched, processes
 from flowbnn.training.loop import train
 from flowbnn.training.options import Clock, EarlyStop, TrainingOptions, cosine
 from flowbnn.training.progress import History, track

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from flowbnn.batches import check_finite_batch, first_nonfinite_tensor, named_tensors, watching
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.architecture import name_below
-from flowbnn.training.checkpoint import State
+from flowbnn.training.checkpoint import State, name_below
 from flowbnn.training.cuda_graph import Recorder, is_fused
 from flowbnn.training.device import Process
 from flowbnn.training.options import Clock

@@ -18,10 +18,9 @@ from flowbnn.batches import batch_size, check_finite_batch, named_tensors
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
-from flowbnn.training.device import Process, kept_modes, move_batch
+from flowbnn.training.device import Process, connect, kept_modes, move_batch
 from flowbnn.training.distributed import Interrupts, Worker
 from flowbnn.training.finite import Guard, dense
-from flowbnn.training.launch import connect
 from flowbnn.training.options import Clock, TrainingOptions, check_arguments, check_result, length_of
 from flowbnn.training.progress import Display, History, open_tensorboard, terminal
 from flowbnn.training.randomness import Randomness, loader_generators, seed_all

@@ -24,9 +24,8 @@ from flowbnn.batches import device_of, dtype_of, move, split_batch, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import Block, Diagonal, Full, Kronecker
-from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
+from flowbnn.methods.laplace.derivatives import Jacobian, OutputHessian, flat_outputs, output_hessian
 from flowbnn.methods.laplace.layers import Layers, Survey, shares_weights
-from flowbnn.methods.laplace.output_hessian import OutputHessian, output_hessian
 
 PATCH_BYTES = 2**26  # of a convolution's windows that are held at once
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

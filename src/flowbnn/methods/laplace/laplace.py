@@ -18,8 +18,8 @@ from flowbnn.likelihoods import Gaussian, learns_noise
 from flowbnn.methods.base import FitOptions, Method, register_method
 from flowbnn.methods.fitting import learn_noise, prepare, undisturbed
 from flowbnn.methods.laplace.curvature import Problem
+from flowbnn.methods.laplace.derivatives import check_likelihood
 from flowbnn.methods.laplace.layers import choose_layers, survey
-from flowbnn.methods.laplace.output_hessian import check_likelihood
 from flowbnn.methods.laplace.posterior import LaplacePosterior, PredictiveName
 from flowbnn.methods.laplace.prior import Prior, make_louder, newton_step, warn_of_slope, with_prior
 from flowbnn.methods.layers import without_nested

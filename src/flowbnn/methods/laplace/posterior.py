@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from flowbnn.batches import call, check_finite, device_of, dtype_of, evaluating, explaining, move, take
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
-from flowbnn.methods.laplace.jacobian import Jacobian, flat_outputs
-from flowbnn.methods.laplace.output_hessian import check_likelihood
+from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.layers import without_nested
 from flowbnn.options import checked
 from flowbnn.posterior.base import Posterior, Prediction
