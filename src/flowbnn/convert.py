@@ -17,7 +17,7 @@ from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
 from flowbnn.noise.batched import NoiseGroup
-from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable
+from flowbnn.noise.layout import absorbs, layout_of, output_layout, weight_scale, wrappable_layers
 from flowbnn.noise.passes import Setting, Sizes, Source
 from flowbnn.numerics import constant
 from flowbnn.options import Hint, checked
@@ -94,7 +94,7 @@ def to_stochastic(
     2      Linear  NormalAffine()          channel    8          16
                                                                  42
     """
-    layers = _candidates(model)
+    layers = wrappable_layers(model)
     if noise_layers(model) or not layers:
         raise FlowBNNError(
             f"{type(model).__name__} has no layer that can carry noise (linear, convolution, recurrent, attention, embedding); "
@@ -111,15 +111,14 @@ def to_stochastic(
                 f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is",
                 kind="model",
             ) from error
-        layers = _candidates(model)
+        layers = wrappable_layers(model)
     chosen = _choose(model, layers, rules)
     if joint is not None:
         chosen = {name: replace(recipe, joint=joint) for name, recipe in chosen.items()}
     groups: list[tuple[Recipe, list[str]]] = []
     for name, recipe in chosen.items():
-        common = replace(
-            recipe, batch_axis=None
-        )  # layers that are joined may have their examples on different axes
+        # layers that are joined may have their examples on different axes
+        common = replace(recipe, batch_axis=None)
         same = [names for other, names in groups if recipe.joint is not None and other == common]
         if same:
             same[0].append(name)
@@ -136,16 +135,6 @@ def to_stochastic(
             module.use_nested_tensor = False  # nested tensors bypass the layers' forward and so the noise
             vars(module)["flowbnn_nested"] = True
     return model
-
-
-def _candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that can carry noise. What an attention layer never calls (its output projection) is part of that layer."""
-    inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if wrappable(module) and id(module) not in inner
-    }
 
 
 def _rank(rule: Rule, name: str, module: nn.Module) -> tuple[int, int] | None:
@@ -335,7 +324,7 @@ def _settle(model: nn.Module, fixed: Mapping[str, FixedNoise], elsewhere: Collec
     beside: list[Noise] = []
     layers = noise_layers(model)
     for part in model.modules():
-        _unhook(part, _of_noise)
+        _unhook(part)
     for name, noise in layers.items():
         module: Any = model.get_submodule(name)
         for child, part in list(module.named_children()):
@@ -388,20 +377,16 @@ def _warn_of_means(layers: Mapping[str, Noise]) -> None:
         )
 
 
-def _unhook(module: nn.Module, owned: Callable[[Any], bool]) -> None:
-    """Remove the hooks that are methods of an object that is ``owned``."""
+def _unhook(module: nn.Module) -> None:
+    """Remove the hooks of noise, or of a group of it, that is not a constant."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            if owned(getattr(hook, "__self__", None)):
+            owner = getattr(hook, "__self__", None)
+            first = owner.layers[0] if isinstance(owner, NoiseGroup) else owner
+            if isinstance(first, Noise) and not first.fixed:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
-
-
-def _of_noise(owner: Any) -> bool:
-    """Whether this is noise, or a group of it, and not a constant."""
-    first = owner.layers[0] if isinstance(owner, NoiseGroup) else owner
-    return isinstance(first, Noise) and not first.fixed
 
 
 @checked

@@ -56,9 +56,7 @@ def far_from_units(network: nn.Module, seen: Compared) -> Tensor:
         varies(seen.center, seen.variance) & ((spread > 3.0) | (spread < 1.0 / 3.0))
     )
     fresh = own_center.square() + own_spread.square() < 9.0
-    slope = (
-        seen.covariance / seen.given_variance
-    )  # of least squares from outputs to targets, 1 of a fitted network
+    slope = seen.covariance / seen.given_variance  # of least squares to the targets, 1 of a fitted network
     alike = ((own_spread >= 0.1 * spread) & (own_spread <= 4.0 * spread)) | ((slope > 0.5) & (slope < 2.0))
     return off & fresh & ~(alike & ((center - own_center).abs() <= spread))
 

@@ -3,14 +3,13 @@
 import itertools
 import math
 
-import numpy
 import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
-from flowbnn.distributions.draws import standard_normal, standard_normals
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.methods.variational.bayes_by_backprop import (
     DrawnWeights,
     GaussianWeights,
@@ -230,20 +229,6 @@ def test_auto_is_exact_and_cheap_in_its_choice():
     network = nn.Sequential(twice, twice, nn.Linear(3, 2))
     ways = ways_of(network, chosen_weights(network, None), "auto", torch.zeros(4, 3))
     assert ways.layers == {"2": "local"}
-
-
-def test_rows_of_normals_are_those_of_one_by_one():
-    sources = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        rows = standard_normals(60_000, torch.float32, torch.device("cpu"), sources)
-    finally:
-        torch.set_num_threads(before)
-    for seed, row in enumerate(rows):
-        alone = standard_normal(row.shape, row.dtype, row.device, torch.Generator().manual_seed(seed))
-        assert torch.equal(row, alone)
-    assert numpy.isfinite(rows.numpy()).all()
 
 
 def test_scales_follow_the_size_of_the_weights():

@@ -336,9 +336,8 @@ class _Work:
 
     def tempered(self, index: Tensor) -> TemperedPosterior:
         """The plain network with the temperature for these examples."""
-        with (
-            warnings.catch_warnings()
-        ):  # of data that are all predicted right, which calibrate tells once and for all of them
+        # of data that are all predicted right, which calibrate tells once and for all of them
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FlowBNNWarning)
             return temper(self.point(index), self._batches(index), progress=False)
 

@@ -3,7 +3,6 @@
 import platform
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -14,7 +13,6 @@ from flowbnn.errors import FlowBNNError
 
 # torch fills normals one by one on these CPUs; numpy's ziggurat takes less than half the time
 _SCALAR_FILL = platform.machine().lower() in ("aarch64", "arm64")
-_WORTH_A_THREAD = 2**17  # numbers
 _WORTH_A_SEED = 4096  # numbers; below this, seeding costs what the ziggurat saves
 
 TURNS = threading.RLock()  # of whoever seeds torch's global generators for a while, which all threads share
@@ -48,36 +46,6 @@ def _by_numpy(count: int, dtype: torch.dtype, device: torch.device) -> bool:
 def _ziggurat(generator: torch.Generator | None) -> numpy.random.Generator:
     seed = int(torch.randint(2**62, (), generator=generator))
     return numpy.random.Generator(numpy.random.SFC64(seed))
-
-
-def standard_normals(
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generators: Sequence[torch.Generator],
-    out: Tensor | None = None,
-) -> Tensor:
-    """A row of :func:`standard_normal` from each of several generators, ``[rows, size]``; on a CPU the threads share the rows.
-
-    ``out`` has room for them, where it is given.
-    """
-    rows = torch.empty(len(generators), size, dtype=dtype, device=device) if out is None else out
-    quick = _by_numpy(size, dtype, device)
-
-    def fill(index: int) -> None:
-        if quick:
-            _ziggurat(generators[index]).standard_normal(out=rows[index].numpy(), dtype=numpy.float32)
-        else:
-            rows[index].normal_(generator=generators[index])
-
-    threads = min(torch.get_num_threads(), len(generators))
-    if device.type != "cpu" or threads < 2 or rows.numel() < _WORTH_A_THREAD:
-        for index in range(len(generators)):
-            fill(index)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, range(len(generators))))
-    return rows
 
 
 def components_of(

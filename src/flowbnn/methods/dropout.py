@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take
+from flowbnn.batches import call, device_of, divisible, dtype_of, evaluating, move, repeat, take, watching
 from flowbnn.convert import to_stochastic
 from flowbnn.errors import some_of, warn
 from flowbnn.likelihoods import Likelihood
@@ -33,7 +33,7 @@ from flowbnn.methods.layers import inner_dropout, own_dropout, without_nested
 from flowbnn.methods.noise_level import learn_level
 from flowbnn.methods.variational.base import fit
 from flowbnn.noise import Dropout
-from flowbnn.noise.layout import wrappable
+from flowbnn.noise.layout import wrappable_layers
 from flowbnn.numerics import constant
 from flowbnn.options import Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction
@@ -99,8 +99,7 @@ class MCDropout(Method):
         return fit(noisy, loader, weight_lr=self.lr, weight_decay=decay, **settings, **given)
 
     def _with_dropout(self, model: nn.Module, rate: float) -> nn.Module:
-        inner = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
-        names = [name for name, part in model.named_modules() if wrappable(part) and id(part) not in inner]
+        names = list(wrappable_layers(model))
         chosen = [self.layers] if self.layers is not None else names[1:] or names or ["*"]
         return to_stochastic(model, {name: Dropout(rate) for name in chosen}, inplace=True)
 
@@ -180,22 +179,19 @@ def example_axes(model: nn.Module, inputs: Any) -> dict[str, list[int | None]]:
     or takes no single ones.
     """
     own = {id(part) for part in own_dropout(model)}
-    names = {id(part): name for name, part in model.named_modules() if id(part) in own}
+    parts = {name: part for name, part in model.named_modules() if id(part) in own}
     seen: list[dict[str, list[torch.Size]]] = [{}, {}]
     for count, shapes in enumerate(seen, start=2):
 
-        def note(part: nn.Module, args: Any, shapes: Any = shapes) -> None:
-            shapes.setdefault(names[id(part)], []).append(args[0].shape)
+        def note(name: str, part: nn.Module, args: Any, kwargs: Any, shapes: Any = shapes) -> None:
+            shapes.setdefault(name, []).append(args[0].shape)
 
-        with ExitStack() as stack:
-            for part in own_dropout(model):
-                stack.enter_context(part.register_forward_pre_hook(note))
-            stack.enter_context(evaluating(model))
+        with watching(parts, note, None), evaluating(model):
             if not divisible(inputs) or isinstance(
                 outcome(partial(call, model, repeat(take(inputs, 0, 1), count))), Exception
             ):
                 return {}
-    axes: dict[str, list[int | None]] = {name: [] for name in names.values()}
+    axes: dict[str, list[int | None]] = {name: [] for name in parts}
     for name, first in seen[0].items():
         for two, three in zip(first, seen[1].get(name, []), strict=False):
             growing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a * 3 == b * 2]
@@ -272,7 +268,9 @@ class Masks:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self.model.register_forward_pre_hook(_Beginning(list(self.parts.values()))))
+            stack.enter_context(
+                self.model.register_forward_pre_hook(partial(_begin, list(self.parts.values())))
+            )
             for part, masked in self.parts.items():
                 stack.enter_context(part.register_forward_hook(masked))
             self.stack = stack.pop_all()
@@ -290,15 +288,10 @@ class Masks:
                 part.source = torch.Generator().manual_seed((part.seed * 10_007 + batch) % 2**63)
 
 
-class _Beginning:
+def _begin(parts: list[MaskedDropout], model: nn.Module, args: Any) -> None:
     """A hook of the network: where a pass begins, the next call of each dropout is its first."""
-
-    def __init__(self, parts: list[MaskedDropout]) -> None:
-        self.parts = parts
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        for part in self.parts:
-            _calls.of[part] = 0
+    for part in parts:
+        _calls.of[part] = 0
 
 
 class _Calls(threading.local):

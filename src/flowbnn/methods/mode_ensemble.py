@@ -234,9 +234,8 @@ class ModePosterior(NoisePosterior):
     """
 
     kind: ClassVar[str] = "modes"
-    held_out: dict[
-        float, float
-    ]  # mean negative log-likelihood of validation data by the width of the prior, where it was given any
+    # mean negative log-likelihood of validation data by the width of the prior, where it was given any
+    held_out: dict[float, float]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

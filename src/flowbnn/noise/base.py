@@ -334,16 +334,8 @@ class DropoutNoise(Noise):
         self.register_buffer("_device", torch.empty(0), persistent=False)
 
     def draw(self, shape: Sizes, generator: Source = None) -> Tensor:
-        return self._kept(self._uniform(shape, generator))
-
-    def draw_each(self, at: Sizes, generators: Iterable[torch.Generator]) -> Tensor:
-        return self._kept(torch.stack([self._uniform(at, generator) for generator in generators]))
-
-    def _uniform(self, shape: Sizes, generator: Source) -> Tensor:
         device = self.get_buffer("_device").device
-        return torch.rand((*shape, self.layout.dim), generator=generator, device=device)
-
-    def _kept(self, uniform: Tensor) -> Tensor:
+        uniform = torch.rand((*shape, self.layout.dim), generator=generator, device=device)
         return (uniform >= self.rate).float() / (1.0 - self.rate)
 
     def mean(self) -> Tensor:

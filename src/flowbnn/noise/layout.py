@@ -109,6 +109,12 @@ def wrappable(module: nn.Module) -> bool:
     return any(kind in _LAYOUTS for kind in type(module).__mro__)
 
 
+def wrappable_layers(model: nn.Module) -> dict[str, Any]:
+    """Layers that can carry noise. What an attention layer never calls (its output projection) is part of that layer."""
+    inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    return {name: m for name, m in model.named_modules() if wrappable(m) and id(m) not in inner}
+
+
 def layout_of(module: nn.Module) -> Layout:
     """The layout of the nearest registered class of ``module``."""
     layout = next((_LAYOUTS[kind](module) for kind in type(module).__mro__ if kind in _LAYOUTS), None)

@@ -313,10 +313,10 @@ class Posterior:
             settings = dict(file.document["settings"])
         point = Posterior.restore(deepcopy(network).cpu(), file, read=False)
         with reading(file):  # what does not fit is refused before it is read
-            known = cls.restored(point, _part(file.views, "posterior"), settings).tensors()
+            known = cls.restored(point, part_of(file.views, "posterior"), settings).tensors()
         file.check_names(known)
         point = Posterior.restore(deepcopy(network), file)
-        state = {name: value.to(device) for name, value in _part(file.tensors, "posterior").items()}
+        state = {name: value.to(device) for name, value in part_of(file.tensors, "posterior").items()}
         with reading(file):
             return cls.restored(point, state, settings)
 
@@ -328,18 +328,18 @@ class Posterior:
         """
         with reading(file):
             likelihood = make_likelihood(file.document["likelihood"])
-            for view in _part(file.views, "likelihood").values():
+            for view in part_of(file.views, "likelihood").values():
                 if view.dtype in PRECISIONS:
                     likelihood.to(view.dtype)
             history = History.from_dict(file.document["history"])
         filled = {"network": model, "likelihood": likelihood}
-        units = [view for name, view in _part(file.views, "network").items() if name in (LOC, SCALE)]
+        units = [view for name, view in part_of(file.views, "network").items() if name in (LOC, SCALE)]
         if len(units) == 2:
             set_units(
                 model, *(torch.zeros(view.shape, dtype=view.dtype, device=device_of(model)) for view in units)
             )
         for part, target in filled.items():
-            check_weights(target, _part(file.views, part), file.path)
+            check_weights(target, part_of(file.views, part), file.path)
         if not read:
             return cls(model, likelihood, history)
         bad = first_nonfinite_tensor(iter(file.tensors.items()))
@@ -347,11 +347,11 @@ class Posterior:
             raise FlowBNNError(f"'{file}' is damaged: '{bad}' holds NaN or infinity", kind="file")
         warn_of_other_kinds(model, file.document.get("modules") or {}, file)
         for part, target in filled.items():
-            target.load_state_dict(_part(file.tensors, part))
+            target.load_state_dict(part_of(file.tensors, part))
         return cls(model, likelihood, history)
 
 
-def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
     """The tensors whose names begin with this part."""
     return {
         name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")

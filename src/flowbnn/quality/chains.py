@@ -160,9 +160,8 @@ def seconds_for(target: NoiseTarget, limit: float) -> float:
     if TRANSITIONS * (time.perf_counter() - began) > limit:  # of one leapfrog step each
         return math.inf
     run = _begun(target, FEWEST, PILOT, 4, 0.8)
-    run.starts = run.starts[2:].repeat(
-        2, 1
-    )  # from the posterior, since the way there from the prior is soon over
+    # from the posterior, since the way there from the prior is soon over
+    run.starts = run.starts[2:].repeat(2, 1)
     run.run(progress=False)
     began = time.perf_counter()
     for number in range(PILOT):

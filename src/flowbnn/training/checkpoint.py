@@ -88,9 +88,8 @@ class State:
     best_weights: dict[str, Any] | None = None
     random_start: dict[str, Any] | None = None
     random_now: dict[str, Any] | None = None
-    data: dict[str, Any] | None = (
-        None  # the random state before the run's first batch, and a fingerprint of that batch
-    )
+    # the random state before the run's first batch, and a fingerprint of that batch
+    data: dict[str, Any] | None = None
     saved_step: int | None = None  # of the checkpoint that is there
     kept_as: Path | None = None  # where an earlier run's checkpoint goes before the first of this one
 

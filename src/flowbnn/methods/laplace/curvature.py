@@ -259,9 +259,7 @@ class Problem:
     batches: Callable[[str], Iterable[Any]]  # a pass over the data, by the description of its progress bar
     check: Callable[[Any], None]  # of the targets of a batch
     structure: str  # of the curvature: "kron", "diag" or "full"
-    kind: (
-        str  # of the Hessian in the outputs: "ggn", "fisher", or "sampled", with targets drawn from the seed
-    )
+    kind: str  # of the Hessian in the outputs: "ggn", "fisher", or "sampled", by targets drawn from the seed
     seed: int
     total: int | None  # the number of examples that those of the loader stand for
 

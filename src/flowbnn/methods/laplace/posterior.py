@@ -14,7 +14,7 @@ from flowbnn.methods.laplace.blocks import BLOCKS, Block, Diagonal, Kronecker
 from flowbnn.methods.laplace.derivatives import Jacobian, check_likelihood, flat_outputs
 from flowbnn.methods.layers import without_nested
 from flowbnn.options import checked
-from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.twin import twin
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
@@ -215,7 +215,5 @@ class LaplacePosterior(WeightPosterior):
         blocks, given = [], dict(settings)
         for index, saved in enumerate(given.pop("blocks")):
             shapes = {name: point.model.get_parameter(name).shape for name in saved["names"]}
-            start = f"{index}."
-            tensors = {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
-            blocks.append(BLOCKS[saved["kind"]](shapes, tensors, float(saved["prior"])))
+            blocks.append(BLOCKS[saved["kind"]](shapes, part_of(state, str(index)), float(saved["prior"])))
         return cls(point.model, point.likelihood, blocks, history=point.history, **given)

@@ -12,7 +12,7 @@ from flowbnn.errors import warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Sites, noisy_weights
 from flowbnn.noise.layout import layout_of
-from flowbnn.posterior.base import Posterior
+from flowbnn.posterior.base import Posterior, part_of
 from flowbnn.posterior.weights import MemberPosterior, check_members
 from flowbnn.training import History
 
@@ -150,8 +150,8 @@ class ChainPosterior(MemberPosterior):
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        members = {k.removeprefix("member."): v for k, v in state.items() if k.startswith("member.")}
-        record = {k.removeprefix("record."): v.cpu() for k, v in state.items() if k.startswith("record.")}
+        members = part_of(state, "member")
+        record = {name: value.cpu() for name, value in part_of(state, "record").items()}
         return cls(point.model, point.likelihood, members, point.history, record=record, sampler=settings)
 
 

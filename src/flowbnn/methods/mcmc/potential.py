@@ -23,7 +23,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
-from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable
+from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 
 ROWS = 4096  # examples in one pass
 SEEN = 32  # at which chains are compared by what their networks give
@@ -168,8 +168,7 @@ class NetworkPotential:
 
 def noise_sites(model: nn.Module, layers: str | None, name: str) -> Sites:
     """The layers that get noise; one that cannot take it into its weights is refused by name."""
-    inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    known = {key: part for key, part in model.named_modules() if wrappable(part) and id(part) not in inner}
+    known = wrappable_layers(model)
     chosen = {key: part for key, part in known.items() if layers is None or fnmatchcase(key, layers)}
     uses = Counter(id(own) for part in model.modules() for own in part._parameters.values())
     unfit = (key for key, part in chosen.items() if not absorbs(part) or uses[id(part.weight)] > 1)

@@ -313,12 +313,10 @@ def fit(
     reached = [] if bound is None else [elbos(model, objective, bound[0])]
     if not learn_level(posterior, loader, run.seed):
         warn_of_level(posterior, loader, run.seed)
-    if (
-        bound is not None
-    ):  # by the better level: that of the ELBO follows the last batches, that of predictions leaves out their spread
-        posterior.bound = bound_gain(
-            bound[1], max(*reached, elbos(model, objective, bound[0]), key=Tensor.mean)
-        )
+    if bound is not None:
+        # by the better level: that of the ELBO follows the last batches, that of predictions leaves out their spread
+        reached.append(elbos(model, objective, bound[0]))
+        posterior.bound = bound_gain(bound[1], max(reached, key=Tensor.mean))
         lines.append(str(posterior.bound))
     if is_main_process():
         called = [health for health in posterior_health(model) if health.layer not in idle]

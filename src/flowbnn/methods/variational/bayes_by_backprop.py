@@ -8,7 +8,7 @@ What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.distributions import Divergence
-from flowbnn.distributions.draws import standard_normal, standard_normals
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, register_method
@@ -36,7 +36,7 @@ from flowbnn.methods.variational.layers import (
 )
 from flowbnn.noise.passes import current_share
 from flowbnn.options import Count, Positive, Probability, options, takes
-from flowbnn.posterior.base import Posterior, Prediction
+from flowbnn.posterior.base import Posterior, Prediction, part_of
 from flowbnn.posterior.weights import WeightPosterior, generator_of
 from flowbnn.training import History
 
@@ -121,9 +121,6 @@ class BayesByBackprop(Variational):
         return posterior
 
 
-BLOCK = 2**23  # bytes of the samples that are drawn together
-
-
 class GaussianWeightPosterior(WeightPosterior):
     """Independent Gaussian weights around those of a network.
 
@@ -204,24 +201,6 @@ class GaussianWeightPosterior(WeightPosterior):
         normal = standard_normal(mean.shape, mean.dtype, mean.device, generator_of(seed, index, mean.device))
         return self.split(torch.addcmul(mean, self.flat_std, normal))
 
-    def stream(self, samples: range, prediction: Prediction) -> Iterator[dict[str, Tensor]]:
-        if type(self).weights is not GaussianWeightPosterior.weights:  # a subclass draws in a way of its own
-            yield from super().stream(samples, prediction)
-            return
-        low, high, seed = samples.start, samples.stop, prediction.seed
-        mean, std = self.flat_mean, self.flat_std
-        count = max(1, BLOCK // max(1, mean.numel() * mean.element_size()))
-        # made once: fresh memory is slow to touch
-        room = mean.new_empty(min(count, high - low), mean.numel())
-        for start in range(low, high, count):
-            indices = range(start, min(start + count, high))
-            sources = [generator_of(seed, index, mean.device) for index in indices]
-            rows = room[: len(sources)]
-            standard_normals(mean.numel(), mean.dtype, mean.device, sources, rows)
-            torch.addcmul(mean, std, rows, out=rows)
-            for row in rows:
-                yield self.split(row)
-
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
         flat = torch.cat([values[name].flatten() for name in self._names]).to(self.flat_mean)
         error = (flat - self.flat_mean) / self.flat_std
@@ -233,8 +212,7 @@ class GaussianWeightPosterior(WeightPosterior):
 
     @classmethod
     def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
-        std = {name.removeprefix("std."): value for name, value in state.items() if name.startswith("std.")}
-        return cls(point.model, point.likelihood, std, point.history)
+        return cls(point.model, point.likelihood, part_of(state, "std"), point.history)
 
 
 _WAYS: tuple[Way, ...] = ("reparameterization", "flipout", "local")

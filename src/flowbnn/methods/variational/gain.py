@@ -132,9 +132,8 @@ def bound_of_given(
     """Batches spread evenly over the loader, and the ELBO of their examples before the fit. None where they cannot be served."""
     try:
         with undisturbed(loader, seed):
-            step = (
-                -(-(length_of(loader) or 0) // BATCHES) or 1
-            )  # the first alone say little of a loader that is in order
+            # the first alone say little of a loader that is in order
+            step = -(-(length_of(loader) or 0) // BATCHES) or 1
             batches = list(islice(iter(loader), 0, step * BATCHES, step))
         before = elbos(model, objective, batches)
     except Exception:  # the training meets the same batches, and says what is wrong with them and where

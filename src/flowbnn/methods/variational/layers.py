@@ -208,14 +208,6 @@ def local_noise(
     >>> local_noise(layer, torch.ones(5, 3), torch.full((2, 3), 0.1), None).shape
     torch.Size([5, 2])
     """
-    if (
-        isinstance(module, nn.Linear)
-        and x.ndim == 2
-        and x.dtype == std.dtype == torch.promote_types(x.dtype, torch.float32)
-        and not torch.is_autocast_enabled(x.device.type)
-    ):
-        shape = torch.Size((x.shape[0], std.shape[0]))
-        return _LocalLinear.apply(x, std, bias_std, rows_of(share, shape, True, x))
     # variances are too small for float16
     narrow = torch.get_autocast_dtype(x.device.type) == torch.float16
     with exactly(x) if narrow else nullcontext():
@@ -223,30 +215,6 @@ def local_noise(
         variance = apply_weights(module, x.square(), std.square(), bias)
         normal = rows_of(share, variance.shape, _batched(module, x), variance)
         return variance.clamp_min(_LEAST.get(variance.dtype, 1e-30)).sqrt() * normal
-
-
-class _LocalLinear(torch.autograd.Function):
-    """:func:`local_noise` of a linear layer on vectors as one node: torch's many would cost twice as much."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, std: Tensor, bias_std: Tensor | None, normal: Tensor) -> Tensor:
-        square = x * x
-        # products with a transposed right side are slow on some CPUs
-        scale = square.mm((std * std).t().contiguous())
-        if bias_std is not None:
-            scale += bias_std * bias_std
-        scale = scale.clamp_min_(_LEAST.get(x.dtype, 1e-30)).sqrt_()
-        ctx.save_for_backward(x, square, std, bias_std, normal / scale)
-        return scale * normal
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, square, std, bias_std, share = ctx.saved_tensors
-        share = gradient * share  # twice the gradient of the variance
-        to_x = share.mm(std * std).mul_(x) if ctx.needs_input_grad[0] else None
-        to_bias = None if bias_std is None else share.sum(0).mul_(bias_std)
-        return to_x, share.t().mm(square).mul_(std), to_bias, None
 
 
 def flipout_noise(
