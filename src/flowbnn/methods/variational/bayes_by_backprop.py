@@ -50,9 +50,7 @@ class BayesByBackprop(Variational):
     unless ``layers`` names them; so does whatever is frozen (``requires_grad=False``). Tied weights have one posterior, counted once.
 
     The learned noise of a regression follows the residuals of the mean prediction, which costs a second draw of each batch without
-    gradients, and is at the end the one of the largest predictive likelihood: the spread of the draws is not counted twice. On a
-    curve (500 examples, noise 0.05; two seeds, 60 epochs) the 90 % intervals hold 95.5 and 91 % from a trained network, 93 and 91 %
-    from a fresh one.
+    gradients, and is at the end the one of the largest predictive likelihood: the spread of the draws is not counted twice.
 
     Args:
         prior: ``"gaussian"``, :math:`\mathcal N(0, \sigma^2)` with ``prior_scale``, whose KL has a closed form; or

@@ -70,8 +70,7 @@ class MNF(Variational):
     its own for every example (for convolutions the positions of a feature map are taken as independent given ``z``, as in the paper);
     weights that are tied, or that meet several positions or several calls in one pass, are drawn once for each pass.
 
-    The learned noise of a regression is as in :class:`~flowbnn.BayesByBackprop`; on the same curve the 90 % intervals hold 94 % from a
-    trained network, 97 and 94 % from a fresh one.
+    The learned noise of a regression is as in :class:`~flowbnn.BayesByBackprop`.
 
     Args:
         flow: of ``z`` and of the auxiliary: ``"coupling"`` (the paper's masked RealNVP), ``"planar"``, ``"radial"``,
