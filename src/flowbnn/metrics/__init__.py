@@ -5,17 +5,18 @@ checks its input, gives a plain ``float`` (or plain Python data) and states its 
 different numbers in different papers.
 """
 
-from flowbnn.metrics.classification import (
+from flowbnn.metrics.ranking import RiskCoverage, novelty_aupr, novelty_auroc, risk_coverage
+from flowbnn.metrics.scores import (
     ReliabilityBin,
     accuracy,
     brier_score,
     calibration_error,
     calibration_floor,
+    interval_coverage,
     negative_log_likelihood,
     reliability,
+    root_mean_squared_error,
 )
-from flowbnn.metrics.ranking import RiskCoverage, novelty_aupr, novelty_auroc, risk_coverage
-from flowbnn.metrics.regression import interval_coverage, root_mean_squared_error
 
 __all__ = [
     "ReliabilityBin",

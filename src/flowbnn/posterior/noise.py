@@ -94,7 +94,6 @@ class NoisePosterior(Posterior):
         shown = [value for value in self.kept.values.values() if isinstance(value, Recording)]
         return at_draw(self.model, seed, {name for one in shown for name in one.read_elsewhere})
 
-    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Noise vectors ``{layer: [samples, dim]}``; the same seed gives those that a prediction with it uses.
 

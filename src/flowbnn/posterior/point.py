@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowbnn.options import Count, checked
+from flowbnn.options import Count
 from flowbnn.posterior.base import Posterior, Prediction
 
 
@@ -25,7 +25,6 @@ class PointPosterior(Posterior):
         """A copy of the one network."""
         return deepcopy(self.model).eval()
 
-    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """The weights of the one network, ``samples`` times."""
         own = self.model.named_parameters()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Gaussian, Likelihood, with_level
-from flowbnn.options import Count, Interval, check, checked
+from flowbnn.options import Count, Interval, check
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.training import History
@@ -111,7 +111,6 @@ class WeightPosterior(Posterior):
         """Log-density of one set of weights."""
         return self._without("density that could be computed")
 
-    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Weights ``{name: [samples, ...]}``; the same seed gives those that a prediction with it uses."""
         seed = new_seed() if seed is None else seed
@@ -246,7 +245,6 @@ class MemberPosterior(WeightPosterior):
             return (first + self.chosen(index, samples)) % self.size
         return index * self.size // samples if samples < self.size else index % self.size
 
-    @checked
     def draws(self, samples: Count, seed: int | None = None) -> dict[str, Tensor]:
         """Members ``{name: [samples, ...]}``, those that a prediction with so many samples and this seed takes."""
         taken = [self.chosen(index, samples, seed) for index in range(samples)]

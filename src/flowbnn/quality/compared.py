@@ -119,8 +119,7 @@ def _compared(one: Any, other: Any) -> tuple[float, float]:
     return same, total / len(one)
 
 
-@checked
-def sliced_wasserstein(one: Tensor, other: Tensor, directions: Count = 256, seed: Seed = 0) -> float:
+def sliced_wasserstein(one: Tensor, other: Tensor, directions: int = 256, seed: int = 0) -> float:
     r"""Mean over directions :math:`\theta` of the 1-Wasserstein distance of the draws' projections :math:`\theta^\top z`.
 
     Args:

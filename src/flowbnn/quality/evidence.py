@@ -192,7 +192,6 @@ def _bridge(chains: NoiseChains) -> Evidence:
     return Evidence(value, error, "bridge", chains.certified)
 
 
-@checked
 def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
     r"""The log-evidence and its standard error from draws of the posterior and of a proposal :math:`g`: bridge sampling.
 

@@ -1,4 +1,4 @@
-"""Scores of predicted class probabilities, and whether a confidence of 80 % means right four times of five."""
+"""Scores of predicted classes and values, and whether a confidence of 80 % means right four times of five."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from flowbnn.metrics.checks import average, check_probabilities, check_scored
+from flowbnn.errors import FlowBNNError
+from flowbnn.metrics.checks import average, check_probabilities, check_scored, check_values
 from flowbnn.options import Count, Ge, Hint, check, checked
 
 
@@ -199,3 +200,36 @@ def _gap(filled: Tensor) -> float:
     """sum_b (n_b / n) |acc_b - conf_b|, in which the n_b cancels."""
     count, confidence, correct = filled
     return float((correct - confidence).abs().sum() / count.sum())
+
+
+# -------------------- regression
+
+
+@checked
+def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
+    r""":math:`\sqrt{\frac{1}{BD} \sum_{id} (\hat y_{id} - y_{id})^2}`, in the target's own unit.
+
+    Predictions are ``[B, D]``; targets have the same shape, or ``[B]`` when D is 1.
+
+    >>> root_mean_squared_error(torch.tensor([[1.0], [2.0]]), torch.tensor([4.0, 6.0]))  # sqrt((9 + 16) / 2)
+    3.5355...
+    """
+    predictions = check_values(predictions, "predictions")
+    targets = check_values(targets, "targets", predictions.shape).to(predictions.device)
+    return math.sqrt(average((predictions - targets).square()))
+
+
+@checked
+def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> float:
+    r"""Share of targets inside their interval: :math:`\frac{1}{BD} \sum_{id} 1[l_{id} \le y_{id} \le h_{id}]`.
+
+    A calibrated interval of mass 0.9 covers 0.9 of unseen targets; below is overconfident, above underconfident.
+
+    >>> interval_coverage(torch.zeros(4, 1), torch.ones(4, 1), torch.tensor([0.5, 1.0, 1.5, -1.0]))
+    0.5
+    """
+    low, high = check_values(low, "low"), check_values(high, "high")
+    if low.shape != high.shape or (low > high).any():
+        raise FlowBNNError("low and high must have one shape, and low must not lie above high")
+    targets = check_values(targets, "targets", low.shape).to(low.device)
+    return average((low <= targets) & (targets <= high))
