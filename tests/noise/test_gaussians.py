@@ -6,10 +6,7 @@ from torch import nn
 import flowbnn as fb
 from flowbnn.noise import noise_layers
 from flowbnn.noise.batched import ahead, divergences
-from flowbnn.noise.batched_normals import (
-    Gaussians,
-    frame_of,
-)
+from flowbnn.noise.batched_normals import Gaussians
 from flowbnn.noise.passes import NoisePass
 
 
@@ -61,11 +58,11 @@ def test_packed_draws_of_a_flow_follow_its_distribution():
     assert (packed.std(0) / single.std(0) - 1).abs().max() < 0.03
 
 
-def test_a_frame_follows_the_priors_it_was_made_of():
+def test_a_block_follows_the_priors_it_was_made_of():
     model = stochastic()
     layers = list(noise_layers(model).values())
     layers[0].prior.loc.data.fill_(3.0)  # torch counts no version of this
-    assert (frame_of(layers, 1).prior_loc == 3.0).sum() == layers[0].layout.dim
+    assert (Gaussians(layers).prior_loc == 3.0).sum() == layers[0].layout.dim
 
 
 def test_a_step_looked_ahead_has_the_draws_and_the_kl_of_one_that_was_not():

@@ -16,7 +16,7 @@ from flowbnn import kernels
 from flowbnn.distributions import Divergence
 from flowbnn.kernels import Group
 from flowbnn.noise.base import BLOCK, Noise, blocks
-from flowbnn.noise.batched_normals import Gaussians, Mixtures, draw
+from flowbnn.noise.batched_normals import Gaussians, Mixtures
 from flowbnn.noise.joint import JointPart
 from flowbnn.noise.passes import Forward, NoisePass, Setting, governing, innermost, pass_of
 
@@ -224,7 +224,7 @@ def _at_positions(
         generator = state.settings[block.layers[0].key].generator
         sizes = [noise.layout.dim for noise in block.flows]
         normal = block.normal(block.fresh, sum(sizes), generator)
-        of_kl = draw(block.mean, block.deviation, normal, block.frame.cut)
+        of_kl = block.starts(normal)
         groups = [Group([noise.chain for noise in block.flows], of_kl, True)]
         for noise in drawn:
             at, rounded = state.asked[noise.key]

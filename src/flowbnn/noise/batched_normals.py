@@ -8,7 +8,7 @@ each row.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +37,17 @@ class Gaussians:
             (self.flows if noise.rest else plain).append(noise)
         self.layers, self.plain = plain + self.flows, len(plain)
         self.fresh = self.flows[0].kl_samples if self.flows else 0
-        self.frame = frame_of(self.layers, len(self.flows))
-        shifts, raws = [], []
-        for noise in self.layers:
-            shifts.append(noise.start[1].shift)
-            raws.append(noise.start[1].raw_log_scale)
-        self.mean, self.deviation, self.log_scale = gather(self.frame, shifts, raws)
+        self.sizes = tuple([noise.layout.dim for noise in self.layers])
+        self.cut = sum(self.sizes[: self.plain])  # where the vectors of the flows begin
+        bases, affines, priors = zip(*[noise.start for noise in self.layers], strict=True)
+        self.prior_loc = torch.cat([prior.loc for prior in priors])
+        self.prior_scale = torch.cat([prior.scale for prior in priors])
+        self.scale, center = torch.cat([base.scale for base in bases]), centers(affines)
+        self.log_scale = soft_clamp(torch.cat([affine.raw_log_scale for affine in affines]), affines[0].bound)
+        factor = self.log_scale.exp()
+        shift, loc = torch.cat([affine.shift for affine in affines]), torch.cat([base.loc for base in bases])
+        self.mean = torch.addcmul(shift + center, loc - center, factor)
+        self.deviation = self.scale * factor
 
     @staticmethod
     def alike(layers: list[Any], generators: list[Source]) -> bool:
@@ -58,21 +63,26 @@ class Gaussians:
     def normal(self, rows: int, width: int, generator: Source) -> Tensor:
         return standard_normal(torch.Size((rows, width)), self.mean.dtype, self.mean.device, generator)
 
+    def starts(self, normal: Tensor) -> Tensor:
+        r""":math:`\mu + \sigma \epsilon` of all layers, or of the flows alone, ``[draws, numbers]`` as the normal numbers."""
+        first = len(self.mean) - normal.shape[1]
+        return torch.addcmul(self.mean[first:], normal, self.deviation[first:])
+
     def sample(self, normal: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
         """Draws of all layers from normal numbers, ``[draws, numbers]``, and the log-dets of the flows after the first ``rows``.
 
         Where there are normal numbers of the flows only, these alone are drawn. The flows go at once where the device has kernels for
         that, else one by one.
         """
-        first, sizes = len(self.mean) - normal.shape[1], self.frame.sizes
-        starts, log_det = draw(self.mean, self.deviation, normal, first), rows < len(normal)
+        first, sizes = len(self.mean) - normal.shape[1], self.sizes
+        starts, log_det = self.starts(normal), rows < len(normal)
         parts = list(starts.split(sizes[self.plain :] if first else sizes, -1))
         if not self.flows:
             return parts, None
         draws, parts = parts[: -len(self.flows)], parts[-len(self.flows) :]
         chains = [noise.chain for noise in self.flows]
         if None not in chains and kernels.available(starts):
-            group = Group(chains, starts[:, self.frame.cut - first :], log_det)
+            group = Group(chains, starts[:, self.cut - first :], log_det)
             ends, log_dets = kernels.evaluate_many([group])[0]
             draws += ends.split(sizes[self.plain :], -1)
             return draws, None if log_dets is None else log_dets[:, rows:]
@@ -97,7 +107,7 @@ class Gaussians:
         """KL and entropy of each layer, by its key, and of all."""
         if not self.flows:
             return self.summary(None, [], None)
-        normal = self.normal(self.fresh, len(self.mean) - self.frame.cut, generator)
+        normal = self.normal(self.fresh, len(self.mean) - self.cut, generator)
         return self.summary(normal, *self.sample(normal, 0))
 
     def ahead(
@@ -110,17 +120,37 @@ class Gaussians:
             return self._by_key(both), *self.summary(None, [], None)
         ends = [x[rows:] for x in both[self.plain :]]
         draws = self._by_key([x[:rows] for x in both])
-        return draws, *self.summary(normal[rows:, self.frame.cut :], ends, log_dets)
+        return draws, *self.summary(normal[rows:, self.cut :], ends, log_dets)
 
     def summary(
         self, normal: Tensor | None, ends: list[Tensor], log_dets: Tensor | None
     ) -> tuple[dict[int, Divergence], Divergence]:
-        """Closed form for the Gaussians; for the flows the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws."""
-        kls, entropies = summarize(
-            self.frame, normal, self.mean, self.deviation, self.log_scale, log_dets, *ends
-        )
-        each = map(Divergence, kls.unbind(), entropies.unbind())
-        return self._by_key(each), Divergence(kls.sum(), entropies.sum())
+        r"""KL and entropy of every layer and of all: closed form for Gaussians, the mean over fresh draws for the flows.
+
+        .. math:: \mathrm{KL} = \sum_i \Big(\tfrac12 E\big[(x_i - m_i)^2 / w_i^2 - \epsilon_i^2\big] - s_i
+                  + \log\frac{w_i}{\sigma_0}\Big) - E[\log|\det|]
+
+        Args:
+            normal: the :math:`\epsilon` of the flows' draws, ``[draws, numbers]``.
+            ends: the flows' draws :math:`x`, one tensor each.
+            log_dets: of the flows, ``[flows, draws]``.
+        """
+        cut, loc, width = len(self.mean) if normal is None else self.cut, self.prior_loc, self.prior_scale
+        spread, away = self.deviation[:cut] / width[:cut], (self.mean[:cut] - loc[:cut]) / width[:cut]
+        square = spread.square() + away.square() - 1
+        if normal is not None:
+            x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
+            sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
+            square = torch.cat([square, sampled]) if cut else sampled
+        log_deviation = self.log_scale + self.scale.log()
+        both = torch.stack([0.5 * square - log_deviation + width.log(), log_deviation + _NORMAL_ENTROPY])
+        # made on the device, so that a compiled or recorded step has no copy from the host in it
+        segments = torch.cat([torch.full((n,), i, device=width.device) for i, n in enumerate(self.sizes)])
+        kls, entropies = both.new_zeros(2, len(self.sizes)).index_add(1, segments, both).unbind()
+        if log_dets is not None:
+            volume = F.pad(log_dets.mean(-1), (self.plain, 0))
+            kls, entropies = kls - volume, entropies + volume
+        return divergences_of(self.layers, kls, entropies)
 
     def _by_key(self, values: Any) -> dict[int, Any]:
         return {noise.key: value for noise, value in zip(self.layers, values, strict=True)}
@@ -132,44 +162,6 @@ class Gaussians:
         return drawn if share is None else torch.cat([share.take(drawn[:whole], rows), drawn[whole:]])
 
 
-class Frame(NamedTuple):
-    """What is fixed: the layers' places and the constants of base and prior, laid end to end.
-
-    Args:
-        sizes: length of each layer's vector.
-        cut: where the vectors of the flows begin.
-        bound: of the log-scales.
-        counts: how many vectors the KL of each layer counts.
-        center, loc, scale: of the affine maps and the base.
-        prior_loc, prior_scale: of the prior.
-    """
-
-    sizes: tuple[int, ...]
-    cut: int
-    bound: float
-    counts: tuple[float, ...]
-    center: Any
-    loc: Tensor
-    scale: Tensor
-    prior_loc: Tensor
-    prior_scale: Tensor
-
-
-def frame_of(layers: list[Any], flows: int) -> Frame:
-    """The frame of layers whose noise starts as a learnable Gaussian, of which the last ``flows`` have a flow."""
-    sizes, counts, affines = [], [], []
-    constants: tuple[list[Tensor], ...] = ([], [], [], [])
-    for noise in layers:
-        base, affine, prior = noise.start
-        sizes.append(noise.layout.dim)
-        counts.append(float(noise.count))
-        affines.append(affine)
-        for tensors, tensor in zip(constants, (base.loc, base.scale, prior.loc, prior.scale), strict=True):
-            tensors.append(tensor)
-    cut, bound = sum(sizes[: len(sizes) - flows]), affines[0].bound
-    return Frame(tuple(sizes), cut, bound, tuple(counts), centers(affines), *map(torch.cat, constants))
-
-
 def centers(affines: Any) -> Any:
     """The centers of affine maps: one number, or a vector where they differ."""
     for affine in affines:
@@ -179,65 +171,17 @@ def centers(affines: Any) -> Any:
     return affines[0].center
 
 
-def gather(frame: Frame, shifts: list[Tensor], raws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    r""":math:`\mu`, :math:`\sigma` and :math:`s` of all layers."""
-    log_scale = soft_clamp(torch.cat(raws), frame.bound)
-    factor = log_scale.exp()
-    mean = torch.addcmul(torch.cat(shifts) + frame.center, frame.loc - frame.center, factor)
-    return mean, frame.scale * factor, log_scale
-
-
-def draw(mean: Tensor, deviation: Tensor, normal: Tensor, first: int = 0) -> Tensor:
-    r""":math:`\mu + \sigma \epsilon` for the numbers from ``first`` on; ``normal`` has the draws on its first axis."""
-    if first:
-        mean, deviation = mean[first:], deviation[first:]
-    return torch.addcmul(mean, normal, deviation)
-
-
-def summarize(
-    frame: Frame,
-    normal: Tensor | None,
-    mean: Tensor,
-    deviation: Tensor,
-    log_scale: Tensor,
-    log_dets: Tensor | None,
-    *ends: Tensor,
-) -> tuple[Tensor, Tensor]:
-    r"""KL and entropy of every layer: closed form for Gaussians, the mean over draws for the flows.
-
-    .. math:: \mathrm{KL} = \sum_i \Big(\tfrac12 E\big[(x_i - m_i)^2 / w_i^2 - \epsilon_i^2\big] - s_i + \log\frac{w_i}{\sigma_0}\Big)
-              - E[\log|\det|]
-
-    Args:
-        normal: the :math:`\epsilon` of the flows' draws, ``[draws, numbers]``.
-        mean, deviation, log_scale: of the Gaussians.
-        log_dets: of the flows, ``[flows, draws]``.
-        ends: the flows' draws :math:`x`, one tensor each.
-    """
-    cut, loc, width = frame.cut, frame.prior_loc, frame.prior_scale
-    if normal is None:
-        square = (deviation / width).square() + ((mean - loc) / width).square() - 1
-    else:
-        square = (
-            (deviation[:cut] / width[:cut]).square() + ((mean[:cut] - loc[:cut]) / width[:cut]).square() - 1
-        )
-        x = ends[0] if len(ends) == 1 else torch.cat(ends, -1)
-        sampled = (((x - loc[cut:]) / width[cut:]).square() - normal.square()).mean(0)
-        square = torch.cat([square, sampled]) if cut else sampled
-    log_base = frame.scale.log()
-    both = torch.stack(
-        [0.5 * square - log_scale + width.log() - log_base, log_scale + log_base + _NORMAL_ENTROPY]
-    )
-    # made on the device, so that a compiled or recorded step has no copy from the host in it
-    segments = torch.cat([torch.full((n,), i, device=mean.device) for i, n in enumerate(frame.sizes)])
-    kls, entropies = both.new_zeros(2, len(frame.sizes)).index_add(1, segments, both).unbind()
-    if log_dets is not None:
-        volume = F.pad(log_dets.mean(-1), (len(frame.sizes) - len(ends), 0))
-        kls, entropies = kls - volume, entropies + volume
-    if any(count != 1.0 for count in frame.counts):
-        counts = torch.cat([kls.new_full((1,), count) for count in frame.counts])
-        kls, entropies = kls * counts, entropies * counts
-    return kls, entropies
+def divergences_of(
+    layers: list[Any], kls: Tensor, entropies: Tensor
+) -> tuple[dict[int, Divergence], Divergence]:
+    """KL and entropy of each layer, by its key, and of all, as often as each one's vector is counted."""
+    counts = [float(noise.count) for noise in layers]
+    if any(count != 1.0 for count in counts):
+        weights = torch.cat([kls.new_full((1,), count) for count in counts])
+        kls, entropies = kls * weights, entropies * weights
+    each = map(Divergence, kls.unbind(), entropies.unbind())
+    keys = [noise.key for noise in layers]
+    return dict(zip(keys, each, strict=True)), Divergence(kls.sum(), entropies.sum())
 
 
 # -------------------- mixtures
@@ -314,14 +258,13 @@ class Mixtures:
         starts = self.draw(*self.start(rows, self.fresh, generator, share))
         ends, log_dets = self.push(starts)
         log_dets = None if log_dets is None else log_dets[:, rows:]
-        each, total = self.summary(starts[rows:], ends[rows:], log_dets)
         keys, draws = [noise.key for noise in self.layers], ends[:rows].split(self.sizes, -1)
-        return dict(zip(keys, draws, strict=True)), dict(zip(keys, each, strict=True)), total
+        return dict(zip(keys, draws, strict=True)), *self.summary(starts[rows:], ends[rows:], log_dets)
 
     def summary(
         self, drawn: Tensor, ends: Tensor, log_dets: Tensor | None
-    ) -> tuple[list[Divergence], Divergence]:
-        """KL and entropy of each layer, and their sums: the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws.
+    ) -> tuple[dict[int, Divergence], Divergence]:
+        """KL and entropy of each layer and of all: the bracket of :func:`~flowbnn.distributions.divergence` on fresh draws.
 
         Args:
             drawn: of the mixtures, ``[draws, numbers]``.
@@ -340,10 +283,5 @@ class Mixtures:
         log_q = torch.logsumexp(sums[..., :components], -1) - math.log(components)
         if log_dets is not None:
             log_q = log_q - log_dets
-        counts = [float(noise.count) for noise in self.layers]
         kls, entropies = (log_q - sums[..., components]).mean(-1), -log_q.mean(-1)
-        if any(count != 1.0 for count in counts):
-            weights = torch.cat([kls.new_full((1,), count) for count in counts])
-            kls, entropies = kls * weights, entropies * weights
-        each = [Divergence(*pair) for pair in zip(kls.unbind(), entropies.unbind(), strict=True)]
-        return each, Divergence(kls.sum(), entropies.sum())
+        return divergences_of(self.layers, kls, entropies)
