@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,12 +72,6 @@ class NoisePosterior(Posterior):
         size = even(rows(inputs), prediction.limit)
         if not plan.fold or (prediction.shared and plan.absorbs(size, prediction.device)):
             return sampler.one_by_one(inputs, samples, plan)
-        for layer in sampler.channels:  # drawn here once, for the hooks to look up
-            if layer.key in plan.times and layer.key not in sampler.held:
-                _, number, seed, _ = sampler.state.settings[layer.key]
-                tensor = next(chain(layer.parameters(), layer.buffers()), None)
-                device = prediction.device if tensor is None else tensor.device
-                sampler.held[layer.key] = layer.shared_vectors(number, seed, device)
         try:
             return sampler.folded(inputs, samples, plan)
         except Unfolded:
@@ -333,12 +326,7 @@ class Sampler:
         mode: Any = "shared" if prediction.shared else "sample"
         samples = prediction.samples if prediction.shared else 1
         settings = settings_of(self.model, mode, samples, prediction.seed, self.generator)
-        self.held: dict[Any, Any] = {}  # shared draws of the layers, by their keys
-        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held=self.held))
-        self.channels: list[Noise] = []  # layers whose vectors serve all inputs
-        for layer in noise_layers(self.model).values() if prediction.shared else ():
-            if layer.site == "channel":
-                self.channels.append(layer)
+        self.state = prediction.stack.enter_context(NoisePass(settings, shares=False, held={}))
 
     def one_by_one(self, inputs: Any, samples: range, plan: SamplingPlan) -> Tensor:
         """One network after the other, over all rows."""

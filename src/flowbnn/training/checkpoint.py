@@ -1,7 +1,6 @@
 """The checkpoint of a training run, everything needed to go on as if it had never stopped; whether a stored state fits a network."""
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,10 +206,6 @@ class State:
         self.data = stored["data"]
         self.saved_step = self.position.step
 
-    def note_data(self, batch: Any) -> None:
-        """Keep a fingerprint of the run's first batch."""
-        self.data = {"random": self.random_start, "first": fingerprint(batch)}
-
     def compare_data(self, first_batch: Callable[[], Any]) -> None:
         """Warn where the first batch, drawn again as it was then, is another one: the data are others, or in another order."""
         if self.data is None:
@@ -247,10 +242,6 @@ class State:
                 changed=changed,
                 kept=kept,
             )
-
-    def keep_weights(self) -> None:
-        """Remember the present weights as the best."""
-        self.best_weights = deepcopy(self.objective.state_dict())
 
 
 def unfinished(path: Path) -> Position | None:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flowbnn.batches import batch_size, check_finite_batch, named_tensors
+from flowbnn.batches import batch_size, check_finite_batch, fingerprint, named_tensors
 from flowbnn.errors import FlowBNNError, warn
 from flowbnn.training.checkpoint import State
 from flowbnn.training.cuda_graph import make_recorder
@@ -219,7 +220,7 @@ class Run:
             self.state.random_now = None
             return False
         if position.step == 0 and process.processes == 1 and self.path is not None:
-            self.state.note_data(batch)
+            self.state.data = {"random": self.state.random_start, "first": fingerprint(batch)}
         epochs, length = options.epochs, self.steps_per_epoch
         done = position.epoch / epochs if length is None else position.step / (length * epochs)
         clock = Clock(position.epoch, position.step, length, epochs, min(1.0, done))
@@ -356,7 +357,7 @@ class Run:
                 watched = options.early_stop.read(record) if options.early_stop else record["loss"]
                 self.schedule.step(*([watched] if isinstance(self.schedule, ReduceLROnPlateau) else []))  # type: ignore[arg-type]
             if options.early_stop is not None and position.watch(options.early_stop, record):
-                self.state.keep_weights()
+                self.state.best_weights = deepcopy(self.objective.state_dict())
             position.history.records.append(record)
             position.history.steps = position.step
             position.history.seconds = time.monotonic() - self.started

@@ -104,12 +104,8 @@ def energy_change(state: State, momentum: Tensor, inverse_mass: Tensor, before: 
 
 def choose(which: Tensor, one: State, other: State) -> State:
     """For each chain the first state where ``which`` is true, else the other."""
-    column = which[:, None]
-    return State(
-        torch.where(column, one.position, other.position),
-        torch.where(which, one.energy, other.energy),
-        torch.where(column, one.gradient, other.gradient),
-    )
+    masks = which[:, None], which, which[:, None]
+    return State(*map(torch.where, masks, one, other))
 
 
 class Start:
