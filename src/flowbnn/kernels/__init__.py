@@ -86,9 +86,7 @@ def evaluate(
         x, log_dets = gpu.push([Group([chain], z, log_det, coarse)])[0]
         return x, None if log_dets is None else log_dets[0]
     if chain.weights and cpu.serves(z):
-        if torch.is_grad_enabled():
-            return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
-        return cpu.ChainFunction.forward(cpu.NoContext(), chain.plan, log_det, z, *chain.weights)
+        return cpu.ChainFunction.apply(chain.plan, log_det, z, *chain.weights)
     return reference.forward(chain.plan, chain.weights, z, log_det)
 
 

@@ -102,13 +102,6 @@ def _triangles_back(
     return factors
 
 
-class NoContext:
-    """In the place of autograd's context where no gradient is wanted: autograd takes as long to begin as a short chain takes."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        pass
-
-
 class ChainFunction(torch.autograd.Function):
     """The chain applied to ``z`` ``[rows, dim]``, and the log-dets ``[rows]`` or None; second derivatives are torch's own."""
 

@@ -8,9 +8,8 @@ What it can represent: of a Gaussian posterior with precision :math:`\Lambda` it
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
-from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -103,12 +102,10 @@ class BayesByBackprop(Variational):
             {"name": "means", "params": [weights.mean], "lr": self.lr},
             {"name": "deviations", "params": [weights.log_std], "lr": self.noise_lr},
         ]
-        divergence: Callable[[], Divergence] = partial(weights.divergence, self.prior_scale)
-        if self.prior == "scale-mixture":
-            mixture = (self.pi, self.sigma1, self.sigma2)
-            divergence = partial(weights.divergence, self.prior_scale, mixture, self.kl_samples)
-        elif self.prior == "log-uniform":
-            divergence = weights.log_uniform_divergence
+
+        def divergence() -> Divergence:
+            return Divergence(self._kl(weights.mean, weights.log_std), weights.entropy())
+
         fit_elbo(posterior, around, divergence, groups, self, loader, check, run)
         around.release()
         posterior.follow()
@@ -117,6 +114,15 @@ class BayesByBackprop(Variational):
             for name, value in posterior.mean.items():
                 model.get_parameter(name).copy_(value)
         return posterior
+
+    def _kl(self, mean: Tensor, log_std: Tensor) -> Tensor:
+        """To the prior."""
+        if self.prior == "gaussian":
+            return gaussian_kl(mean, log_std, self.prior_scale)
+        if self.prior == "log-uniform":
+            return log_uniform_kl(mean, log_std)
+        normal = standard_normal(torch.Size((self.kl_samples, mean.numel())), mean.dtype, mean.device)
+        return mixture_kl(mean, log_std, normal, self.pi, self.sigma1, self.sigma2)
 
 
 class GaussianWeightPosterior(WeightPosterior):
@@ -264,20 +270,6 @@ class GaussianWeights(nn.Module):
             name: part.view(*leading, *shape)
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
-
-    def divergence(
-        self, prior_scale: float = 1.0, mixture: tuple[float, float, float] | None = None, samples: int = 1
-    ) -> Divergence:
-        r"""KL to the prior :math:`\mathcal N(0, \sigma_0^2)`, or to a mixture ``(pi, sigma1, sigma2)`` on fresh draws; entropy."""
-        mean, log_std = self.mean, self.log_std
-        if mixture is None:
-            return Divergence(gaussian_kl(mean, log_std, prior_scale), self.entropy())
-        normal = standard_normal(torch.Size((samples, mean.numel())), mean.dtype, mean.device)
-        return Divergence(mixture_kl(mean, log_std, normal, *mixture), self.entropy())
-
-    def log_uniform_divergence(self) -> Divergence:
-        """KL to the log-uniform prior; entropy."""
-        return Divergence(log_uniform_kl(self.mean, self.log_std), self.entropy())
 
     @torch.no_grad()
     def entropy(self) -> Tensor:
