@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.batches import (
-    apply,
     as_loader,
     call,
     check_finite,
@@ -102,14 +101,7 @@ class Called(nn.Module):
         self.network = network
 
     def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, cast(inputs, dtype_of(self.network)))
-
-
-def cast(inputs: Any, wanted: torch.dtype | None) -> Any:
-    """Real numbers in the precision of the weights, as prediction has them."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(wanted) if inputs.is_floating_point() and wanted is not None else inputs
-    return apply(inputs, lambda tensor: cast(tensor, wanted))
+        return call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
 
 
 class Objective(nn.Module):
@@ -152,7 +144,7 @@ class Objective(nn.Module):
 
     def outputs(self, inputs: Any) -> Tensor:
         """What the network gives."""
-        outputs = call(self.network, cast(inputs, dtype_of(self.network)))
+        outputs = call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
         return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 

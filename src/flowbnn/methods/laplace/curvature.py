@@ -304,8 +304,12 @@ class Problem:
             raise FlowBNNError(
                 "the log-likelihood of these data is not finite; train, or clean the data", kind="finite"
             )
-        weight = 1.0 if self.total is None else self.total / count
+        weight = self.weight(count)
         return Curvature(*sums.blocks(weight), float(log_likelihood) * weight, count)
+
+    def weight(self, seen: int) -> float:
+        """How many examples each of those that were seen stands for."""
+        return 1.0 if self.total is None else self.total / seen
 
     def _by_sums(self, name: str) -> bool:
         """Whether the diagonal of a layer can be had by :class:`LayerSums`: it is called once, with the examples first."""
@@ -318,8 +322,8 @@ class Problem:
         called_once = self.seen.calls[name] == 1 and shape[:1] == (self.seen.rows,)
         return known and called_once and shares_weights(self.model, name) is None
 
-    def gradient(self, weight: float) -> dict[str, Tensor]:
-        """Of the log-likelihood of all data, each example counted ``weight`` times."""
+    def gradient(self, seen: int) -> dict[str, Tensor]:
+        """Of the log-likelihood of all the data, of which ``seen`` examples are there."""
         jacobian = Jacobian(self.model, list(self.weights))
         leaves = jacobian.leaves()
         total = {name: torch.zeros_like(value) for name, value in self.weights.items()}
@@ -329,5 +333,5 @@ class Problem:
                 fitted = self.likelihood.log_prob(outputs.reshape(len(outputs), -1), targets).sum()
             parts = torch.autograd.grad(fitted, list(leaves.values()), materialize_grads=True)
             for name, part in zip(total, parts, strict=True):
-                total[name] += weight * part
+                total[name] += self.weight(seen) * part
         return total

@@ -230,7 +230,7 @@ def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[C
     """
     weights = problem.weights
     start = {name: value.detach().clone() for name, value in weights.items()}
-    slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
+    slope = problem.gradient(curvature.seen)
     relative, noise = prior.choose(problem, curvature, slope)
     names = {
         name: delta
@@ -284,7 +284,7 @@ def newton_step(problem: Problem, curvature: Curvature, prior: Prior) -> tuple[C
 
 def warn_of_slope(problem: Problem, curvature: Curvature, blocks: list[Block], deltas: list[float]) -> None:
     """Warn where one more step of Newton's method would raise the log-density much: the weights are not at its mode."""
-    slope = problem.gradient(1.0 if problem.total is None else problem.total / curvature.seen)
+    slope = problem.gradient(curvature.seen)
     for shapes, delta in zip(problem.layers.values(), deltas, strict=True):
         for name in shapes:
             slope[name] = slope[name] - delta * problem.weights[name].detach()
