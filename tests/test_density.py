@@ -202,6 +202,21 @@ def test_p_values_of_novelty_by_hand() -> None:
     assert typical.is_novel(torch.tensor([[0.0], [1.0], [4.0]])).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("by", ["density", "typicality"])
+def test_an_example_without_a_density_is_novel(by) -> None:
+    density = Density(Gaussian(1))
+    detector = density.novelty(torch.linspace(-2.0, 2.0, 39)[:, None], rate=0.05, by=by)
+    strange = torch.tensor(
+        [[math.nan], [math.inf], [1e30], [0.6]]
+    )  # log-densities of NaN and of minus infinity
+    assert detector.is_novel(strange).tolist() == [True, True, True, False]
+    assert torch.equal(detector.strangeness(strange).argsort(descending=True)[-1], torch.tensor(3))
+    one_far = torch.cat([torch.linspace(-2.0, 2.0, 38), torch.tensor([1e30])])[:, None]
+    assert density.novelty(one_far, by=by).p_value(strange)[:3].tolist() == pytest.approx([2 / 40] * 3)
+    with pytest.raises(fb.FlowBNNError, match="held-out"):
+        density.novelty(strange)
+
+
 def test_scores_of_no_examples_and_of_one_without_its_axis() -> None:
     density = Density(Gaussian(2))
     assert density.score(torch.zeros(0, 2)).shape == (0,)
@@ -288,6 +303,10 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: fb.fit_density(Gaussian(), 3), "loader"),
         (lambda: fb.fit_density(Gaussian(), [points()], context=points()), "leave out context"),
         (lambda: fb.fit_density("nsf", points()), "flow"),
+        (
+            lambda: fb.fit_density(fb.flows.NSF(2)(), points()),
+            "got a Flow; give the module, not what it returns",
+        ),
         (lambda: fb.fit_density(Gaussian(), points(), learning_rate=1.0), "did you mean 'lr'"),
         (lambda: fb.fit_density(fb.flows.NSF(1), points()[:, 0]), r"x\[:, None\]"),
         (lambda: fb.fit_density(fb.flows.NSF(3), points()), r"NSF is made for .* \(3,\), .* \(256, 2\)"),

@@ -126,7 +126,11 @@ def check(name: str, value: Any, annotation: Any, owner: str = "") -> None:
     elif hasattr(value, "model") and _allows(annotation, value.model):
         close = "; its network is its .model"
     elif hasattr(value, "transform") and _allows(annotation, value.transform):
-        close = "; give its .transform"
+        close = (
+            "; give the module, not what it returns"
+            if _allows(annotation, torch.nn.Module())
+            else "; give its .transform"
+        )
     elif annotation is Tensor and hasattr(value, "__len__") and not isinstance(value, Tensor | str):
         close = "; torch.as_tensor makes one of numbers"
     where = f"{owner}({name}=...)" if owner else name

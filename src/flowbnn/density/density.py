@@ -195,6 +195,9 @@ class Density(nn.Module):
             raise FlowBNNError(
                 "a threshold needs held-out examples, and there are none", kind="data", argument="held_out"
             )
+        if bool(scores.isnan().any()):
+            text = "the log-densities of some held-out examples are not a number; clean them first"
+            raise FlowBNNError(text, kind="data", argument="held_out")
         if rate * (1 + len(scores)) < 1:
             least = math.ceil(1 / rate) - 1
             warn(
@@ -202,7 +205,7 @@ class Density(nn.Module):
                 kind="data",
                 argument="held_out",
             )
-        return NoveltyDetector(self, rate, by, scores.double().sort().values)
+        return NoveltyDetector(self, rate, by, _ranked(scores).sort().values)
 
     def save(self, path: str | Path) -> Path:
         """Write the fitted flow to one safetensors file, atomically."""
@@ -230,12 +233,12 @@ class NoveltyDetector:
 
     def strangeness(self, data: Any, context: Any = None) -> Tensor:
         """Minus the log-density, or its distance to the mean of the held-out ones: large is novel."""
-        scores = self.density.score(data, context)
+        scores = _ranked(self.density.score(data, context))
         return -scores if self.by == "density" else (scores - self.held_out.mean()).abs()
 
     def p_value(self, data: Any, context: Any = None) -> Tensor:
         """The share of familiar examples that are as strange."""
-        low = high = self.density.score(data, context).double()
+        low = high = _ranked(self.density.score(data, context))
         number, above = len(self.held_out), torch.zeros((), dtype=torch.long)
         if self.by == "typicality":
             opposite = 2.0 * (self.held_out.sum() + low) / (1 + number) - low
@@ -413,6 +416,11 @@ def _units(
         warn(text, kind="data", argument="data")
     scale = torch.where(varies, scale, 1.0)
     return loc.to(device_of(flow), exact), scale.to(device_of(flow), exact)
+
+
+def _ranked(scores: Tensor) -> Tensor:
+    """Log-densities as finite numbers: no number at all counts as the lowest, so that nothing is stranger."""
+    return scores.double().nan_to_num(nan=-1e300, neginf=-1e300, posinf=1e300)
 
 
 def _validate(density: Density, held_out: Any) -> dict[str, float]:
