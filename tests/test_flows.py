@@ -72,6 +72,22 @@ def test_flows_compute_in_single_precision_under_autocast(name: str) -> None:
     torch.testing.assert_close(found, flow(context).log_prob(x), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("name", NAMES[1:])  # the first is FFJORD, whose solver wants more digits
+def test_flows_are_served_in_half_precision(name: str) -> None:
+    torch.manual_seed(0)
+    exact = getattr(fb.flows, name)(3, length=1)
+    flow = getattr(fb.flows, name)(3, length=1).bfloat16()
+    flow.load_state_dict(exact.state_dict())
+    x = torch.randn(20, 3).bfloat16()
+    for mode in (True, False):
+        log_prob = flow.train(mode)().log_prob(x)
+        log_prob.sum().backward()
+        assert log_prob.dtype == flow().rsample().dtype == torch.bfloat16
+        torch.testing.assert_close(
+            log_prob.float(), exact.train(mode)().log_prob(x.float()), rtol=0.05, atol=0.1
+        )
+
+
 def test_the_mean_of_a_conditional_gaussian_follows_its_context() -> None:
     flow = small("Householder", 2, context_dim=1)
     context = torch.tensor([[0.0], [2.0]]).double()

@@ -31,6 +31,21 @@ def readable(value: Tensor) -> bool:
     return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def at_least_single(value: Tensor) -> Tensor:
+    """In float32 where it is of half precision, in which torch solves no equations.
+
+    >>> at_least_single(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return value.float() if value.dtype.itemsize < 4 else value
+
+
+def solve_triangular(matrix: Tensor, value: Tensor, **how: bool) -> Tensor:
+    """As ``torch.linalg.solve_triangular``, in half precision as well."""
+    solved: Tensor = torch.linalg.solve_triangular(at_least_single(matrix), at_least_single(value), **how)
+    return solved.to(value.dtype)
+
+
 def soft_clamp(value: Tensor, bound: float) -> Tensor:
     r"""Squash smoothly into :math:`(-b, b)` by :math:`b \tanh(x / b)`: slope one at zero, never past the bound.
 

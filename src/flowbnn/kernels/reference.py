@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowbnn.numerics import soft_clamp, tanh_root, tanh_slope
+from flowbnn.numerics import soft_clamp, solve_triangular, tanh_root, tanh_slope
 
 
 class ChainShape(NamedTuple):
@@ -135,8 +135,8 @@ def inverse(plan: ChainShape, weights: Sequence[Tensor], x: Tensor) -> tuple[Ten
 
 def solve(lower: Tensor, upper: Tensor, x: Tensor) -> Tensor:
     """The rows ``z`` with ``x = z U^T L^T``."""
-    x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False, unitriangular=True)
-    return torch.linalg.solve_triangular(upper.mT, x, upper=False, left=False)
+    x = solve_triangular(lower.mT, x, upper=True, left=False, unitriangular=True)
+    return solve_triangular(upper.mT, x, upper=False, left=False)
 
 
 def gradients(function: Callable[..., Any], inputs: Sequence[Any], given: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.nets.mlp import Length, check_context
-from flowbnn.numerics import inverse_softplus
+from flowbnn.numerics import at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
 
 Product = Callable[[Tensor], Tensor]
@@ -247,7 +247,7 @@ class LipschitzMLP(SmoothMLP):
             matrix = weight.flatten(1)
             short = matrix if len(matrix) <= matrix.shape[1] else matrix.mT
             gram = short @ short.mT
-            return torch.linalg.eigvalsh(gram)[-1].clamp(min=floor**2).sqrt()
+            return torch.linalg.eigvalsh(at_least_single(gram))[-1].clamp(min=floor**2).sqrt()
         left = getattr(self, f"left_{index}")
         with torch.no_grad():
             for _ in range(STEPS):

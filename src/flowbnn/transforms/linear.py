@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.kernels.reference import solve, triangles
-from flowbnn.numerics import soft_clamp
+from flowbnn.numerics import soft_clamp, solve_triangular
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_vectors
 
@@ -120,7 +120,7 @@ def reflected(value: Tensor, units: Tensor) -> Tensor:
     """
     half = 0.5 * torch.eye(len(units), dtype=units.dtype, device=units.device)
     inverse = torch.matmul(units, units.mT).triu(1) + half
-    weighted = torch.linalg.solve_triangular(inverse, units, upper=True)  # S U
+    weighted = solve_triangular(inverse, units, upper=True)  # S U
     return value - torch.matmul(torch.matmul(value, units.mT), weighted)
 
 
@@ -281,7 +281,7 @@ class BlockTriangular(Transform):
         for number, scale, unit, y in self._blocks(x - self.shift):
             own = y if before is None else y - before @ self.links[number - 1].mT
             rows = (own / scale).reshape(-1, len(unit))
-            z = torch.linalg.solve_triangular(unit.mT, rows, upper=True, left=False).reshape(y.shape)
+            z = solve_triangular(unit.mT, rows, upper=True, left=False).reshape(y.shape)
             results.append(z)
             before = self._after(number, z, y, before)
         return torch.cat(results, -1), -self._log_det().expand(x.shape[:-1])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
-from flowbnn.numerics import readable, sum_rightmost
+from flowbnn.numerics import at_least_single, readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_events, check_vectors
 
@@ -102,7 +102,8 @@ class Residual(Transform):
             if matrix is None:
                 z = z - _Solve.apply(rest, pull, push)
             else:
-                z = z - torch.linalg.solve(matrix, rest.flatten(-self.event_dim)).reshape(rest.shape)
+                flat = at_least_single(rest.flatten(-self.event_dim))
+                z = z - torch.linalg.solve(matrix, flat).reshape(rest.shape).to(z.dtype)
         moved, pull, _ = step.linearize(z)
         return z, -self._log_det(pull, moved)
 
@@ -117,7 +118,7 @@ class Residual(Transform):
         small = self.dim <= (EXACT_IN_TRAINING if self.training else EXACT_IN_EVAL)
         how = self.log_det or ("exact" if small else "roulette")
         if how == "exact":
-            return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet
+            return torch.linalg.slogdet(self._one_plus_jacobian(pull, like)).logabsdet.to(like.dtype)
         terms = self.terms if self.training or how == "truncated" or self.log_det else EVAL_TERMS
         extra = 0 if how == "truncated" else int(torch.empty(()).geometric_(1 - self.go_on)) - 1
         weights = [1.0] * terms + [self.go_on**-j for j in range(1, extra + 1)]
@@ -141,7 +142,7 @@ class Residual(Transform):
         eye = torch.eye(self.dim, dtype=like.dtype, device=like.device)
         batch = like.shape[: like.ndim - self.event_dim]
         rows = pull(eye.reshape(self.dim, *(1,) * len(batch), *self.shape))
-        return eye + rows.flatten(-self.event_dim).movedim(0, -2)
+        return at_least_single(eye + rows.flatten(-self.event_dim).movedim(0, -2))
 
     def _root(self, step: Any, x: Tensor) -> Tensor:
         """Fixed point of ``z = x - step(z)`` to half of the digits, which Newton steps double, or all that a net in TF32 has."""
