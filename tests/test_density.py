@@ -11,7 +11,7 @@ import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.target import TargetFit
-from flowbnn.transforms import Affine, Compose, Exp
+from flowbnn.transforms import Affine, Compose, Dequantization, Exp
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 ONE = {**FEW, "epochs": 1}
@@ -30,6 +30,7 @@ class Gaussian(nn.Module):
         return DiagonalNormal(self.loc if context is None else self.loc + context, self.log_scale.exp())
 
 
+INTEGERS = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), Compose(Affine(2), Dequantization()))
 POSITIVE = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), Compose(Affine(2), Exp()))
 
 
@@ -318,6 +319,7 @@ def test_a_target_is_found_with_its_constant() -> None:
             lambda: fb.fit_target(Gaussian(), lambda x: x.detach().numpy().sum(-1), progress=False),
             "must give a tensor",
         ),
+        (lambda: fb.fit_target(INTEGERS, lambda x: -x.float().sum(-1), progress=False), "carry no gradient"),
         (lambda: Density(Gaussian(2, 2)).score([(points(), points())], points()), "leave out context"),
         (lambda: fb.fit_density(Gaussian(), points(), context=points()), "no context_dim"),
         (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "validation data"),

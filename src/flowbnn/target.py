@@ -123,7 +123,10 @@ class _Reverse(nn.Module):
                 kind="shape",
                 argument="log_density",
             )
-        if x.requires_grad and not log_density.requires_grad:
+        if not x.requires_grad:
+            text = "the flow's draws carry no gradient to fit it by, as integers do not; take a flow of real numbers"
+            raise FlowBNNError(text, argument="flow")
+        if not log_density.requires_grad:
             text = "log_density gives no gradient in the points: compute it by torch alone, without detach, no_grad or NumPy"
             raise FlowBNNError(text, argument="log_density")
         done = float(clock.progress) / self.warmup if self.warmup else 1.0

@@ -162,6 +162,16 @@ def test_encoders_read_bytes_in_the_units_of_the_decoder() -> None:
     assert vae.features_of(torch.tensor([[0, 255]]), None).tolist() == [[-1.0, 1.0]]
 
 
+@pytest.mark.parametrize("levels", [256, 1000])
+def test_bytes_are_integers_of_a_logistic_decoder(levels) -> None:
+    decoder, outputs = fb.vae.LogisticDecoder(levels), torch.zeros(2, 4)
+    data = torch.tensor([[0, 255], [3, 128]])
+    decoder.check(data.byte())
+    torch.testing.assert_close(decoder.log_prob(outputs, data.byte()), decoder.log_prob(outputs, data))
+    with pytest.raises(fb.FlowBNNError, match=f"from 0 to {levels - 1}"):
+        decoder.check(data + levels - 255)
+
+
 def test_logistic_probabilities_sum_to_one_and_match_samples() -> None:
     decoder = fb.vae.LogisticDecoder(levels=5)
     torch.manual_seed(0)

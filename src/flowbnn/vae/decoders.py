@@ -154,7 +154,7 @@ class LogisticDecoder(Decoder):
         return drawn.round().clamp(0.0, self.levels - 1.0)
 
     def problem(self, x: Tensor) -> str:
-        if bool((x != x.round()).any()) or bool(((x < 0) | (x >= self.levels)).any()):
+        if bool((x != x.round()).any()) or bool(((x < 0) | (x > self.levels - 1.0)).any()):
             return f"a logistic decoder takes integers from 0 to {self.levels - 1}; multiply and round, or say decoder='gaussian'"
         return ""
 
