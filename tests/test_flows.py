@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import flowbnn as fb
-from flowbnn.distributions import CircularBase, StudentBase
+from flowbnn.distributions import CircularBase, NormalBase, StudentBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
-from flowbnn.transforms import Autoregressive, Compose, Inverse, Sigmoid
+from flowbnn.transforms import Autoregressive, Compose, Inverse, Reshape, Sigmoid
 
 NAMES = [name for name in fb.flows.__all__ if name.lower() in named_flows()]
 WITH_NETS = [name for name in NAMES if name not in ("Planar", "Radial", "Sylvester", "Householder")]
@@ -167,3 +167,11 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
 def test_bad_input_is_one_line(call, words: str) -> None:
     with pytest.raises(FlowBNNError, match=words):
         call()
+
+
+def test_sequences_have_a_base_of_as_many_numbers() -> None:
+    wave = Autoregressive(1, net=fb.nets.WaveNet(1, 2))
+    with pytest.raises(FlowBNNError, match="begin the flow with Reshape"):
+        fb.flows.FlowModel(NormalBase(1), wave)()
+    flow = fb.flows.FlowModel(NormalBase(7), Compose(Reshape((7,), (7, 1)), wave))
+    assert flow().log_prob(flow().sample((3,))).shape == (3,)

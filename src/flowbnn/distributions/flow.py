@@ -86,8 +86,13 @@ class Flow(Distribution):
             raise FlowBNNError(f"{text} flowbnn.flows.FlowModel(base, transform)", argument="base")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            text = f"works on events of {transform.event_dim} axes, but the base draws have shape"
-            raise refused(transform, f"{text} {tuple(shape)}; give the base a vector of parameters", "shape")
+            wish = (
+                "give the base a vector of parameters"
+                if transform.event_dim == 1
+                else "begin the flow with Reshape"
+            )
+            text = f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}; {wish}"
+            raise refused(transform, text, "shape")
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:

@@ -121,7 +121,7 @@ class Integers(ToIntegers):
         return z.round().long(), torch.zeros_like(z)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        far = self._exact(bits=0)
+        far = self._exact(bits=1)  # which leaves room for shifts
         self._check_integers(x, -far, far, "; bring the flow to .double()")
         z = x.to(self._zero.dtype)
         return z, torch.zeros_like(z)
