@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowbnn_studies import get_study
-from flowbnn_studies.data.plane import TOYS
+from flowbnn_studies.flows.densities_2d import TOYS
 from flowbnn_studies.report import load_results, write_report
 from flowbnn_studies.runner.run import run_study
 

@@ -1,19 +1,33 @@
 """MNIST, Fashion-MNIST and CIFAR-10 from a torchvision-style folder, verified to the last byte, or downloaded."""
 
+import gzip
 import hashlib
+import http.client
+import math
 import os
+import pickle
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import File, check
-from flowbnn_studies.data.download import checksum, extract, fetch
-from flowbnn_studies.data.formats import damaged, read_cifar_binary, read_cifar_pickle, read_idx
+from flowbnn.training.progress import track
 from flowbnn_studies.data.images import ImageSet
-from flowbnn_studies.data.sources import SOURCES, Piece, Source
+from flowbnn_studies.data.sources import SOURCES, Download, Piece, Source
+
+REMEDY = "delete it and load again with download=True, or copy it anew"
+KINDS = {1: "labels", 3: "images"}
+CHUNK = 1 << 16
 
 
 def load_images(name: str, split: str = "train", root: File | None = None, download: bool = True) -> ImageSet:
@@ -184,3 +198,187 @@ def _unpack(source: Source, archive: Path) -> None:
     extract(archive, names, archive.parent / f"{source.folder}-bin")
     if fetched:
         archive.unlink(missing_ok=True)
+
+
+# -------------------- formats: IDX, plain or packed, and CIFAR's binary and pickled files
+
+
+def damaged(path: Path, what: str) -> FlowBNNError:
+    """The error for a file that is not what it should be.
+
+    >>> print(damaged(Path("a.bin"), "is 3 bytes long, expected 4"))
+    a.bin is 3 bytes long, expected 4; delete it and load again with download=True, or copy it anew
+    """
+    return FlowBNNError(f"{path} {what}; {REMEDY}", kind="file")
+
+
+def _read(path: Path, most: int) -> bytes:
+    """The content, unpacked, but never more than ``most + 1`` bytes of it."""
+    if path.exists() and not path.is_file():
+        raise FlowBNNError(f"{path} is a folder, a pipe or a device, not a file", kind="file")
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed:
+                return packed.read(most + 1)
+        with path.open("rb") as plain:
+            return plain.read(most + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise damaged(path, "is not a whole gzip file: it is truncated or damaged") from None
+    except OSError as error:
+        raise FlowBNNError(f"{path} cannot be read: {error.strerror or error}", kind="file") from None
+
+
+def _length(path: Path, raw: bytes, wanted: int) -> None:
+    if len(raw) != wanted:
+        length = f"is {len(raw):,} bytes long" if len(raw) < wanted else "is longer"
+        packed = " when unpacked" if path.suffix == ".gz" else ""
+        tail = ": it is truncated" if len(raw) < wanted else ""
+        raise damaged(path, f"{length}{packed}, expected {wanted:,} bytes{tail}")
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The bytes of an IDX file: two zeros, the type (8: bytes), the number of axes, their lengths, the data.
+
+    Args:
+        path: plain, or compressed when it ends in ``.gz``.
+        shape: what its header must say.
+    """
+    header = 4 + 4 * len(shape)
+    wanted = header + math.prod(shape)
+    raw = _read(path, wanted)
+    if len(raw) < header:
+        _length(path, raw, wanted)
+    if raw[:4] != bytes((0, 0, 8, len(shape))):
+        kind = KINDS.get(raw[3]) if raw[:3] == b"\0\0\x08" else None
+        number, right = int.from_bytes(raw[:4], "big"), 0x800 + len(shape)
+        what = f"holds {kind}" if kind else "is not an IDX file of bytes"
+        raise damaged(
+            path, f"{what} (magic number {number}), expected {KINDS.get(len(shape), 'data')} ({right})"
+        )
+    sizes = tuple(int(length) for length in np.frombuffer(raw[4:header], ">u4"))
+    if sizes != shape:
+        raise damaged(
+            path,
+            f"says it holds {_times(sizes)}, expected {_times(shape)}: perhaps the file of another split or set",
+        )
+    _length(path, raw, wanted)
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def read_cifar_binary(path: Path, count: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels ``[count, *shape]`` and labels of a file that repeats: one byte of label, the pixels channel by channel."""
+    record = 1 + math.prod(shape)
+    raw = _read(path, count * record)
+    _length(path, raw, count * record)
+    rows = np.frombuffer(raw, np.uint8).reshape(count, record)
+    return np.ascontiguousarray(rows[:, 1:]).reshape(count, *shape), np.ascontiguousarray(rows[:, 0])
+
+
+def read_cifar_pickle(
+    path: Path, md5: str, count: int, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels and labels of a pickled batch, ``{b"data": bytes [count, pixels], b"labels": [...]}``, if it is the published file.
+
+    A pickle can run code, so the checksum comes first.
+    """
+    raw = _read(path, 2 * count * math.prod(shape) + 100_000)
+    digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()
+    if digest != md5:
+        raise damaged(path, f"is not the published file (MD5 {digest}, expected {md5}): it was not unpickled")
+    content = pickle.loads(raw, encoding="bytes")
+    return content[b"data"].reshape(count, *shape), np.array(content[b"labels"], np.uint8)
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{length:,}" for length in shape)
+
+
+# -------------------- downloads
+
+
+def fetch(wanted: Download, target: Path, timeout: float = 30.0, progress: bool = True) -> None:
+    """Download ``wanted`` to ``target``, from the first mirror that gives the right bytes.
+
+    What is being written lies beside the target, as ``.part``, until its checksum has been found right.
+
+    Args:
+        wanted: the file, its length, its MD5 and its mirrors.
+        target: where it goes; folders are made.
+        timeout: seconds of silence after which a mirror is given up.
+        progress: a bar, where there is a terminal.
+    """
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    reasons: dict[str, list[str]] = {}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for url in wanted.mirrors:
+            with part.open("wb") as file:
+                reason = _try(url, wanted, file, timeout, progress)
+            if reason is None:
+                os.replace(part, target)
+                return
+            reasons.setdefault(reason, []).append(url.split("/")[2])
+        part.unlink(missing_ok=True)
+    except OSError as error:
+        raise FlowBNNError(f"{target} cannot be written: {error.strerror or error}", kind="file") from None
+    failures = "; ".join(f"{', '.join(hosts)}: {reason}" for reason, hosts in reasons.items())
+    raise FlowBNNError(failures or f"no mirror of {wanted.file} is known", kind="download")
+
+
+def _try(url: str, wanted: Download, file: IO[bytes], timeout: float, progress: bool) -> str | None:
+    """Write the bytes of one mirror; None, or why they are not the right ones."""
+    request = urllib.request.Request(url, headers={"User-Agent": "flowbnn"})
+    digest, length = hashlib.md5(usedforsecurity=False), 0
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            for chunk in track(iter(partial(answer.read, CHUNK), b""), wanted.file, progress):
+                file.write(chunk)
+                digest.update(chunk)
+                length += len(chunk)
+                if length > 2 * wanted.size:  # the checksum decides; this only ends what has no end
+                    break
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"answers {error.code}"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        inner = getattr(error, "reason", error)
+        reason = " ".join(str(getattr(inner, "strerror", None) or inner or type(inner).__name__).split())[
+            :120
+        ]
+        return f"stopped after {length:,} of {wanted.size:,} bytes ({reason})" if length else reason
+    if digest.hexdigest() == wanted.md5:
+        return None
+    if length < wanted.size:
+        return f"gave {length:,} of {wanted.size:,} bytes"
+    return f"gave another file than the published one (MD5 {wanted.md5})"
+
+
+def checksum(path: Path) -> str:
+    """MD5 of a file, which is what the data sets' authors publish."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def extract(archive: Path, names: Iterable[str], folder: Path) -> None:
+    """Write the named regular files of a tar archive into ``folder``; nothing else. A file that is there is left alone."""
+    missing = {name for name in names if not (folder / name).exists()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                name = member.name.rsplit("/", 1)[-1]
+                if name in missing and member.isfile():
+                    missing.remove(name)
+                    part = folder / f"{name}.{os.getpid()}.part"
+                    with part.open("wb") as file:
+                        shutil.copyfileobj(packed.extractfile(member), file)  # type: ignore[arg-type]
+                    os.replace(part, folder / name)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise FlowBNNError(
+            f"{archive} is not a whole archive, or {folder} cannot be written ({error}); delete it and load again",
+            kind="file",
+        ) from None
+    if missing:
+        raise FlowBNNError(
+            f"{archive} lacks {', '.join(sorted(missing))}; delete it and load again", kind="file"
+        )

@@ -8,13 +8,8 @@ from torch import Tensor
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
-from flowbnn_studies.images.density import (
-    PictureData,
-    grids_figure,
-    picture_grid,
-    read_bytes,
-)
-from flowbnn_studies.runner.figures import short
+from flowbnn_studies.images.data import PictureData, read_bytes
+from flowbnn_studies.runner.figures import grids_figure, picture_grid, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant

@@ -13,15 +13,8 @@ from flowbnn.options import Count, Positive, Share, options
 from flowbnn.results import Metric, Parts, figure, summary
 from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
-from flowbnn_studies.images.density import (
-    PictureData,
-    binarise,
-    grids_figure,
-    picture_grid,
-    read_binary,
-    read_bytes,
-)
-from flowbnn_studies.runner.figures import panel
+from flowbnn_studies.images.data import PictureData, binarise, read_binary, read_bytes
+from flowbnn_studies.runner.figures import grids_figure, panel, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant

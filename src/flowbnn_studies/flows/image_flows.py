@@ -13,12 +13,8 @@ from flowbnn.density import Density, fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
-from flowbnn_studies.images.density import (
-    PictureData,
-    grids_figure,
-    picture_grid,
-    read_bytes,
-)
+from flowbnn_studies.images.data import PictureData, read_bytes
+from flowbnn_studies.runner.figures import grids_figure, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
 

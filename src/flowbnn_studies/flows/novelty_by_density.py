@@ -13,8 +13,7 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, Probability, options
 from flowbnn.results import Metric, Parts, figure
-from flowbnn_studies.images.data import read_images
-from flowbnn_studies.images.density import PictureData, read_bytes
+from flowbnn_studies.images.data import PictureData, read_bytes, read_images
 from flowbnn_studies.runner.figures import histogram, histogram_panels
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled

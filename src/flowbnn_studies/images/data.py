@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowbnn.data import Digits, TensorLoader
+from flowbnn.options import Count, options
 from flowbnn_studies.data import (
     CropAndFlip,
     ImageSet,
@@ -17,9 +19,11 @@ from flowbnn_studies.data import (
     novel_noise,
 )
 from flowbnn_studies.images.settings import ImageSettings, Training
+from flowbnn_studies.runner.job import Job
 
 STRENGTHS = tuple(range(1, 6))
 SPLIT_SEED = 0  # the same images are put aside for every seed and every method
+BINARY_SEED = 2008  # of the one draw by which grey images become binary
 
 Pair = tuple[Tensor, Tensor]
 
@@ -122,6 +126,44 @@ def read_images(name: str, split: str, source: str = "files", generated: int = 0
     if source == "files":
         return _read(name, split)
     return generated_images(generated // (1 if split == "train" else 4), name, split)
+
+
+@options(kw_only=True)
+class PictureData:
+    """Where the images of a study of densities come from.
+
+    Args:
+        source: ``"files"``, or ``"generated"``: pictures that are made on the spot, for trials.
+        generated: how many of them; a quarter as many to test on.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 200
+
+
+def read_bytes(job: Job, name: str, split: str) -> tuple[Tensor, Tensor]:
+    """Images in bytes and their labels, on the device of the job."""
+    s: PictureData = job.settings
+    found = read_images(name, split, s.source, s.generated)
+    return found.images.to(job.device), found.labels.to(job.device)
+
+
+def read_binary(job: Job, split: str) -> Tensor:
+    """MNIST, binarised once, on the device of the job."""
+    images = read_images("mnist", split, job.settings.source, job.settings.generated).images
+    generator = torch.Generator().manual_seed(BINARY_SEED + (split == "test"))
+    return binarise(images, generator).to(job.device)
+
+
+def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Grey bytes become binary ones: a pixel is 1 with its grey value as the probability.
+
+    >>> binarise(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([0, 1], dtype=torch.uint8)
+    """
+    return (torch.rand(images.shape, generator=generator, device=images.device) * 255 < images).to(
+        torch.uint8
+    )
 
 
 def known_and_novel(

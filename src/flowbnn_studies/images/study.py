@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 from flowbnn.results import Parts
 from flowbnn_studies.images.cost import measure_cost
 from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.evaluation import evaluate, image_metrics
-from flowbnn_studies.images.figures import figures
-from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, rows
-from flowbnn_studies.images.matching import matched
+from flowbnn_studies.images.evaluation import evaluate, image_metrics, matched
+from flowbnn_studies.images.findings import PLAIN, answer, comparisons, figures, notes, rows
 from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
 from flowbnn_studies.images.settings import (
     GROUPS,

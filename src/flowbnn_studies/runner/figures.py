@@ -190,3 +190,22 @@ def density_figure(parts: Parts, caption: str, **more: Any) -> dict[str, Any]:
     )
     data = {"panels": parts.content["flow", parts.seeds[0]]["densities"], **more}
     return figure("density", "The noise that was learned", caption, data)
+
+
+def picture_grid(images: Tensor, columns: int) -> list[Any]:
+    """Images ``[N, C, H, W]`` with values from 0 to 1 as one picture, row by row, for a figure of kind ``images``.
+
+    >>> picture_grid(torch.tensor([0.0, 1.0, 0.5, 0.25]).view(4, 1, 1, 1), 2)
+    [[0.0, 1.0], [0.5, 0.25]]
+    """
+    images = images[: len(images) // columns * columns].float().clamp(0, 1)
+    number, channels, height, width = images.shape
+    rows = images.reshape(number // columns, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    whole = rows.reshape(number // columns * height, columns * width, channels)
+    return short(whole[..., 0] if channels == 1 else whole, 2)
+
+
+def grids_figure(title: str, caption: str, pictures: dict[str, Any]) -> dict[str, Any]:
+    """A figure with a grid of pictures for each label."""
+    panels = [{"title": label, "pixels": pixels} for label, pixels in pictures.items()]
+    return figure("images", title, caption, {"panels": panels})

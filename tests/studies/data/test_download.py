@@ -12,8 +12,7 @@ from rich.console import Console
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.training import progress
-from flowbnn_studies.data.download import extract, fetch
-from flowbnn_studies.data.load import load_source
+from flowbnn_studies.data.load import extract, fetch, load_source
 from image_files import colour_source, download, grey_source, tar, write_grey
 
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nobody listens

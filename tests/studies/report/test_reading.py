@@ -10,7 +10,7 @@ import pytest
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.results import read_json
-from flowbnn_studies.data.formats import read_cifar_binary, read_idx
+from flowbnn_studies.data.load import read_cifar_binary, read_idx
 from flowbnn_studies.report import find_results, load_results, write_report
 
 
