@@ -16,7 +16,7 @@ from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, l
 from flowbnn.training import cosine
 from flowbnn_studies.data import CropAndFlip
 from flowbnn_studies.images.methods import PictureSettings, PictureStudy
-from flowbnn_studies.runner.figures import histogram, histogram_panels, panel
+from flowbnn_studies.runner.figures import histogram, histogram_panels, line, panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings
@@ -208,8 +208,8 @@ def figures(parts: Parts, chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
     lines = []
     for one in chosen:
         runs: list[Mapping[str, Any]] = [part["below"] for part in parts.of(one.key) if "below" in part]
-        means = [sum(values) / len(runs) for values in zip(*(run["share"] for run in runs), strict=True)]
-        lines.append({"label": one.label, "x": runs[0]["x"], "mean": means, "std": None})
+        columns = zip(*(run["share"] for run in runs), strict=True)
+        lines.append(line(one.label, runs[0]["x"], columns, std=None))
     contents = {one.label: [part["entropy"] for part in parts.of(one.key)] for one in chosen}
     groups = {"known": "test images of the five known classes", "novel": "images of the five others"}
     return [

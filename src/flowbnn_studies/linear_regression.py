@@ -14,9 +14,9 @@ from flowbnn.methods import HMC, BayesByBackprop, ChainPosterior
 from flowbnn.methods.mcmc.hmc import Metropolis
 from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterior
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, figure, summary
+from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
-from flowbnn_studies.runner.figures import kernel_density, panel, short
+from flowbnn_studies.runner.figures import kernel_density, line, panel, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
@@ -336,17 +336,8 @@ def figures(s: Settings, parts: Parts) -> list[dict[str, Any]]:
     labels = {one.key: one.label for one in VARIANTS if one.key in SAMPLED}
     lines = []
     for key, label in labels.items():
-        cells = [
-            summary([math.log10(v) for v in parts.values(key, f"efficiency_{number}")]) for number in s.inputs
-        ]
-        lines.append(
-            {
-                "label": label,
-                "x": [math.log10(number + 1) for number in s.inputs],
-                "mean": [cell["mean"] for cell in cells],
-                "std": [cell["std"] for cell in cells] if len(parts.seeds) > 1 else None,
-            }
-        )
+        columns = ([math.log10(v) for v in parts.values(key, f"efficiency_{number}")] for number in s.inputs)
+        lines.append(line(label, (math.log10(number + 1) for number in s.inputs), columns))
     made.append(
         figure(
             "curves",
@@ -369,17 +360,8 @@ def falling(s: Settings, parts: Parts) -> dict[str, Any]:
         for one in VARIANTS:
             runs = [part["curves"][str(number)] for part in parts.of(one.key) if part.get("curves")]
             if runs and runs[0]["x"]:
-                columns = [summary(list(values)) for values in zip(*(run["kl"] for run in runs), strict=True)]
-                places = [sum(values) / len(runs) for values in zip(*(run["x"] for run in runs), strict=True)]
-                spread = [cell["std"] for cell in columns] if len(runs) > 1 else None
-                lines.append(
-                    {
-                        "label": one.label,
-                        "x": places,
-                        "mean": [cell["mean"] for cell in columns],
-                        "std": spread,
-                    }
-                )
+                places = (sum(values) / len(runs) for values in zip(*(run["x"] for run in runs), strict=True))
+                lines.append(line(one.label, places, zip(*(run["kl"] for run in runs), strict=True)))
         known = [math.log10(value) for value in parts.values("factorized", f"kl_{number}")]
         levels = [{"label": "Best factorized Gaussian", "value": sum(known) / len(known)}]
         panels.append(panel(weights(number), "KL to the exact posterior, log10", lines, levels=levels))

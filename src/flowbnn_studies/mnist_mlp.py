@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from flowbnn.methods import MLE, BayesByBackprop, MCDropout, Method, Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, NonNegative, Positive, Probability, options
-from flowbnn.results import Parts, figure, summary
+from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
-from flowbnn_studies.runner.figures import panel
+from flowbnn_studies.runner.figures import line, panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import counted
@@ -231,15 +231,14 @@ def curves(s: Settings, parts: Parts, present: dict[str, tuple[str, str]]) -> di
     ours, cited = [], []
     for key, (label, _) in present.items():
         known = [units for units in s.units if parts.values(key, f"error_{units}")]
-        cells = [summary([100 * value for value in parts.values(key, f"error_{units}")]) for units in known]
-        spread = [cell["std"] for cell in cells] if len(parts.seeds) > 1 else None
-        ours.append({"label": label, "x": known, "mean": [cell["mean"] for cell in cells], "std": spread})
+        columns = ([100 * value for value in parts.values(key, f"error_{units}")] for units in known)
+        ours.append(line(label, known, columns))
         given = {units: PUBLISHED.get(key, {}).get(f"error_{units}") for units in s.units}
         values = {units: 100 * value for units, value in given.items() if value is not None}
-        cited.append({"label": label, "x": list(values), "mean": list(values.values()), "std": None})
+        cited.append(line(label, values, ([value] for value in values.values())))
     panels = [panel("Here", "test error, %", ours)]
-    if any(line["x"] for line in cited):
-        panels.append(panel("Blundell et al. 2015", "test error, %", [line for line in cited if line["x"]]))
+    if any(one["x"] for one in cited):
+        panels.append(panel("Blundell et al. 2015", "test error, %", [one for one in cited if one["x"]]))
     return figure(
         "curves",
         "Test error against the number of units",

@@ -13,9 +13,9 @@ from flowbnn.metrics import calibration_error
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed, summary
+from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn_studies.images.methods import PictureSettings, PictureStudy
-from flowbnn_studies.runner.figures import panel, short
+from flowbnn_studies.runner.figures import line, panel, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings
@@ -198,8 +198,7 @@ def figures(
         lines = []
         for one in chosen:
             runs = [part["curves"][name] for part in parts.of(one.key) if "curves" in part]
-            means = [summary(list(values))["mean"] for values in zip(*runs, strict=True)]
-            lines.append({"label": one.label, "x": degrees, "mean": means, "std": None})
+            lines.append(line(one.label, degrees, zip(*runs, strict=True), std=None))
         panels.append(panel(title, unit, lines))
     caption = (
         f"Means over the first {s.turned:,} test digits and over seeds. Where accuracy falls, confidence should fall as far, and the "

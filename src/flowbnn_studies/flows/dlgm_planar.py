@@ -10,11 +10,11 @@ from flowbnn.data import TensorLoader
 from flowbnn.density import Density
 from flowbnn.flows import IAF, Sylvester
 from flowbnn.options import Count, Positive, Share, options
-from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.results import Metric, Parts, figure
 from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import PictureData, binarise, read_binary, read_bytes
-from flowbnn_studies.runner.figures import grids_figure, panel, picture_grid
+from flowbnn_studies.runner.figures import grids_figure, line, panel, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -232,22 +232,12 @@ def length_figure(s: Settings, parts: Parts) -> dict[str, Any]:
     panels = []
     for metric in METRICS[:2]:
         known = [length for length, key in keys.items() if parts.values(key, metric.key)]
-        cells = [summary(parts.values(keys[length], metric.key)) for length in known]
-        spread = [cell["std"] for cell in cells] if len(parts.seeds) > 1 else None
-        lines = [{"label": "here", "x": known, "mean": [cell["mean"] for cell in cells], "std": spread}]
+        lines = [line("here", known, (parts.values(keys[length], metric.key) for length in known))]
         cited = {length: PUBLISHED.get(key, {}).get(metric.key) for length, key in keys.items()}
         told = {length: value for length, value in cited.items() if value is not None}
         if told:
-            label = "Rezende and Mohamed 2015"
-            lines.append(
-                {
-                    "label": label,
-                    "x": list(told),
-                    "mean": list(told.values()),
-                    "std": None,
-                    "style": "dashed",
-                }
-            )
+            columns = ([value] for value in told.values())
+            lines.append(line("Rezende and Mohamed 2015", told, columns, style="dashed"))
         panels.append(panel(metric.label, "nats", lines))
     caption = (
         "Fully connected autoencoders on binary MNIST, test images; mean and standard deviation over seeds."

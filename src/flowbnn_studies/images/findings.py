@@ -9,7 +9,7 @@ from flowbnn.metrics import calibration_floor
 from flowbnn.results import Metric, Parts, figure, reliability_figure, summary
 from flowbnn_studies.images.published import EPOCHS, Published
 from flowbnn_studies.images.settings import METHODS, NAMES, SITES, ImageSettings, split_key
-from flowbnn_studies.runner.figures import curve, histogram_panels, panel
+from flowbnn_studies.runner.figures import curve, histogram_panels, line, panel
 from flowbnn_studies.runner.statistics import Paired, counted, paired
 from flowbnn_studies.runner.study import Variant
 
@@ -387,14 +387,13 @@ def training_figure(
 def _published_lines(published: Published, key: str, labels: dict[str, str]) -> list[dict[str, Any]]:
     """The curves of Xiong's report in a panel, each in the colour of ours."""
     return [
-        {
-            "label": f"Xiong: {words}",
-            "x": list(EPOCHS),
-            "mean": list(curves[key]),
-            "std": None,
-            "style": "dashed",
-            "like": labels[f"xiong-{method}-position"],
-        }
+        line(
+            f"Xiong: {words}",
+            EPOCHS,
+            ([value] for value in curves[key]),
+            style="dashed",
+            like=labels[f"xiong-{method}-position"],
+        )
         for method, words, curves in (
             ("gaussian", "no flow", published.gaussian),
             ("flow", "flow noise", published.flow),
@@ -424,16 +423,12 @@ def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def _novelty(parts: Parts, variants: Sequence[Variant], novel: dict[str, str]) -> dict[str, Any]:
+    """Entropies of test images and of those the network has never seen."""
     contents = {variant.label: [part["entropy"] for part in parts.of(variant.key)] for variant in variants}
-    return figure(
-        "histogram",
-        "Entropy of known and of novel images",
-        "Predictive entropy in nats; all seeds together. Images the network has never seen should lie to the right.",
-        {
-            "x_label": "predictive entropy (nats)",
-            "panels": histogram_panels(contents, {"known": "test images", **novel}),
-        },
-    )
+    panels = histogram_panels(contents, {"known": "test images", **novel})
+    caption = "Predictive entropy in nats; all seeds together. Images the network has never seen should lie to the right."
+    data = {"x_label": "predictive entropy (nats)", "panels": panels}
+    return figure("histogram", "Entropy of known and of novel images", caption, data)
 
 
 def _cost(parts: Parts) -> dict[str, Any] | None:

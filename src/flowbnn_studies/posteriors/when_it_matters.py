@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from flowbnn.options import options
-from flowbnn.results import Metric, Parts, figure, summary
+from flowbnn.results import Metric, Parts, figure
 from flowbnn_studies.posteriors.posterior_quality import (
     PROBLEMS,
     ProblemName,
@@ -16,7 +16,7 @@ from flowbnn_studies.posteriors.posterior_quality import (
     measured,
     natural,
 )
-from flowbnn_studies.runner.figures import panel
+from flowbnn_studies.runner.figures import line, panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -169,14 +169,8 @@ def keys_of(settings: MattersSettings, name: ProblemName) -> list[str]:
 def line_of(label: str, parts: Parts, keys: Sequence[str], metric: str, x: Sequence[float]) -> dict[str, Any]:
     """A line of a figure, in the order of its places."""
     order = sorted(range(len(keys)), key=lambda index: x[index] if math.isfinite(x[index]) else math.inf)
-    cells = [summary(parts.values(keys[index], metric)) for index in order]
-    many = len(parts.seeds) > 1
-    return {
-        "label": label,
-        "x": [x[index] if x[index] > 0 else None for index in order],  # the axis is logarithmic
-        "mean": [cell["mean"] for cell in cells],
-        "std": [cell["std"] for cell in cells] if many else None,
-    }
+    places = [x[index] if x[index] > 0 else None for index in order]  # the axis is logarithmic
+    return line(label, places, (parts.values(keys[index], metric) for index in order))
 
 
 def answer(settings: MattersSettings, parts: Parts) -> str:

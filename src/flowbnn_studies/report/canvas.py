@@ -67,6 +67,15 @@ class Plot:
     size: tuple[int, int] = (300, 225)
 
 
+def panels_of(data: dict[str, Any], draw: Callable[[Axes, dict[str, Any]], None]) -> list[Panel]:
+    """A panel for each of ``data["panels"]``, drawn on axes of its own."""
+
+    def make(one: dict[str, Any]) -> Panel:
+        return Panel(one["title"], lambda sheet: draw(sheet.subplots(), one), one.get("note") or "")
+
+    return [make(one) for one in data["panels"]]
+
+
 def numbers(value: object) -> np.ndarray:
     """An array of floats; null and infinity become NaN, which figures leave blank.
 

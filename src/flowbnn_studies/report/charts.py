@@ -18,6 +18,7 @@ from flowbnn_studies.report.canvas import (
     Sheet,
     extent,
     numbers,
+    panels_of,
     pattern,
     set_ticks,
 )
@@ -127,27 +128,23 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
             return CLASSES[place % len(CLASSES)]
         return "faint" if place == 0 and len(labels) > 1 else colours[panel["title"]]
 
-    def make(panel: Data) -> Panel:
-        def draw(sheet: Sheet) -> None:
-            axes = sheet.subplots()
-            for group in panel["groups"]:
-                place = labels.index(group["label"])
-                colour = light(colour_of(panel, place))
-                height, edges = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
-                if len(height) and bool(np.isfinite(edges).all()):
-                    shade, width = (0.18, 1.5) if place else (0.6, 0.8)
-                    dashes = pattern(DASHES[max(0, place - 1) % 4])
-                    axes.stairs(height, edges, fill=True, color=colour, alpha=shade, linewidth=0)
-                    axes.stairs(height, edges, color=colour, linewidth=width, linestyle=dashes)
-            if span is not None:
-                axes.set_xlim(*span)
-            axes.set_ylim(0, 1.05 * top if top > 0 else 1)
-            set_ticks(axes, 5, 4)
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-            axes.set_title("share of inputs")
-            axes.set_xlabel(data.get("x_label") or "")
-
-        return Panel(panel["title"], draw)
+    def draw(axes: Axes, panel: Data) -> None:
+        for group in panel["groups"]:
+            place = labels.index(group["label"])
+            colour = light(colour_of(panel, place))
+            height, edges = np.nan_to_num(numbers(group["fraction"])), numbers(group["edges"])
+            if len(height) and bool(np.isfinite(edges).all()):
+                shade, width = (0.18, 1.5) if place else (0.6, 0.8)
+                dashes = pattern(DASHES[max(0, place - 1) % 4])
+                axes.stairs(height, edges, fill=True, color=colour, alpha=shade, linewidth=0)
+                axes.stairs(height, edges, color=colour, linewidth=width, linestyle=dashes)
+        if span is not None:
+            axes.set_xlim(*span)
+        axes.set_ylim(0, 1.05 * top if top > 0 else 1)
+        set_ticks(axes, 5, 4)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+        axes.set_title("share of inputs")
+        axes.set_xlabel(data.get("x_label") or "")
 
     keys = []
     for place, label in enumerate(labels if len(labels) > 1 else []):
@@ -156,34 +153,29 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
         else:
             keys.append(Key(label, colour_of({}, place), "area", alpha=0.5))
     columns, size = _layout(len(panels))
-    return Plot([Group([make(panel) for panel in panels])], keys, columns, size)
+    return Plot([Group(panels_of(data, draw))], keys, columns, size)
 
 
 def bars(data: Data, colours: Mapping[str, str]) -> Plot:
     """One number for each method, such as its cost over the plain network's, and a line at the level that it is measured against."""
 
-    def make(panel: Data) -> Panel:
+    def draw(axes: Axes, panel: Data) -> None:
         items, level = panel["bars"], panel.get("level")
         values = np.nan_to_num(numbers([item["value"] for item in items]))
-
-        def draw(sheet: Sheet) -> None:
-            axes = sheet.subplots()
-            places = np.arange(len(items))[::-1]
-            own = assign_colours(items)
-            shades = [light(colours.get(item["label"], own[item["label"]])) for item in items]
-            axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
-            top = max([*values.tolist(), level or 0.0, 1e-9])
-            for place, value in zip(places, values, strict=True):
-                axes.text(value + 0.015 * top, place, decimal(float(value), ".3g"), va="center", fontsize=9.5)
-            if level is not None:
-                axes.axvline(level, color=light("ink"), linestyle=DASHED, linewidth=1.1)
-            axes.set_xlim(0, 1.14 * top)
-            axes.grid(False)
-            set_ticks(axes, 4)
-            axes.set_yticks(places, [item["label"] for item in items])
-            axes.set_xlabel(panel.get("x_label") or "")
-
-        return Panel(panel["title"], draw)
+        places = np.arange(len(items))[::-1]
+        own = assign_colours(items)
+        shades = [light(colours.get(item["label"], own[item["label"]])) for item in items]
+        axes.barh(places, values, 0.66, color=shades, alpha=0.75, linewidth=0)
+        top = max([*values.tolist(), level or 0.0, 1e-9])
+        for place, value in zip(places, values, strict=True):
+            axes.text(value + 0.015 * top, place, decimal(float(value), ".3g"), va="center", fontsize=9.5)
+        if level is not None:
+            axes.axvline(level, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+        axes.set_xlim(0, 1.14 * top)
+        axes.grid(False)
+        set_ticks(axes, 4)
+        axes.set_yticks(places, [item["label"] for item in items])
+        axes.set_xlabel(panel.get("x_label") or "")
 
     count = len(data["panels"])
     longest = max([len(panel["bars"]) for panel in data["panels"]], default=1)
@@ -193,7 +185,7 @@ def bars(data: Data, colours: Mapping[str, str]) -> Plot:
         else []
     )
     size = (320 if count > 2 else 400, 60 + 24 * longest)
-    return Plot([Group([make(panel) for panel in data["panels"]])], keys, min(3, max(1, count)), size)
+    return Plot([Group(panels_of(data, draw))], keys, min(3, max(1, count)), size)
 
 
 def front_of(costs: Sequence[float], losses: Sequence[float]) -> list[int]:

@@ -7,7 +7,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
-from flowbnn_studies.report.canvas import DASHED, Group, Key, Panel, Plot, Sheet, extent, numbers, set_ticks
+from flowbnn_studies.report.canvas import (
+    DASHED,
+    Group,
+    Key,
+    Panel,
+    Plot,
+    Sheet,
+    extent,
+    numbers,
+    panels_of,
+    set_ticks,
+)
 from flowbnn_studies.report.style import CLASSES, KINDS, decimal, light, tick
 
 Data = dict[str, Any]
@@ -25,44 +36,36 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
     """The mean of each method, its epistemic band inside the band of the whole prediction, in the colour of the method."""
     panels = data["panels"]
     truth = data.get("truth") or {"x": [], "y": []}
-    means = [numbers(panel["mean"]) for panel in panels]
-    spreads = [WIDE * numbers(panel["total"]) for panel in panels]
     # what all panels show: points and truth, with room for the common bands but not for the widest
-    reach = np.concatenate(
-        [
-            np.zeros(0),
-            *(mean + sign * wide for mean, wide in zip(means, spreads, strict=True) for sign in (-1, 1)),
-        ]
-    )
+    ends = [numbers(one["mean"]) + side * numbers(one["total"]) for one in panels for side in (-WIDE, WIDE)]
+    reach = np.concatenate([np.zeros(0), *ends])
     reach = reach[np.isfinite(reach)]
     near = [numbers(truth["y"]), *(numbers(panel["points"]["y"]) for panel in panels)]
     limits = extent(*near, np.quantile(reach, [0.02, 0.98]) if reach.size else reach)
 
-    def make(panel: Data, mean: np.ndarray) -> Panel:
-        colour = light(colours.get(panel["title"], "sky"))
-
-        def draw(sheet: Sheet) -> None:
-            axes, x = sheet.subplots(), numbers(panel["x"])
-            for name, alpha in (("total", 0.18), ("epistemic", 0.38)):
-                spread = WIDE * np.nan_to_num(numbers(panel[name]))
-                axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=alpha, linewidth=0)
-            axes.plot(
-                numbers(truth["x"]), numbers(truth["y"]), color=light("ink"), linestyle=DASHED, linewidth=1.1
-            )
-            axes.plot(x, mean, color=colour)
-            dots: Any = {"markersize": 2.2, "alpha": 0.6, "markeredgewidth": 0}
-            axes.plot(*(numbers(panel["points"][axis]) for axis in "xy"), "o", color=light("ink"), **dots)
-            for edge in filter(np.isfinite, numbers(data.get("span") or [])):
-                axes.axvline(edge, color=light("faint"), linewidth=0.9)
-            if limits is not None:
-                room = 0.04 * (limits[1] - limits[0])
-                axes.set_ylim(limits[0] - room, limits[1] + room)
-            if (span := extent(x)) is not None:
-                axes.set_xlim(*span)
-            set_ticks(axes)
-            axes.set_xlabel(data.get("x_label") or "")
-
-        return Panel(panel["title"], draw, panel.get("note") or "")
+    def draw(axes: Axes, panel: Data) -> None:
+        colour, x, mean = (
+            light(colours.get(panel["title"], "sky")),
+            numbers(panel["x"]),
+            numbers(panel["mean"]),
+        )
+        for name, alpha in (("total", 0.18), ("epistemic", 0.38)):
+            spread = WIDE * np.nan_to_num(numbers(panel[name]))
+            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=alpha, linewidth=0)
+        true = (numbers(truth[axis]) for axis in "xy")
+        axes.plot(*true, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+        axes.plot(x, mean, color=colour)
+        dots: Any = {"markersize": 2.2, "alpha": 0.6, "markeredgewidth": 0}
+        axes.plot(*(numbers(panel["points"][axis]) for axis in "xy"), "o", color=light("ink"), **dots)
+        for edge in filter(np.isfinite, numbers(data.get("span") or [])):
+            axes.axvline(edge, color=light("faint"), linewidth=0.9)
+        if limits is not None:
+            room = 0.04 * (limits[1] - limits[0])
+            axes.set_ylim(limits[0] - room, limits[1] + room)
+        if (span := extent(x)) is not None:
+            axes.set_xlim(*span)
+        set_ticks(axes)
+        axes.set_xlabel(data.get("x_label") or "")
 
     keys = [
         Key("training points", "ink", "dot", alpha=0.6),
@@ -72,8 +75,7 @@ def bands(data: Data, colours: Mapping[str, str]) -> Plot:
         Key(data.get("truth_label") or "true curve", "ink", "line", "4 3"),
     ]
     keys += [Key("ends of the training range", "faint")] if data.get("span") else []
-    made = [make(panel, mean) for panel, mean in zip(panels, means, strict=True)]
-    return Plot([Group(made)], keys if panels else [], 3, (300, 215))
+    return Plot([Group(panels_of(data, draw))], keys if panels else [], 3, (300, 215))
 
 
 def maps(data: Data, colours: Mapping[str, str]) -> Plot:
@@ -87,51 +89,40 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
     classes = [int(label) for label in np.unique(labels[np.isfinite(labels)])]
     regular = all(axis.size > 1 and bool(np.all(np.diff(axis) > 0)) for axis in (x, y))
 
-    def make(panel: Data) -> Panel:
+    def draw(axes: Axes, panel: Data) -> None:
         values, own = numbers(panel.get("values") or []), numbers(panel.get("points") or []).reshape(-1, 2)
         most = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
-
-        def draw(sheet: Sheet) -> None:
-            axes = sheet.subplots()
-            if regular and values.size:
-                half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
-                box = (x[0] - half_x, x[-1] + half_x, y[0] - half_y, y[-1] + half_y)
-                shading: Any = {"cmap": _ramp("sky"), "vmin": 0.0, "vmax": top, "interpolation": "bilinear"}
-                axes.imshow(np.nan_to_num(values), extent=box, origin="lower", **shading)
-            for label in classes:
-                style: Any = {
-                    "color": light(CLASSES[label % len(CLASSES)]),
-                    "linewidths": 0,
-                    "rasterized": True,
-                }
-                x_of, y_of = points[labels == label].T
-                axes.scatter(x_of, y_of, s=4, alpha=0.7, **style)
-            if own.size:
-                dots: Any = {"color": light("ink"), "linewidths": 0, "rasterized": True}
-                axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, **dots)
-                if regular:
-                    axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-            if data.get("ring") is not None and regular:
-                angle = np.linspace(0, 2 * np.pi, 181)
-                circle = data["ring"] * np.array([np.cos(angle), np.sin(angle)])
-                axes.plot(*circle, color=light("ink"), linestyle=DASHED, linewidth=1.1)
-            axes.set_aspect("equal")
-            axes.grid(False)
-            set_ticks(axes)
-            if values.size and most < BLANK * top:
-                text = f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}"
-                ground = {"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0}
-                axes.text(
-                    0.5, 0.97, text, transform=axes.transAxes, ha="center", va="top", fontsize=10, bbox=ground
-                )
-
-        return Panel(panel["title"], draw, panel.get("note") or "")
+        if regular and values.size:
+            half_x, half_y = (x[1] - x[0]) / 2, (y[1] - y[0]) / 2
+            box = (x[0] - half_x, x[-1] + half_x, y[0] - half_y, y[-1] + half_y)
+            shading: Any = {"cmap": _ramp("sky"), "vmin": 0.0, "vmax": top, "interpolation": "bilinear"}
+            axes.imshow(np.nan_to_num(values), extent=box, origin="lower", **shading)
+        dots: Any = {"linewidths": 0, "rasterized": True}
+        for label in classes:
+            colour = light(CLASSES[label % len(CLASSES)])
+            axes.scatter(*points[labels == label].T, s=4, alpha=0.7, color=colour, **dots)
+        if own.size:
+            axes.scatter(*own.T, s=3, alpha=0.5, color=light("ink"), **dots)
+            if regular:
+                axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
+        if data.get("ring") is not None and regular:
+            angle = np.linspace(0, 2 * np.pi, 181)
+            circle = data["ring"] * np.array([np.cos(angle), np.sin(angle)])
+            axes.plot(*circle, color=light("ink"), linestyle=DASHED, linewidth=1.1)
+        axes.set_aspect("equal")
+        axes.grid(False)
+        set_ticks(axes)
+        if values.size and most < BLANK * top:
+            text = f"blank: nowhere above {tick(round(most, 3)) if most > 0 else '0'}"
+            style: Any = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 10}
+            style["bbox"] = {"facecolor": light("surface"), "edgecolor": "none", "pad": 2.0}
+            axes.text(0.5, 0.97, text, **style)
 
     keys = [Key(f"{data.get('label') or 'uncertainty'}, from 0 to {tick(round(top, 3))}", "sky", "ramp")]
     keys += [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
     keys += [Key("ring of far-away inputs", "ink", "line", "4 3")] if data.get("ring") is not None else []
     columns, size = (4, (225, 215)) if data.get("columns") == 4 else (3, (300, 275))
-    return Plot([Group([make(panel) for panel in panels])], keys if panels else [], columns, size)
+    return Plot([Group(panels_of(data, draw))], keys if panels else [], columns, size)
 
 
 def _after_pictures(pictures: list[Data], rows: int, size: float, panels: list[Panel]) -> list[Panel]:
@@ -204,27 +195,22 @@ def shares(data: Data, colours: Mapping[str, str]) -> Plot:
     classes, pictures = data.get("classes") or [], data.get("images") or []
     hues = [kind.colour for kind in KINDS]  # which say nothing of a method here
 
-    def make(panel: Data) -> Panel:
-        def draw(sheet: Sheet) -> None:
-            axes, x, parts = sheet.subplots(), numbers(panel["x"]), np.nan_to_num(numbers(panel["shares"]))
-            width = 0.8 * (float(np.diff(x).min()) if x.size > 1 else 1.0)
-            if parts.shape == (x.size, len(classes)):
-                below = np.zeros(x.size)
-                for place in range(len(classes)):
-                    axes.bar(
-                        x, parts[:, place], width, below, color=light(hues[place % len(hues)]), linewidth=0
-                    )
-                    below = below + parts[:, place]
-            axes.set_ylim(0, 1)
-            set_ticks(axes, 5, 2)
-            last = max(1, x.size - 1)
-            even = (step for step in range(1, last + 1) if last % step == 0 and last // step <= 4)
-            axes.set_xticks(x[:: next(even)])
-            axes.set_xlabel(data.get("x_label") or "")
+    def draw(axes: Axes, panel: Data) -> None:
+        x, parts = numbers(panel["x"]), np.nan_to_num(numbers(panel["shares"]))
+        width = 0.8 * (float(np.diff(x).min()) if x.size > 1 else 1.0)
+        if parts.shape == (x.size, len(classes)):
+            below = np.zeros(x.size)
+            for place, part in enumerate(parts.T):
+                axes.bar(x, part, width, below, color=light(hues[place % len(hues)]), linewidth=0)
+                below = below + part
+        axes.set_ylim(0, 1)
+        set_ticks(axes, 5, 2)
+        last = max(1, x.size - 1)
+        even = (step for step in range(1, last + 1) if last % step == 0 and last // step <= 4)
+        axes.set_xticks(x[:: next(even)])
+        axes.set_xlabel(data.get("x_label") or "")
 
-        return Panel(panel["title"], draw, panel.get("note") or "")
-
-    panels = _after_pictures(pictures, 2, 8.5, [make(panel) for panel in data["panels"]])
+    panels = _after_pictures(pictures, 2, 8.5, panels_of(data, draw))
     keys = [Key(label, hues[place % len(hues)], "area") for place, label in enumerate(classes)]
     return Plot([Group(panels)], keys if panels else [], 3, (300, 165))
 

@@ -1,6 +1,6 @@
 """Figures as plain data, in the forms that the report draws."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,21 +30,28 @@ def middles(low: float, high: float, number: int) -> Tensor:
     return low + (high - low) * (torch.arange(number, dtype=torch.float64) + 0.5) / number
 
 
+def line(label: str, x: Iterable[Any], columns: Iterable[Sequence[float]], **more: Any) -> dict[str, Any]:
+    """A line of a panel: at each place the mean and the standard deviation over the values of the seeds.
+
+    >>> line("here", [0, 10], [[1.0, 3.0], [2.0, 2.0]], style="dashed")
+    {'label': 'here', 'x': [0, 10], 'mean': [2.0, 2.0], 'std': [1.4142135623730951, 0.0], 'style': 'dashed'}
+    """
+    cells = [summary(values) for values in columns]
+    spread = [cell["std"] for cell in cells]
+    known = any(one is not None for one in spread)
+    means = [cell["mean"] for cell in cells]
+    return {"label": label, "x": list(x), "mean": means, "std": spread if known else None, **more}
+
+
 def curve(label: str, histories: Sequence[Sequence[float]], scale: float = 1.0) -> dict[str, Any]:
-    """A line over epochs: mean and standard deviation over seeds.
+    """A line over epochs, as far as all seeds have them.
 
     >>> curve("plain", [[1.0, 2.0], [3.0, 2.0]])
     {'label': 'plain', 'x': [1, 2], 'mean': [2.0, 2.0], 'std': [1.4142135623730951, 0.0]}
     """
     epochs = range(min(len(history) for history in histories))
-    cells = [summary([scale * history[epoch] for history in histories]) for epoch in epochs]
-    many = len(histories) > 1
-    return {
-        "label": label,
-        "x": [epoch + 1 for epoch in epochs],
-        "mean": [cell["mean"] for cell in cells],
-        "std": [cell["std"] for cell in cells] if many else None,
-    }
+    columns = ([scale * history[epoch] for history in histories] for epoch in epochs)
+    return line(label, (epoch + 1 for epoch in epochs), columns)
 
 
 def histogram(values: Tensor, low: float, high: float, bins: int) -> dict[str, list[float]]:
