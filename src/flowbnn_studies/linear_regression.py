@@ -179,7 +179,8 @@ class LinearRegression(Study):
             *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, metrics)
-        return Findings(answer(settings, parts), metrics, rows, figures(settings, parts), notes)
+        drawn = figures(settings, parts, self.of_first_seed(settings, parts, "joint"))
+        return Findings(answer(settings, parts), metrics, rows, drawn, notes)
 
 
 def weights(number: int) -> str:
@@ -290,13 +291,8 @@ def pictures(
     }
 
 
-def figures(s: Settings, parts: Parts) -> list[dict[str, Any]]:
+def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The posterior of slope and intercept, the line, and how the distance falls with the work."""
-    drawn = {
-        one.label: parts.content[one.key, 0]
-        for one in VARIANTS
-        if "joint" in parts.content.get((one.key, 0), {})
-    }
     made = []
     if drawn:
         first = next(iter(drawn.values()))

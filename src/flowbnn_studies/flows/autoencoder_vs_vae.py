@@ -123,10 +123,7 @@ class AutoencoderVsVae(Study):
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        labels = self.shown(settings)
-        first = {
-            labels[key]: part for (key, seed), part in parts.content.items() if seed == 0 and "codes" in part
-        }
+        first = self.of_first_seed(settings, parts, "codes")
         caption = {
             "codes": ("Codes", f"Seed 0: the codes of the first {settings.shown:,} test images, each panel on its own scale (the note "
                       "gives the largest coordinate), a colour for each digit."),
@@ -144,7 +141,7 @@ class AutoencoderVsVae(Study):
         notes = [
             f"Two hidden layers of {settings.hidden} units each way, Bernoulli likelihood of grey values, {settings.epochs} epochs of "
             f"{settings.batch} images by Adam; {counted(len(parts.seeds))}. With the KL alone the decoder is never trained.",
-            *parts.warnings(labels),
+            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts), METRICS, rows, figures, notes)

@@ -164,7 +164,9 @@ class ChangeOfVariables(Study):
             *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS)
-        return Findings(answer(parts), METRICS, rows, figures(parts), notes)
+        return Findings(
+            answer(parts), METRICS, rows, figures(self.of_first_seed(settings, parts, "curve")), notes
+        )
 
 
 def mixture() -> NormalMixture:
@@ -189,11 +191,8 @@ def distance(function: Tensor) -> float:
     return float(torch.maximum(function - steps[:-1], steps[1:] - function).max())
 
 
-def figures(parts: Parts) -> list[dict[str, Any]]:
+def figures(drawn: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The densities of the first seed, and its draws."""
-    drawn: Mapping[str, dict[str, Any]] = {
-        one.label: parts.content[one.key, 0] for one in VARIANTS if (one.key, 0) in parts.content
-    }
     panels = []
     for label, part in drawn.items():
         shown = part["curve"]

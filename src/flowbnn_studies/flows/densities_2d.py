@@ -1,7 +1,6 @@
 """Densities in the plane: how near does each named flow come to six distributions whose density is known?"""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, figure, listed
 from flowbnn_studies.runner.figures import middles, short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
@@ -243,12 +242,13 @@ class Densities2d(Study):
             torch.manual_seed(job.seed)
             flow = flows.named_flows()[job.variant](2, **RECIPES[job.variant][1])
             own = {"objective": "flow-matching"} if job.variant == "ffjord" else {}
-            started = time.perf_counter()
-            density = fit_density(
-                flow, data, epochs=s.epochs, batch_size=s.batch, lr=s.lr, patience=s.patience, seed=job.seed,
-                accelerator=job.accelerator, precision=job.precision, progress=False, **own,
-            )  # fmt: skip
-            seconds = time.perf_counter() - started
+            given: dict[str, Any] = {
+                "epochs": s.epochs,
+                "batch_size": s.batch,
+                "lr": s.lr,
+                "patience": s.patience,
+            }
+            density, seconds = timed(fit_density, flow, data, **given, **own, **job.brief(seed=job.seed))
             score = density.score(test).double().cpu()
             content["values"] |= {
                 f"gap_{name}": float((toy.log_prob(test.double()) - score).mean()),

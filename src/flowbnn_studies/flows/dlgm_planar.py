@@ -1,10 +1,10 @@
 """Rezende and Mohamed 2015 (https://arxiv.org/abs/1505.05770) and van den Berg et al. 2018 (https://arxiv.org/abs/1803.05649):
 what a flow as the posterior of an autoencoder is worth on binary MNIST."""
 
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from flowbnn.data import TensorLoader
 from flowbnn.density import Density
@@ -188,11 +188,8 @@ class DlgmPlanar(Study):
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
         figures = [length_figure(settings, parts)]
         labels = self.shown(settings)
-        pictures = {
-            labels[key]: part["samples"]
-            for (key, seed), part in parts.content.items()
-            if seed == 0 and "samples" in part and key in labels
-        }
+        first = self.of_first_seed(settings, parts, "samples")
+        pictures = {label: part["samples"] for label, part in first.items()}
         caption = "The decoder's means at codes from the prior, seed 0."
         figures += [grids_figure("New digits", caption, pictures)] if pictures else []
         return Findings(answer(settings, parts, labels), METRICS, rows, figures, notes)
@@ -252,11 +249,10 @@ def answer(s: Settings, parts: Parts, labels: dict[str, str]) -> str:
     known = [length for length in s.lengths if parts.values(f"planar-{length}", "nll")]
     lines = []
     if len(known) > 1:
-        values = torch.tensor([parts.mean(f"planar-{length}", "nll") for length in known])
-        trend = "falls with every step" if monotone(values) else "does not fall with every step"
-        told = ", ".join(
-            f"{value:.2f} ({length})" for length, value in zip(known, values.tolist(), strict=True)
-        )
+        values = [parts.mean(f"planar-{length}", "nll") for length in known]
+        falls = all(value > later for value, later in pairwise(values))
+        trend = "falls with every step" if falls else "does not fall with every step"
+        told = ", ".join(f"{value:.2f} ({length})" for length, value in zip(known, values, strict=True))
         lines.append(f"-ln p(x) {trend} in the number of planar flows: {told}.")
     convolved = [key for key in labels if key.startswith("conv") and parts.values(key, "nll")]
     if convolved:
@@ -266,12 +262,3 @@ def answer(s: Settings, parts: Parts, labels: dict[str, str]) -> str:
         )
         lines.append(f"With gated convolutions it is: {told}.")
     return "\n".join(lines) or "No autoencoder has numbers yet."
-
-
-def monotone(values: Tensor) -> bool:
-    """Whether each value is below the one before.
-
-    >>> monotone(torch.tensor([3.0, 2.0, 1.0])), monotone(torch.tensor([3.0, 1.0, 2.0]))
-    (True, False)
-    """
-    return bool((values.diff() < 0).all())

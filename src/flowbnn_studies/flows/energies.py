@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, figure, listed
 from flowbnn.target import TargetFit, fit_target
 from flowbnn_studies.runner.figures import middles, short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
 
@@ -83,12 +82,9 @@ class Energies(Study):
         content: dict[str, Any] = {"values": {}, "pictures": {}}
         for number in s.energies:
             torch.manual_seed(job.seed)
-            started = time.perf_counter()
-            fitted = fit_target(
-                flows.named_flows()[name](2, **own), log_density(number), epochs=s.epochs, samples=s.samples, lr=s.lr,
-                seed=job.seed, accelerator=job.accelerator, precision=job.precision, progress=False,
-            )  # fmt: skip
-            seconds = time.perf_counter() - started
+            flow, given = flows.named_flows()[name](2, **own), job.brief(seed=job.seed)
+            given |= {"epochs": s.epochs, "samples": s.samples, "lr": s.lr}
+            fitted, seconds = timed(fit_target, flow, log_density(number), **given)
             found, truth = fitted.evidence(s.draws, seed=100 + job.seed), log_normaliser(number, s.nodes)
             content["values"] |= {
                 f"gap_{number}": truth - found["elbo"],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowbnn.data import TensorLoader
-from flowbnn.density import Density, fit_density
+from flowbnn.density import fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
@@ -123,15 +123,14 @@ class ImageFlows(Study):
         values["minutes"] = density.history.seconds / 60
         content: dict[str, Any] = {"values": values}
         if job.seed == 0:
-            content["samples"] = samples(density)
+            content["samples"] = picture_grid(density.sample(32, seed=0).float() / 255, 8)
         return content
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         labels = self.shown(settings)
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
-        pictures = {
-            labels[key]: part["samples"] for (key, _), part in parts.content.items() if "samples" in part
-        }
+        first = self.of_first_seed(settings, parts, "samples")
+        pictures = {label: part["samples"] for label, part in first.items()}
         figures = [grids_figure("Samples", "Drawn from each flow, seed 0.", pictures)] if pictures else []
         notes = [
             f"{settings.minutes:g} minutes of training each; the number of steps follows from the time that some take, so that "
@@ -194,11 +193,6 @@ def independent_bits(images: Tensor, test: Tensor, values: int = 256) -> float:
     counts = ones.new_ones(known.shape[1], values).scatter_add_(1, known.mT, ones.expand(known.mT.shape))
     shares = counts.gather(1, new.mT) / (len(known) + values)
     return -float(shares.log2().mean())
-
-
-def samples(density: Density) -> list[Any]:
-    """A grid of draws."""
-    return picture_grid(density.sample(32, seed=0).float() / 255, 8)
 
 
 def answer(parts: Parts, labels: dict[str, str]) -> str:

@@ -16,7 +16,7 @@ from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted
 from flowbnn_studies.runner.study import Findings, Study, Variant
 
@@ -194,12 +194,8 @@ def fitted(key: str, data: Tensor, job: Job) -> tuple[Density, float]:
     }
     own: dict[str, Any] = {"objective": "flow-matching"} if key == "continuous" else {}
     own |= {"standardize": False} if key == "vae" else {}
-    started = time.perf_counter()
-    density = fit_density(
-        made[key](), data, epochs=s.epochs, batch_size=s.batch, lr=s.lr, seed=job.seed, accelerator=job.accelerator,
-        precision=job.precision, progress=False, **own,
-    )  # fmt: skip
-    return density, time.perf_counter() - started
+    own |= {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
+    return timed(fit_density, made[key](), data, **own, **job.brief(seed=job.seed))
 
 
 def exactness(flow: nn.Module, points: Tensor) -> dict[str, float]:

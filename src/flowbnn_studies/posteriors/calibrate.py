@@ -2,9 +2,8 @@
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -21,13 +20,13 @@ from flowbnn.options import Count, Interval, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.posterior.base import PredictOptions
 from flowbnn.results import Metric, Parts
+from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
-from flowbnn_studies.uci import load_uci
 
 NOISE = "node-noise-gaussian"
 FOLDS = 5  # for the temperature of a network on all data
@@ -83,13 +82,33 @@ TABLE = {
 }
 
 
-@options
-class Settings:
-    """What the study depends on.
+@options(kw_only=True)
+class Evaluated:
+    """How calibrated networks are evaluated on images.
+
+    Args:
+        source, generated: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
+        samples: networks averaged in a prediction.
+        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+    samples: Count = 64
+    shift_samples: Count = 16
+    shift_images: Count = 500
+
+    def images(self) -> ImageSettings:
+        """What the evaluation on novel and corrupted images depends on."""
+        return ImageSettings(**{one.name: getattr(self, one.name) for one in fields(Evaluated)})
+
+
+@options(kw_only=True)
+class Settings(Evaluated):
+    """What the study depends on, besides :class:`Evaluated`.
 
     Args:
         data: of images.
-        source, generated: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
         train: numbers of images that weights are trained on.
         epochs, batch: of these trainings, for each number of images.
         held_out: numbers of fresh images, each with every one of ``train``.
@@ -98,14 +117,10 @@ class Settings:
         table_epochs: of the trainings on them.
         fits: keys of the posteriors that are fitted, out of :data:`FITS`.
         flow_rows: flows are fitted to at most so many examples.
-        samples: networks averaged in a prediction.
-        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         test: images, at most.
     """
 
     data: str = "fashion-mnist"
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     train: tuple[Count, ...] = (1_000, 5_000, 55_000)
     epochs: tuple[Count, ...] = (60, 30, 10)
     batch: tuple[Count, ...] = (50, 50, 250)
@@ -116,20 +131,12 @@ class Settings:
     fits: tuple[str, ...] = tuple(FITS)
     flow_rows: Annotated[int, Interval(ge=0)] = 1_000
     lr: Positive = 1e-3
-    samples: Count = 64
-    shift_samples: Count = 16
-    shift_images: Count = 500
     test: Count = 10_000
 
     def cases(self) -> dict[str, tuple[str, ...]]:
         """The cases of images that each variant has, by their keys."""
         cases = {str(size): tuple(f"{size}-{out}" for out in self.held_out) for size in self.train}
         return cases | {f"{size}-same": (f"{size}-same",) for size in self.same}
-
-    def images(self) -> ImageSettings:
-        """What the evaluation on novel and corrupted images depends on."""
-        same = ("source", "generated", "samples", "shift_samples", "shift_images")
-        return ImageSettings(**{name: getattr(self, name) for name in same})
 
 
 def title(case: str) -> str:
@@ -195,14 +202,17 @@ class CalibrateStudy(Study):
             fresh = case.partition("-")[2]
             index = order[:size] if fresh == "same" else order[-int(fresh) :]
             held_out = images_of(pictures, index)
+            names = NUMBERS | BEYOND
             table[case] = {
-                key: {**scores(one, pictures, s), "seconds": seconds}
-                for key, (one, seconds) in fitted(plain, held_out, job).items()
+                key: scores(one, pictures, s, names, most=s.test) | {"seconds": seconds}
+                for key, one, seconds in fitted(plain, held_out, job)
             }
             if fresh != "same":
                 both = images_of(pictures, torch.cat([order[:size], index]))
-                whole, seconds = tempered_on_all(lambda data: network_of(data, size, job), both, job.seed)
-                table[case]["all"] = {**scores(whole, pictures, s), "seconds": seconds}
+                whole, seconds = timed(
+                    tempered_on_all, lambda data: network_of(data, size, job), both, job.seed
+                )
+                table[case]["all"] = scores(whole, pictures, s, names, most=s.test) | {"seconds": seconds}
         return {"values": {}, "table": table}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
@@ -248,51 +258,52 @@ def network_of(data: Data, size: int, job: Job) -> PointPosterior:
     return method.fit(LeNet(data[0].shape[1]), loader, **given)
 
 
-def fitted(plain: PointPosterior, held_out: Data, job: Job) -> dict[str, tuple[Posterior, float]]:
+def fits_of(
+    plain: PointPosterior, held_out: TensorLoader, job: Job, fits: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Posterior, float]]:
+    """A network as it is, scaled on held-out data, and with noise by each of ``fits``, which calibrate is given; with their seconds."""
+    yield "plain", plain, 0.0
+    yield "temperature", *timed(temper, plain, held_out, progress=False)
+    if not held_out.tensors[1].is_floating_point():
+        yield "vector", *timed(scale_by_class, plain, held_out)
+    given: dict[str, Any] = {"folds": 0, "seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    for key, how in fits.items():
+        yield key, *timed(calibrate, plain.model, held_out, **how, **given)
+
+
+def fitted(plain: PointPosterior, held_out: Data, job: Job) -> Iterator[tuple[str, Posterior, float]]:
     """All that is fitted to held-out data on top of a network, each with its seconds."""
     s: Settings = job.settings
-    classes = not held_out[1].is_floating_point()
     loader = TensorLoader(*held_out, batch_size=1000)
     given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-    result: dict[str, tuple[Posterior, float]] = {}
-    for key in ("plain", "temperature", "vector", "laplace", *s.fits):
-        started = time.perf_counter()
-        posterior: Posterior = plain
-        if key == "temperature":
-            posterior = temper(plain, loader, progress=False)
-        elif key == "vector":
-            if not classes:
-                continue
-            posterior = scale_by_class(plain, loader)
-        elif key == "laplace":
-            posterior = Laplace(layers="last", epochs=0).fit(plain.model, loader, **given)
-        elif key in FITS:
-            how = FITS[key][2]
-            if "flow" in how and len(held_out[1]) > s.flow_rows:
-                continue
-            posterior = calibrate(plain.model, loader, folds=0, **how, **given)
-        if held_out[0].is_cuda:
-            torch.cuda.synchronize()
-        result[key] = posterior, 0.0 if key == "plain" else time.perf_counter() - started
-    return result
+    yield "laplace", *timed(Laplace(layers="last", epochs=0).fit, plain.model, loader, **given)
+    chosen = {key: how for key, (_, _, how) in FITS.items() if key in s.fits}
+    few = len(held_out[1]) <= s.flow_rows
+    yield from fits_of(
+        plain, loader, job, {key: how for key, how in chosen.items() if few or "flow" not in how}
+    )
 
 
-def scores(posterior: Posterior, pictures: Pictures, settings: Settings) -> dict[str, float]:
-    """Accuracy, NLL and ECE on test images, and what novel and corrupted images tell."""
-    images, labels = pictures.test
-    known = predict(posterior, images[: settings.test], settings.samples, "32-true")
-    numbers = known.evaluate(labels[: settings.test])
-    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), "32-true")
-    kept = {name: numbers[name] for name in ("accuracy", "nll", "ece")}
-    return kept | {name: beyond[name] for name in BEYOND}
+def scores(
+    posterior: Posterior,
+    pictures: Pictures,
+    settings: Evaluated,
+    names: Container[str],
+    precision: str = "32-true",
+    most: int | None = None,
+) -> dict[str, float]:
+    """Those of the metrics on test images, at most so many, and on novel and corrupted ones that are called by these names."""
+    images, labels = (part[:most] for part in pictures.test)
+    known = predict(posterior, images, settings.samples, precision).evaluate(labels)
+    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), precision)
+    return {name: value for name, value in (known | beyond).items() if name in names}
 
 
 def table_of(job: Job) -> dict[str, dict[str, float]]:
     """The rows of one UCI set: weights on one half of the training rows, all else on the other."""
     s: Settings = job.settings
     inputs, targets, *test = load_uci(job.variant, job.seed)
-    center, spread = inputs.mean(0), inputs.std(0).clamp_min(1e-9)
-    inputs, test[0] = (inputs - center) / spread, (test[0] - center) / spread
+    inputs, test[0] = standardized(inputs, test[0])
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(job.seed))
     first, second = order[: len(order) // 2], order[len(order) // 2 :]
 
@@ -302,27 +313,25 @@ def table_of(job: Job) -> dict[str, dict[str, float]]:
         given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
         return MLE(epochs=s.table_epochs, lr=1e-2).fit(MLP(inputs.shape[1], (50,), 1), loader, **given)
 
-    rows = fitted(network((inputs[first], targets[first])), (inputs[second], targets[second]), job)
-    rows["all"] = tempered_on_all(network, (inputs, targets), job.seed)
+    plain = network((inputs[first], targets[first]))
+    rows = [*fitted(plain, (inputs[second], targets[second]), job)]
+    rows.append(("all", *timed(tempered_on_all, network, (inputs, targets), job.seed)))
     table = {}
-    for key, (posterior, seconds) in rows.items():
+    for key, posterior, seconds in rows:
         numbers = evaluate(posterior, (test[0], test[1]), samples=s.samples, progress=False)
         table[key] = {"nll": numbers["nll"], "rmse": numbers["rmse"], "seconds": seconds}
     return table
 
 
-def tempered_on_all(
-    network: Callable[[Data], PointPosterior], data: Data, seed: int
-) -> tuple[Posterior, float]:
-    """A network on all data with the temperature of networks on the data that each has not seen, and the seconds it took."""
-    started = time.perf_counter()
+def tempered_on_all(network: Callable[[Data], PointPosterior], data: Data, seed: int) -> TemperedPosterior:
+    """A network on all data with the temperature of networks on the data that each has not seen."""
     parts = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(seed)).chunk(FOLDS)
     logs = []
     for number, out in enumerate(parts):
         kept = torch.cat([part for other, part in enumerate(parts) if other != number])
         one = network((data[0][kept], data[1][kept]))
         logs.append(math.log(temper(one, [(data[0][out], data[1][out])], progress=False).temperature))
-    return TemperedPosterior(network(data), math.exp(sum(logs) / FOLDS)), time.perf_counter() - started
+    return TemperedPosterior(network(data), math.exp(sum(logs) / FOLDS))
 
 
 class Scaled(nn.Module):

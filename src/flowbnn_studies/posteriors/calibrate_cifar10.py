@@ -1,24 +1,21 @@
 """Noise of networks that were trained on 45,000 images of CIFAR-10, fitted on the 5,000 that their weights have not seen."""
 
-import time
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
-from flowbnn.calibrate import calibrate
 from flowbnn.data import TensorLoader
 from flowbnn.likelihoods import Categorical
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.options import Count, Positive, options
-from flowbnn.posterior import PointPosterior, Posterior
+from flowbnn.posterior import PointPosterior
 from flowbnn.results import Parts
 from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.rivals import PLAIN
-from flowbnn_studies.images.settings import ImageSettings, Training, make_network
+from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, scale_by_class
+from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, Evaluated, fits_of, scores
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
@@ -49,41 +46,29 @@ MORE = {
     **CORRUPTED,
 }
 # fmt: on
-KEPT = ("accuracy", "nll", "ece")
 TARGET = 0.008  # of the ECE
 
 
-@options
-class Settings:
-    """What the study depends on.
+@options(kw_only=True)
+class Settings(Evaluated):
+    """What the study depends on, besides :class:`~flowbnn_studies.posteriors.calibrate.Evaluated`.
 
     Args:
-        source, generated, width: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
+        width: multiplies the channels of VGG16 and ResNet18.
         held_out: images that the weights do not see, other ones with every seed.
         fits: keys of the posteriors that are fitted, out of :data:`FITS`.
-        samples: networks averaged in a prediction.
-        shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
         lenet, vgg16, resnet18: how the weights are trained.
     """
 
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     width: Positive = 1.0
     held_out: Count = 5_000
     fits: tuple[str, ...] = tuple(FITS)
     samples: Count = 32
-    shift_samples: Count = 16
-    shift_images: Count = 500
     vgg16: Training = replace(PLAIN, epochs=24, cutout=0)
     resnet18: Training = replace(vgg16, epochs=16)
     lenet: Training = replace(
         vgg16, epochs=60, batch=256, optimizer="adamw", weight_lr=4e-3, weight_decay=1e-2
     )
-
-    def images(self) -> ImageSettings:
-        """What the data and the evaluation on novel and corrupted images depend on."""
-        same = ("source", "generated", "width", "samples", "shift_samples", "shift_images")
-        return ImageSettings(**{name: getattr(self, name) for name in same})
 
     def relevant(self, variant: str) -> dict[str, Any]:
         """The settings that a variant's result depends on."""
@@ -129,6 +114,7 @@ class CalibrateCifar10(Study):
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
         network, _, whole = job.variant.partition("-")
+        names = NUMBERS | MORE
         pictures = load_pictures(s.images(), "cifar10", list(NOVEL), job.device)
         rest, fresh = pictures.learned.split(min(s.held_out, len(pictures.learned) // 3), job.seed)
         held_out = TensorLoader(rest.normalizer()(fresh.images), fresh.labels, batch_size=1000)
@@ -136,28 +122,17 @@ class CalibrateCifar10(Study):
             start = make_network(network, pictures.channels, s.width)
             point = PointPosterior(job.load_start(start).to(pictures.device), Categorical())
             temperature = temper(point, held_out, progress=False).temperature
-            posterior: Posterior = TemperedPosterior(_plain(job, network, pictures), temperature)
-            return {"values": {}, "table": {"all": _scores(posterior, pictures, s, job.precision)}}
+            posterior = TemperedPosterior(_plain(job, network, pictures), temperature)
+            return {"values": {}, "table": {"all": scores(posterior, pictures, s, names, job.precision)}}
         plain = _plain(job, network, replace(pictures, learned=rest))
         plain.save(job.posterior)
         table = {}
-        for key in ("plain", "temperature", "vector", *s.fits):
-            started, elbo = time.perf_counter(), None
-            posterior = plain
-            if key == "temperature":
-                posterior = temper(plain, held_out, progress=False)
-            elif key == "vector":
-                posterior = scale_by_class(plain, held_out)
-            elif key in FITS:
-                given: dict[str, Any] = {**FITS[key][1], "accelerator": job.accelerator}
-                posterior = calibrate(plain.model, held_out, folds=0, seed=job.seed, progress=False, **given)
-                elbo = sum(posterior.history["elbo"][-8:]) / len(posterior.history["elbo"][-8:])
-            if pictures.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = 0.0 if key == "plain" else time.perf_counter() - started
-            table[key] = _scores(posterior, pictures, s, job.precision) | {"seconds": seconds}
-            if elbo is not None:
-                table[key] |= {"elbo": elbo, "passes": posterior.history.epochs}
+        fits = {key: how for key, (_, how) in FITS.items() if key in s.fits}
+        for key, one, seconds in fits_of(plain, held_out, job, fits):
+            table[key] = scores(one, pictures, s, names, job.precision) | {"seconds": seconds}
+            if key in fits:
+                last = one.history["elbo"][-8:]
+                table[key] |= {"elbo": sum(last) / len(last), "passes": one.history.epochs}
         return {"values": {}, "table": table, "minutes": plain.history.seconds / 60}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
@@ -200,14 +175,6 @@ def _plain(job: Job, network: str, pictures: Pictures) -> PointPosterior:
     if pictures.device.type == "cuda":
         posterior.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return posterior
-
-
-def _scores(posterior: Posterior, pictures: Pictures, settings: Settings, precision: str) -> dict[str, float]:
-    """The metrics of one row."""
-    images, labels = pictures.test
-    known = predict(posterior, images, settings.samples, precision).evaluate(labels)
-    beyond, _ = evaluate_beyond(posterior, pictures, settings.images(), precision)
-    return {**{name: known[name] for name in KEPT}, **{name: beyond[name] for name in beyond if name in MORE}}
 
 
 def rows_of(parts: Parts) -> Parts:

@@ -3,7 +3,6 @@
 The plan, written before the first run, is docs/results/mode-ensembles/plan.md.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,15 +24,15 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior, Posterior
 from flowbnn.results import Parts
 from flowbnn.training import cosine
+from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.methods import shuffled
 from flowbnn_studies.runner.statistics import paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
-from flowbnn_studies.uci import load_uci
 
 Pair = tuple[Tensor, Tensor]
 ROWS = {
@@ -182,6 +181,10 @@ class ModeEnsembles(Study):
         precision: Any = job.precision if half else "32-true"
         points: list[PointPosterior] = []
 
+        def told(posterior: Posterior, data: Any) -> dict[str, float]:
+            quiet: dict[str, Any] = {"precision": precision, "compile": False, "progress": False}
+            return evaluate(posterior, data, samples=sample_count(posterior, s.samples), **quiet)
+
         def climb(width: Literal["point", "laplace"]) -> tuple[Posterior, float]:
             method = ModeEnsemble(members, epochs=0, steps=steps, width=width)
             posterior = method.fit(weights.model, fresh, validation=validation, seed=job.seed, **device)
@@ -190,26 +193,16 @@ class ModeEnsembles(Study):
         def gaussian() -> tuple[Posterior, float]:
             best: tuple[float, Posterior, float] | None = None
             for scale in s.widths:
-                posterior = calibrate(
-                    weights.model,
-                    fresh,
-                    structure="full",
-                    prior="fixed",
-                    prior_scale=scale,
-                    folds=0,
-                    seed=job.seed,
-                    **device,
-                )
-                told = evaluate(
-                    posterior,
-                    validation,
-                    samples=s.samples,
-                    precision=precision,
-                    compile=False,
-                    progress=False,
-                )
-                if best is None or told["nll"] < best[0]:
-                    best = told["nll"], posterior, scale
+                how: dict[str, Any] = {
+                    "structure": "full",
+                    "prior": "fixed",
+                    "prior_scale": scale,
+                    "folds": 0,
+                }
+                posterior = calibrate(weights.model, fresh, seed=job.seed, **how, **device)
+                nll = told(posterior, validation)["nll"]
+                if best is None or nll < best[0]:
+                    best = nll, posterior, scale
             assert best is not None
             return best[1:]
 
@@ -236,25 +229,16 @@ class ModeEnsembles(Study):
         }
         table: dict[str, dict[str, float]] = {}
         for key, fit in fits.items():
-            started = time.perf_counter()
-            made = fit()
-            if job.device == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
+            made, seconds = timed(fit)
             posterior, *width = made if isinstance(made, tuple) else (made,)
-            told = evaluate(
-                posterior,
-                problem.test,
-                samples=sample_count(posterior, s.samples),
-                precision=precision,
-                compile=False,
-                progress=False,
-            )
-            table[key] = {name: told[name] for name in ("accuracy", "nll", "ece", "rmse") if name in told}
+            numbers = told(posterior, problem.test)
+            table[key] = {
+                name: numbers[name] for name in ("accuracy", "nll", "ece", "rmse") if name in numbers
+            }
             table[key] |= {"parameters": float(kept_numbers(posterior)), "seconds": seconds}
             if width:
                 table[key]["width"] = width[0]
-            if "rmse" in told:
+            if "rmse" in numbers:
                 table[key]["rmse"] *= problem.unit
                 table[key]["nll"] += float(torch.tensor(problem.unit).log())
         table["ensemble"]["seconds"] += table["plain"]["seconds"]  # its first member
@@ -348,14 +332,13 @@ def _table(job: Job) -> Problem:
         targets, test = targets + 0.1 * noise, [test[0], test[0].sum(1, keepdim=True).sin()]
     order = torch.randperm(len(inputs), generator=source)
     inputs, targets = inputs[order], targets[order]
-    spread = inputs.std(0).where(inputs.std(0) > 0, torch.ones(()))
-    center, level, unit = inputs.mean(0), targets.mean(), float(targets.std())
-    data = (inputs - center) / spread, (targets - level) / unit
+    inputs, unseen = standardized(inputs, test[0])
+    level, unit = targets.mean(), float(targets.std())
+    data = inputs, (targets - level) / unit
     fifth = len(inputs) // 5
     sizes = (len(inputs) - 2 * fifth, fifth, fifth)
-    unseen = (test[0] - center) / spread, (test[1] - level) / unit
     learn = _small(job, data, s.tables, lambda: MLP(inputs.shape[1], (50,), 1))
-    return Problem(data, sizes, unseen, learn, unit)
+    return Problem(data, sizes, (unseen, (test[1] - level) / unit), learn, unit)
 
 
 def _pictures(job: Job, data: str) -> tuple[Pictures, Tensor]:

@@ -1,8 +1,7 @@
 """How good are posteriors of the noise, from factorized to a flow over all layers, with long chains as the truth?"""
 
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,10 +28,10 @@ from flowbnn.results import Metric, Parts
 from flowbnn.training import cosine
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.data.tables import load_uci, standardized
+from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows
-from flowbnn_studies.uci import load_uci
 
 Data = tuple[Tensor, Tensor]
 ProblemName = Literal["blobs", "boston", "digits", "conv", "lenet"]
@@ -146,9 +145,9 @@ def points_of(name: str, seed: int, number: int) -> tuple[Data, Data | None, nn.
         return clusters(number, 1.95, source), None, MLP(2, (32,), 2)
     if name == "boston":
         inputs, targets, *test = load_uci("boston", seed)
-        center, spread, middle, width = inputs.mean(0), inputs.std(0), targets.mean(), targets.std()
-        inputs, targets = torch.cat([inputs, test[0]]), torch.cat([targets, test[1]])
-        return ((inputs - center) / spread, (targets - middle) / width), None, MLP(13, (50,), 1)
+        middle, width, targets = targets.mean(), targets.std(), torch.cat([targets, test[1]])
+        inputs = torch.cat(standardized(inputs, test[0]))
+        return (inputs, (targets - middle) / width), None, MLP(13, (50,), 1)
     if name == "lenet":
         known, test_set = load_images("fashion-mnist"), load_images("fashion-mnist", "test")
         order = torch.randperm(len(known.labels), generator=source)[:number]
@@ -307,12 +306,6 @@ def measured(
     }
     floor = {"variation": near.variation_floor, "agreement": near.agreement_floor, "rhat": chains.rhat}
     return own, floor
-
-
-def timed(work: Callable[..., Any], *given: Any) -> tuple[Any, float]:
-    """What a function gives, and the seconds that it took."""
-    started = time.perf_counter()
-    return work(*given), time.perf_counter() - started
 
 
 class PosteriorQuality(Study):

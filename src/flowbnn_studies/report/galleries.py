@@ -99,10 +99,10 @@ def maps(data: Data, colours: Mapping[str, str]) -> Plot:
             axes.imshow(np.nan_to_num(values), extent=box, origin="lower", **shading)
         dots: Any = {"linewidths": 0, "rasterized": True}
         for label in classes:
-            colour = light(CLASSES[label % len(CLASSES)])
-            axes.scatter(*points[labels == label].T, s=4, alpha=0.7, color=colour, **dots)
+            (left, up), colour = points[labels == label].T, light(CLASSES[label % len(CLASSES)])
+            axes.scatter(left, up, s=4, alpha=0.7, color=colour, **dots)
         if own.size:
-            axes.scatter(*own.T, s=3, alpha=0.5, color=light("ink"), **dots)
+            axes.scatter(own[:, 0], own[:, 1], s=3, alpha=0.5, color=light("ink"), **dots)
             if regular:
                 axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         if data.get("ring") is not None and regular:

@@ -1,12 +1,14 @@
 """One variant with one seed: what it depends on, where it keeps its state, and how it is done."""
 
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from flowbnn.convert import to_stochastic
@@ -16,6 +18,20 @@ from flowbnn.results import plain, read_json, write_json
 
 POSTERIOR = "posterior.safetensors"
 GPUS = ("cuda", "gpu")
+Made = TypeVar("Made")
+
+
+def timed(work: Callable[..., Made], *given: Any, **options: Any) -> tuple[Made, float]:
+    """What a function gives, and the seconds that it took; a GPU has done what was before it, and what it asked for."""
+
+    def now() -> float:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    started = now()
+    made = work(*given, **options)
+    return made, now() - started
 
 
 @dataclass(frozen=True)

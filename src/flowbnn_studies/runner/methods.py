@@ -103,11 +103,6 @@ class MethodStudy(Study):
         options = job.options(s.epochs, steps)
         return method, job.brief(**{name: options[name] for name in KEPT})
 
-    def of_first_seed(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
-        """By label, the parts of seed 0 that have something to draw under ``name``."""
-        first = {one.label: parts.content.get((one.key, 0), {}) for one in self.measured(settings, parts)}
-        return {label: part for label, part in first.items() if name in part}
-
     def measured(self, settings: Any, parts: Parts) -> list[Candidate]:
         """The methods that have numbers; where none has, the reason is raised."""
         known = [

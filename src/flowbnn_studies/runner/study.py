@@ -153,6 +153,11 @@ class Study:
         """Keys and labels of the variants that have a row."""
         return {variant.key: variant.label for variant in self.variants(settings) if variant.shown}
 
+    def of_first_seed(self, settings: Any, parts: Parts, name: str) -> dict[str, dict[str, Any]]:
+        """By label, the parts of seed 0 that have something to draw under ``name``."""
+        first = {label: parts.content.get((key, 0), {}) for key, label in self.shown(settings).items()}
+        return {label: part for label, part in first.items() if name in part}
+
     def make_settings(self, *, quick: bool = False, **changes: Any) -> Any:
         """The settings, with changes by name; ``quick`` gives a trial run whose numbers mean nothing.
 
