@@ -30,7 +30,7 @@ bench: $(STAMP)  ## speed, as ratios to the plain network; what the defaults do;
 	$(BIN)/python benchmarks/training_step.py --out $(OUT)
 	$(BIN)/python benchmarks/prediction.py --out $(OUT)
 	$(BIN)/python benchmarks/adaptive.py --out $(OUT)
-	$(BIN)/python benchmarks/flows.py --rounds 20 --out $(OUT)
+	$(BIN)/python benchmarks/training_step.py --each --rounds 20 --out $(OUT)
 	$(BIN)/python benchmarks/memory.py --out $(OUT)
 	$(BIN)/python benchmarks/scaling.py --out $(OUT)
 	$(BIN)/python benchmarks/methods.py --rounds 20 --out $(OUT)

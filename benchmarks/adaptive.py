@@ -8,24 +8,24 @@ of four rules. ``spent`` is the mean number of samples of an input, ``time`` is 
 inputs with the same decision, ``differ`` the largest difference of a probability (its median and its maximum over inputs), ``early``
 the share of inputs that had fewer than all samples, and of these those that differ by more than the tolerance, and twice it.
 ``confidence`` is by how much theirs is higher than with all samples, on average, beside its mean Monte Carlo error, and ``epistemic``
-the ratio of their epistemic parts: what optional stopping does.
+the ratio of their epistemic parts: what optional stopping does. ``--epochs`` are those of the plain network, and again of the noise;
+``--train`` and ``--images`` are at most so many training and test images.
 """
 
-import argparse
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import parsed, positive, write
+from common import options, parsed, write
 from torch import Tensor, nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader, load_digits
 from flowbnn.models import LeNet, SmallConv
 from flowbnn_studies.data import load_images
+from flowbnn_studies.runner.job import timed
 
 FAR = {"further": 1.0, "twice": 2.0}  # tolerances
 
@@ -40,36 +40,17 @@ def load(name: str, root: Path | None, device: str) -> tuple[nn.Module, list[Ten
     return LeNet(train.images.shape[1], len(train.classes)).to(device), parts
 
 
-def seconds(run: object, device: str) -> tuple[float, object]:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, epochs=10, train=60_000, images=10_000, samples=128, threads=2)
     parser.add_argument("--data", choices=["digits", "fashion-mnist", "cifar10"], default="digits")
     parser.add_argument("--root", type=Path, help="folder of the image sets")
-    parser.add_argument(
-        "--epochs", type=positive, default=10, help="of the plain network, and again of the noise"
-    )
-    parser.add_argument("--train", type=positive, default=60_000, help="training images at most")
-    parser.add_argument("--images", type=positive, default=10_000, help="test images at most")
     parser.add_argument(
         "--validation",
         action="store_true",
         help="predict the last training images instead, and leave them out",
     )
-    parser.add_argument("--samples", type=positive, default=128)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--certainty", type=float, default=0.95)
-    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parsed(parser)
@@ -85,18 +66,18 @@ def main() -> None:
         x, y = x[: -arguments.images], y[: -arguments.images]
     judged = "validation" if arguments.validation else "test"
     loader = TensorLoader(x[: arguments.train], y[: arguments.train], batch_size=64, shuffle=True)
-    options = {"progress": True, "accelerator": arguments.device}
-    network = fb.MLE(epochs=arguments.epochs).fit(network, loader, **options).model
+    run = {"progress": True, "accelerator": arguments.device}
+    network = fb.MLE(epochs=arguments.epochs).fit(network, loader, **run).model
     rules = {
         "conv2": fb.noise.NormalInvConv(),
         "fc1": fb.noise.NormalPlanar(length=2),
         "*": fb.noise.NormalAffine(),
     }
-    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=arguments.epochs, **options)
+    posterior = fb.fit(fb.to_stochastic(network, rules), loader, epochs=arguments.epochs, **run)
     images, labels = images[: arguments.images], labels[: arguments.images]
     posterior.predict(images[:256], 16)  # finds the plan
     count = arguments.samples
-    spent, full = seconds(lambda: posterior.predict(images, count, seed=1), arguments.device)
+    full, spent = timed(posterior.predict, images, count, seed=1)
     other = posterior.predict(images, count, seed=2)
     print(
         f"{arguments.data}, {len(images)} {judged} images: accuracy {full.evaluate(labels)['accuracy']:.4f}; {count} other samples "
@@ -109,9 +90,7 @@ def main() -> None:
         "decision": replace(usual, until="decision"),
         "probabilities": replace(usual, until="probabilities"),
     }.items():
-        taken, found = seconds(
-            lambda rule=rule: posterior.predict(images, count, seed=1, adaptive=rule), arguments.device
-        )
+        found, taken = timed(posterior.predict, images, count, seed=1, adaptive=rule)
         gap = (found.probabilities - full.probabilities).abs().amax(-1)
         row = {
             "until": name,

@@ -8,20 +8,20 @@ convolutional network trained on scikit-learn's digits, its noise on 20 to 1,000
 factorized noise are paired by seed, with Student's 95 % interval.
 """
 
-import argparse
 import time
 import warnings
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from scipy.special import stdtrit
+from common import options
 from torch import nn
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
+from flowbnn_studies.runner.statistics import paired
 
 
 def seconds(network: nn.Module, shape: tuple[int, ...], examples: int, structure: str, device: str) -> None:
@@ -93,18 +93,15 @@ def few_digits(seeds: int, case: Few) -> None:
             losses.setdefault(name, []).append(loss)
     base = losses["factorized, fixed prior"]
     for name, values in losses.items():
-        gaps = [one - other for one, other in zip(values, base, strict=True)]
-        half = float(stdtrit(seeds - 1, 0.975)) * stdev(gaps) / seeds**0.5 if seeds > 1 else float("inf")
+        gap = paired(values, base)
         bound = f"   ELBO {mean(bounds[name]):.1f} nats" if name in bounds else ""
-        print(f"{name:<26} NLL {mean(values):.4f}   to factorized {mean(gaps):+.4f} +- {half:.4f}{bound}")
+        print(
+            f"{name:<26} NLL {mean(values):.4f}   to factorized {gap.mean:+.4f} +- {gap.high - gap.mean:.4f}{bound}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser = options(__doc__, threads=2, seeds=10)
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ __all__ = [
     "MODELS",
     "Stepping",
     "arguments",
+    "chosen",
     "interleave",
+    "options",
     "parsed",
     "positive",
     "report",
@@ -183,15 +185,28 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, Any]) -> argparse.Namespace:
-    """The options that every benchmark has, and those of this one; ``on_cpu``: half precision means something there too."""
+def options(description: str | None, **counts: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that are whole numbers, by their defaults; others are added to it."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    return parser
+
+
+def chosen(only: str, names: Iterable[str]) -> list[str]:
+    """The names that contain one of the words of ``only``, with commas between, and ``plain``; all of them without words."""
+    words, names = [word.strip() for word in only.split(",") if word.strip()], list(names)
+    if words and not any(word in name for word in words for name in names):
+        raise SystemExit(f"nothing has '{only}' in its name; there are: {'; '.join(names)}")
+    return [name for name in names if name == "plain" or not words or any(word in name for word in words)]
+
+
+def arguments(description: str | None, on_cpu: bool = False, **extra: dict[str, Any]) -> argparse.Namespace:
+    """The options that every benchmark has, and those of this one; ``on_cpu``: half precision means something there too."""
+    parser = options(description, batch=128, rounds=60, threads=2)
     parser.add_argument("--model", choices=sorted(MODELS), default="lenet")
-    parser.add_argument("--batch", type=positive, default=128)
-    parser.add_argument("--rounds", type=positive, default=60)
-    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of a GPU")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")

@@ -7,18 +7,18 @@ Seven data sets: digits, breast cancer and wine of scikit-learn, two UCI regress
 paired by seed; its 95 % interval is Student's.
 """
 
-import argparse
 import json
 import multiprocessing
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
+from common import options
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -26,8 +26,8 @@ from flowbnn.data import TensorLoader
 from flowbnn.models import MLP, LeNet, SmallConv
 from flowbnn_studies.data import load_images
 from flowbnn_studies.data.load import data_folder
+from flowbnn_studies.runner.statistics import paired
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -107,24 +107,19 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         some = [row for row in rows if row["set"] == name]
         line: dict[str, Any] = {"set": name, "seeds": len(some), "time": mean(row["time"] for row in some)}
         for key in ("nll", "ece"):
-            gaps = [row["noise"][key] - row["plain"][key] for row in some]
-            line[f"{key} plain"] = mean(row["plain"][key] for row in some)
-            line[f"{key} noise"] = mean(row["noise"][key] for row in some)
-            half = STUDENT.get(len(gaps), 1.96) * stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
-            line[f"{key} difference"], line[f"{key} half"] = mean(gaps), half
+            values = {kind: [row[kind][key] for row in some] for kind in ("plain", "noise")}
+            line |= {f"{key} {kind}": mean(own) for kind, own in values.items()}
+            gap = paired(values["noise"], values["plain"])
+            line[f"{key} difference"], line[f"{key} half"] = gap.mean, gap.high - gap.mean
         lines.append(line)
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, seeds=5, jobs=1)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--recipe", default="NormalAffine")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder for defaults.json")
     given = parser.parse_args()
     jobs = [(name, seed, given.recipe, given.device) for name in given.sets for seed in range(given.seeds)]

@@ -8,11 +8,11 @@ pixels. NLL and ECE, means over seeds; the last column is the difference of the 
 its standard error.
 """
 
-import argparse
 import warnings
 from statistics import mean, stdev
 
 import torch
+from common import options
 
 import flowbnn as fb
 from flowbnn.data import TensorLoader
@@ -56,12 +56,7 @@ def one_seed(seed: int) -> dict[str, tuple[float, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=5)
-    given = parser.parse_args()
+    given = options(__doc__, threads=2, seeds=5).parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     seeds = [one_seed(seed) for seed in range(given.seeds)]

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import Stepping, arguments, write
+from common import Stepping, arguments, chosen, write
 from training_step import VARIANTS
 
 from flowbnn import kernels
@@ -116,16 +116,12 @@ def main() -> None:
         acceleration={"default": "off", "choices": ("off", "compile")},
         only={"default": "", "help": "variants to keep, by a part of their name, with commas"},
     )
-    parts = [part for part in found.only.split(",") if part]
-    if parts and not any(part in name for part in parts for name in VARIANTS):
-        raise SystemExit(f"no variant has '{found.only}' in its name; there are: {'; '.join(VARIANTS)}")
+    names = chosen(found.only, VARIANTS)
     rows, plain = [], 0
     print(f"{found.model}, batch {found.batch}, {found.device}, {found.precision}, {found.acceleration}")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        for name in VARIANTS:
-            if name != "plain" and parts and not any(part in name for part in parts):
-                continue
+        for name in names:
             peak = processes.submit(measure, found, name).result()
             plain = plain or peak
             rows.append({"variant": name, "bytes": peak, "ratio": peak / plain})

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from common import MODELS, arguments, interleave, positive, report, shape_of, write
+from common import MODELS, arguments, chosen, interleave, positive, report, shape_of, write
 
 import flowbnn as fb
 from flowbnn.likelihoods import Categorical
@@ -81,10 +81,7 @@ def main() -> None:
     )
     if found.only not in ("", "training", "prediction"):
         raise SystemExit(f"--only is 'training' or 'prediction', not '{found.only}'")
-    kept = [part for part in found.methods.split(",") if part]
-    methods = {name: m for name, m in METHODS.items() if not kept or any(part in name for part in kept)}
-    if not methods:
-        raise SystemExit(f"no method has '{found.methods}' in its name; there are: {', '.join(METHODS)}")
+    methods = {name: METHODS[name] for name in chosen(found.methods, METHODS)}
     torch.manual_seed(0)
     shape, device = shape_of(found.model), found.device
     batch = (

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -157,32 +158,13 @@ def imports(package: Path) -> dict[str, set[str]]:
 
 
 def loops(graph: dict[str, set[str]]) -> int:
-    """Strongly connected groups of more than one file (Tarjan 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    count = 0
-
-    def visit(node: str) -> None:
-        nonlocal count
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in graph[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            group = []
-            while not group or group[-1] != node:
-                group.append(stack.pop())
-            count += len(group) > 1
-
-    for node in graph:
-        if node not in index:
-            visit(node)
-    return count
+    """Whether files import each other in a circle: 0 or 1."""
+    try:
+        TopologicalSorter({file: others - {file} for file, others in graph.items()}).prepare()
+    except CycleError as error:
+        print("a loop:", " ".join(error.args[1]))
+        return 1
+    return 0
 
 
 def import_time(rounds: int = 7) -> float:

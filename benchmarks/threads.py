@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import positive
+from common import options
 from torch import nn
 
 import flowbnn as fb
@@ -87,11 +87,7 @@ def measure(posterior: Any, x: torch.Tensor, args: argparse.Namespace) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("threads", 8), ("calls", 48), ("samples", 8), ("rows", 64)):
-        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser = options(__doc__, threads=8, calls=48, samples=8, rows=64)
     names = [*METHODS, "own-dropout"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()

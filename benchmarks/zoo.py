@@ -8,7 +8,6 @@ networks of couplings are the same modules. "(reads q)" is ours as it is by defa
 which no peer does. A peer that is not installed is left out and named. The ratio is ours to the fastest peer of the round.
 """
 
-import argparse
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleave, parsed, positive, write
+from common import interleave, options, parsed, write
 from torch import Tensor, nn
 
 import flowbnn as fb
@@ -182,18 +181,7 @@ def step_of(run: Any, z: Tensor) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (
-        ("dim", 16),
-        ("batch", 512),
-        ("length", 4),
-        ("hidden", 64),
-        ("rounds", 60),
-        ("threads", 1),
-    ):
-        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser = options(__doc__, dim=16, batch=512, length=4, hidden=64, rounds=60, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=KINDS, nargs="*", default=KINDS)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")

@@ -1,9 +1,7 @@
 """The studies on images, on generated pictures at settings of seconds."""
 
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -231,23 +229,6 @@ def test_settings_are_named_by_group_and_glob():
     with pytest.raises(FlowBNNError, match="must be True or False"):
         study.make_settings(choose=1)
     assert settings.xiong == study.make_settings().xiong
-
-
-def test_the_tuning_script_tries_all_combinations(tmp_path, monkeypatch, capsys):
-    script = Path(__file__).parents[2] / "benchmarks" / "tune_images.py"
-    words = "--study lenet-fashion --method best-flow-channel --quick --set epochs=1 --grid noise_lr=0.1|0.2 --seeds 7"
-    words += f" --set settings.generated=80 --set batch=40 --accelerator cpu --out {tmp_path}"
-    monkeypatch.setattr("sys.argv", [str(script), *words.split()])
-    runpy.run_path(str(script), run_name="__main__")
-    found = {
-        path.name: json.loads((path / "lenet-fashion" / "results.json").read_text())
-        for path in tmp_path.iterdir()
-    }
-    assert sorted(found) == ["flow_channel.noise_lr=0.1", "flow_channel.noise_lr=0.2"]
-    first, second = (results["rows"][0]["values"]["nll"]["per_seed"] for results in found.values())
-    assert first != second
-    assert all(results["seeds"] == [7] and results["settings"]["choose"] for results in found.values())
-    assert "best NLL first" in capsys.readouterr().out
 
 
 def test_six_views_are_judged_when_asked_for(tmp_path):

@@ -146,7 +146,7 @@ def _trainings(
 # on validation images; 0.873 with 64, 0.860 with 128). What starts from it fits the training images as the report's curves do with 512
 # (Gaussian noise by position, one seed, validation images: log-likelihood -0.110, accuracy 0.895, ECE 0.046; the report's -0.117,
 # 0.893, 0.045), and faster with 256 (-0.060, ECE 0.066) and fewer.
-# The best recipe was chosen on 5,000 validation images with seed 100 (benchmarks/tune_images.py): rates of 0.002 and 0.004, 60, 90 and
+# The best recipe was chosen on 5,000 validation images with seed 100 (--set choose=true): rates of 0.002 and 0.004, 60, 90 and
 # 120 epochs, noise of 0.1 to 0.4 at the start with a prior as wide or of 0.5, dropout of 0.05 to 0.2.
 _BEST_LENET = Training(
     epochs=90,
@@ -195,8 +195,8 @@ _CIFAR10 = _trainings(
 # Chosen on 5,000 validation images with seed 100, on Gaussian noise: of 0.1 to 0.4 at the start with a prior as wide or of 0.5, a KL of
 # 1 and 20 times its weight, weight decays of 0.0005 and 0.001. The others follow it. The noise at the start was chosen once more with
 # 70 epochs, on flow noise (0.2, 0.3, 0.4): of those whose NLL of six views is within 0.004 of the best, the one with the fewest errors
-# (0.1632 and 5.10 %, 0.1599 and 5.04 %, 0.1586 and 5.24 %; --method best-flow-channel --set settings.moved=true
-# --option acceleration=compile --grid 'base_scale=0.2|0.3|0.4').
+# (0.1632 and 5.10 %, 0.1599 and 5.04 %, 0.1586 and 5.24 %; --only best-flow-channel --set choose=true
+# --set moved=true --acceleration compile --set flow_channel.base_scale=0.2, and so on).
 BEST_VGG16 = Training(
     epochs=70,
     batch=256,
