@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.figures import line, panel
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
@@ -52,13 +53,11 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@options
-class Settings:
-    """What the study depends on.
+@options(kw_only=True)
+class Settings(PictureData):
+    """What the study depends on, besides :class:`~flowbnn_studies.images.settings.PictureData`.
 
     Args:
-        source: ``"files"``: MNIST; ``"generated"``: pictures that are made on the spot, for trials.
-        generated: how many of them; a quarter as many to test on.
         units: of each of the two hidden layers.
         validation: images that are put aside, as in the paper, and that settings are chosen on.
         choose: train what is in :data:`CHOICES`, and evaluate it on the validation images; the test images stay closed.
@@ -71,8 +70,6 @@ class Settings:
         samples: networks averaged in a prediction.
     """
 
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     units: tuple[int, ...] = (400, 800, 1200)
     validation: Count = 10_000
     choose: bool = False
@@ -133,13 +130,13 @@ class MnistMlp(Study):
         )
 
     def check(self, settings: Settings, jobs: Sequence[Job]) -> None:
-        read_images("mnist", "train", settings.source, settings.generated)
+        read_images("mnist", "train", settings)
 
     def train(self, job: Job) -> dict[str, Any]:
         s: Settings = job.settings
-        learned = read_images("mnist", "train", s.source, s.generated)
+        learned = read_images("mnist", "train", s)
         rest, aside = learned.split(s.validation, SPLIT_SEED)
-        tested = aside if s.choose else read_images("mnist", "test", s.source, s.generated)
+        tested = aside if s.choose else read_images("mnist", "test", s)
         key, _, units = job.variant.rpartition("-")
         learned = learned if key == "mixture-all" else rest
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
-from flowbnn_studies.images.data import PictureData, read_bytes
+from flowbnn_studies.images.data import read_bytes
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.figures import grids_figure, picture_grid, short
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
@@ -41,6 +42,7 @@ class Settings(PictureData):
         drawn: images decoded from the prior for the last column.
     """
 
+    generated: Count = 200
     hidden: Count = 500
     epochs: Count = 60
     batch: Count = 500

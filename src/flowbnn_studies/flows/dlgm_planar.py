@@ -13,7 +13,8 @@ from flowbnn.options import Count, Positive, Share, options
 from flowbnn.results import Metric, Parts, figure
 from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
-from flowbnn_studies.images.data import PictureData, binarise, read_binary, read_bytes
+from flowbnn_studies.images.data import binarise, read_binary, read_bytes
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.figures import grids_figure, line, panel, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted
@@ -62,6 +63,7 @@ class Settings(PictureData):
         tested: test images.
     """
 
+    generated: Count = 200
     binary: Literal["anew", "once"] = "anew"
     lengths: tuple[int, ...] = (0, 10, 20, 40, 80)
     posteriors: tuple[str, ...] = tuple(LABELS)

@@ -13,7 +13,8 @@ from flowbnn.density import fit_density
 from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
-from flowbnn_studies.images.data import PictureData, read_bytes
+from flowbnn_studies.images.data import read_bytes
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.figures import grids_figure, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -52,6 +53,7 @@ class Settings(PictureData):
         tested: test images.
     """
 
+    generated: Count = 200
     sets: tuple[str, ...] = tuple(SETS)
     flows: tuple[str, ...] = tuple(FLOWS)
     minutes: NonNegative = 10.0

@@ -13,7 +13,8 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, Probability, options
 from flowbnn.results import Metric, Parts, figure
-from flowbnn_studies.images.data import PictureData, read_bytes, read_images
+from flowbnn_studies.images.data import read_bytes, read_images
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.figures import histogram, histogram_panels
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
@@ -52,6 +53,7 @@ class Settings(PictureData):
         rate: of false alarms that the detectors are set to.
     """
 
+    generated: Count = 200
     length: Count = 8
     width: Count = 64
     levels: Count = 2
@@ -122,7 +124,7 @@ class NoveltyByDensity(Study):
         bits = [density.bits_per_dimension(some) for some in (tested, novel)]
         values |= {"density_own": bits[0], "density_novel": bits[1]}
 
-        prepare = read_images(job.variant, "train", s.source, s.generated).normalizer()
+        prepare = read_images(job.variant, "train", s).normalizer()
         loader = shuffled(
             (prepare(learned), labels[: -s.validation]), s.batch, job.seed, job.device, drop_last=True
         )

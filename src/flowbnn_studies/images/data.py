@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowbnn.data import Digits, TensorLoader
-from flowbnn.options import Count, options
 from flowbnn_studies.data import (
     CropAndFlip,
     ImageSet,
@@ -18,7 +16,7 @@ from flowbnn_studies.data import (
     load_images,
     novel_noise,
 )
-from flowbnn_studies.images.settings import ImageSettings, Training
+from flowbnn_studies.images.settings import ImageSettings, PictureData, Training
 from flowbnn_studies.runner.job import Job
 
 STRENGTHS = tuple(range(1, 6))
@@ -103,17 +101,14 @@ def load_pictures(
         device: where they are to lie.
     """
 
-    def read(name: str, split: str) -> ImageSet:
-        return read_images(name, split, settings.source, settings.generated)
-
-    learned = read(data, "train")
+    learned = read_images(data, "train", settings)
     if settings.choose:
         learned, tested = learned.split(min(settings.validation, len(learned) // 4), SPLIT_SEED)
     else:
-        tested = read(data, "test")
+        tested = read_images(data, "test", settings)
 
     def stranger(name: str) -> ImageSet:
-        images = read(name, "test")
+        images = read_images(name, "test", settings)
         colour = learned.images.shape[1] == 3
         return (images.in_colour(learned.images.shape[-1]) if colour else images).to(device)
 
@@ -121,36 +116,22 @@ def load_pictures(
     return Pictures(learned.to(device), tested.to(device), strangers)
 
 
-def read_images(name: str, split: str, source: str = "files", generated: int = 0) -> ImageSet:
-    """A published set, or for trials ``generated`` pictures of its shape, and a quarter as many to test on."""
-    if source == "files":
+def read_images(name: str, split: str, given: PictureData) -> ImageSet:
+    """A published set, or for trials pictures of its shape, as the settings say."""
+    if given.source == "files":
         return _read(name, split)
-    return generated_images(generated // (1 if split == "train" else 4), name, split)
-
-
-@options(kw_only=True)
-class PictureData:
-    """Where the images of a study of densities come from.
-
-    Args:
-        source: ``"files"``, or ``"generated"``: pictures that are made on the spot, for trials.
-        generated: how many of them; a quarter as many to test on.
-    """
-
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 200
+    return generated_images(given.generated // (1 if split == "train" else 4), name, split)
 
 
 def read_bytes(job: Job, name: str, split: str) -> tuple[Tensor, Tensor]:
     """Images in bytes and their labels, on the device of the job."""
-    s: PictureData = job.settings
-    found = read_images(name, split, s.source, s.generated)
+    found = read_images(name, split, job.settings)
     return found.images.to(job.device), found.labels.to(job.device)
 
 
 def read_binary(job: Job, split: str) -> Tensor:
     """MNIST, binarised once, on the device of the job."""
-    images = read_images("mnist", split, job.settings.source, job.settings.generated).images
+    images = read_images("mnist", split, job.settings).images
     generator = torch.Generator().manual_seed(BINARY_SEED + (split == "test"))
     return binarise(images, generator).to(job.device)
 
@@ -167,15 +148,15 @@ def binarise(images: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def known_and_novel(
-    name: str, novel: Sequence[int], validation: int, device: str, source: str = "files", generated: int = 0
+    name: str, novel: Sequence[int], validation: int, device: str, given: PictureData
 ) -> Digits:
     """A set without some of its classes, on a device and as a network takes it; ``novel`` are test images of those classes.
 
-    >>> parts = known_and_novel("cifar10", [1, 8], 10, "cpu", "generated", 100)
+    >>> parts = known_and_novel("cifar10", [1, 8], 10, "cpu", PictureData(source="generated", generated=100))
     >>> [len(labels) for _, labels in (parts.train, parts.validation, parts.test, parts.novel)], parts.known
     ([70, 10, 20, 5], (0, 2, 3, 4, 5, 6, 7, 9))
     """
-    whole, tested = (read_images(name, split, source, generated) for split in ("train", "test"))
+    whole, tested = (read_images(name, split, given) for split in ("train", "test"))
     known = tuple(label for label in range(len(whole.classes)) if label not in novel)
     places = torch.full((len(whole.classes),), -1).scatter_(0, torch.tensor(known), torch.arange(len(known)))
     seen = [places[one.labels] >= 0 for one in (whole, tested)]

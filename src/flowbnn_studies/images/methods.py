@@ -1,7 +1,7 @@
 """Studies of all methods on images of the published sets: what their settings and their fits have in common."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from flowbnn.data import Augment, Digits, TensorLoader
 from flowbnn.methods import Posterior
 from flowbnn.options import Count, options
 from flowbnn_studies.images.data import known_and_novel, read_images
+from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
 
@@ -18,17 +19,13 @@ FAST = tuple(one.key for one in CANDIDATES if one.key not in SLOW)
 
 
 @options(kw_only=True)
-class PictureSettings(MethodSettings):
-    """The settings of a study of methods on images, besides :class:`MethodSettings`.
+class PictureSettings(PictureData, MethodSettings):
+    """The settings of a study of methods on images, besides :class:`PictureData` and :class:`MethodSettings`.
 
     Args:
-        source: ``"files"``: the published set; ``"generated"``: pictures that are made on the spot, for trials.
-        generated: how many of them; a quarter as many to test on.
         validation: images that are put aside, the same for all seeds.
     """
 
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     validation: Count = 5_000
     methods: tuple[str, ...] = FAST
 
@@ -45,12 +42,12 @@ class PictureStudy(MethodStudy):
 
     def check(self, settings: Any, jobs: Sequence[Job]) -> None:
         for split in ("train", "test"):
-            read_images(self.data, split, settings.source, settings.generated)
+            read_images(self.data, split, settings)
 
     def parts(self, job: Job) -> Digits:
         """The images, on the device of the job."""
         s: PictureSettings = job.settings
-        return known_and_novel(self.data, self.novel(s), s.validation, job.device, s.source, s.generated)
+        return known_and_novel(self.data, self.novel(s), s.validation, job.device, s)
 
     def learned(
         self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None

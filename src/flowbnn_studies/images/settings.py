@@ -63,13 +63,24 @@ class Training:
     dropped: str = "fc*"
 
 
-@options
-class ImageSettings:
-    """What a study on images depends on.
+@options(kw_only=True)
+class PictureData:
+    """Where images come from.
 
     Args:
-        source: ``"files"`` reads the data set; ``"generated"`` makes small pictures, for a trial run.
+        source: ``"files"`` reads the data set; ``"generated"`` makes small pictures on the spot, for a trial run.
         generated: how many of those there are to learn from; a quarter as many to test on.
+    """
+
+    source: Literal["files", "generated"] = "files"
+    generated: Count = 400
+
+
+@options(kw_only=True)
+class ImageSettings(PictureData):
+    """What a study on images depends on, besides :class:`PictureData`.
+
+    Args:
         width: multiplies the channels of VGG16 and ResNet18; LeNet has one size.
         validation: images put aside from the training set to choose settings on.
         choose: put those aside and evaluate on them: to choose settings, with the test set closed.
@@ -85,8 +96,6 @@ class ImageSettings:
             the members of an ensemble are trained as the plain one; ``long`` is a longer training of the plain network and of noise.
     """
 
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     width: Positive = 1.0
     validation: Count = 5000
     choose: bool = False

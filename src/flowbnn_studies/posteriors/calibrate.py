@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from flowbnn.results import Metric, Parts
 from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
-from flowbnn_studies.images.settings import ImageSettings
+from flowbnn_studies.images.settings import ImageSettings, PictureData
 from flowbnn_studies.runner.job import Job, timed
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
@@ -83,17 +83,14 @@ TABLE = {
 
 
 @options(kw_only=True)
-class Evaluated:
+class Evaluated(PictureData):
     """How calibrated networks are evaluated on images.
 
     Args:
-        source, generated: as in :class:`~flowbnn_studies.images.settings.ImageSettings`.
         samples: networks averaged in a prediction.
         shift_samples, shift_images: the same for corrupted and for novel images, and how many of them.
     """
 
-    source: Literal["files", "generated"] = "files"
-    generated: Count = 400
     samples: Count = 64
     shift_samples: Count = 16
     shift_images: Count = 500
