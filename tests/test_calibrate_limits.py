@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.errors import FlowBNNError
 from flowbnn.methods.variational import natural
+from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.noise.joint import independent_vectors
 
 SCALE = 0.5
@@ -251,3 +253,17 @@ def test_one_logit_may_be_squeezed() -> None:
     assert flat.history[-1] == rows.history[-1]
     assert fb.quality.pareto_k(flat, data, 50) == fb.quality.pareto_k(rows, data, 50)
     assert torch.equal(*(one.predict(inputs, seed=0).probabilities for one in (rows, flat)))
+
+
+def test_rules_that_are_not_gaussian_are_told_which_settings_to_leave_out() -> None:
+    for recipe in (NormalAffine(prior_df=4.0), NormalAffine(components=2), NormalPlanar()):
+        with pytest.raises(
+            FlowBNNError, match=r"NormalAffine\(\) without components, prior_df and base_df"
+        ) as told:
+            fb.calibrate(
+                nn.Linear(3, 2),
+                (torch.randn(30, 3), torch.arange(30) % 2),
+                rules={"*": recipe},
+                progress=False,
+            )
+        assert told.value.kind == "rules"

@@ -163,6 +163,12 @@ def test_the_width_of_the_prior_is_the_best_on_validation_data():
     with pytest.raises(FlowBNNError, match="empty") as refused:
         fb.ModeEnsemble(2, epochs=0).fit(small(), train, validation=[], **QUIET)
     assert "\n" not in str(refused.value)
+    empty = [(inputs[:0], targets[:0]) for inputs, targets in train]
+    for method in (fb.ModeEnsemble(2, epochs=0), fb.MLE(epochs=1), fb.NodeNoise(epochs=1)):
+        with pytest.raises(
+            FlowBNNError, match="^the first batch has no examples: there is nothing for validation$"
+        ):
+            method.fit(small(), train, validation=empty, **QUIET)
 
 
 def test_a_frozen_network_serves_and_its_noise_level_is_that_of_the_members():

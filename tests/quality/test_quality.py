@@ -18,6 +18,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import MemberPosterior
 from flowbnn.methods.mcmc.posterior import ChainPosterior
+from flowbnn.methods.temperature import TemperedPosterior
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior import PointPosterior
 from flowbnn.posterior.noise import NoisePosterior
@@ -275,6 +276,8 @@ def test_two_modes_are_found_with_the_dip_between_them():
     assert found.log_density.tolist() == pytest.approx([best, best], abs=1e-3)
     assert sorted(found.vectors[:, 0].sign().tolist()) == [-1.0, 1.0]
     assert float(found.dips[0, 1]) == pytest.approx(best - dip, abs=1e-3)
+    assert repr(found).startswith("Modes(2 found by 8 climbs; log-density ")
+    assert "tensor" not in repr(found)
 
 
 def test_a_mode_that_is_missed_is_told():
@@ -334,7 +337,17 @@ def test_chains_that_would_take_too_long_are_left_out(known):
     target = NoiseTarget(known.exact, known.loader)
     assert seconds_for(target, 1e-6) == math.inf
     assert 0.0 < seconds_for(target, math.inf) < math.inf
-    assert fb.diagnose(known.exact, known.loader, seconds=1e-3, progress=False).chains is None
+    report = fb.diagnose(known.exact, known.loader, seconds=1e-3, progress=False)
+    assert report.chains is None
+    poor = replace(report, pareto=replace(report.pareto, k=0.9))
+    assert "(which are run where seconds= allows)" in poor.sentence
+    assert "(which should take 400 s: give more seconds=)" in replace(poor, needed=400.0).sentence
+    assert "(which run up to 6,000 dimensions)" in replace(poor, dimensions=7000).sentence
+
+
+def test_a_tempered_posterior_is_told_to_give_the_one_within(known):
+    with pytest.raises(FlowBNNError, match=r"not one whose predictions are tempered: give its \.posterior"):
+        fb.quality.pareto_k(TemperedPosterior(known.exact, 1.5), known.loader)
 
 
 def test_sliced_wasserstein_of_two_normals():
@@ -403,6 +416,7 @@ def test_ranks_of_simulated_noise_are_uniform_for_exact_fits_only(known):
         for width in (1.0, 0.2, 5.0)
     ]
     assert ranks[0].ranks.shape == (64, 5)
+    assert repr(ranks[0]).startswith("Ranks(64 simulations x 5 dimensions, 63 draws; p-value ")
     assert ranks[0].p_value > 0.01
     assert max(ranks[1].p_value, ranks[2].p_value) < 1e-4
 

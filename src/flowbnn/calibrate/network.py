@@ -258,7 +258,7 @@ class _Work:
             if not normal or not (affine or isinstance(vector.transform, BlockTriangular)):
                 raise FlowBNNError(
                     f"calibrate fits a Gaussian under a normal prior, not {vector.label} of layer '{name}'; "
-                    "give rules of NormalAffine",
+                    "give rules of NormalAffine() without components, prior_df and base_df",
                     kind="rules",
                     argument="rules",
                     layer=name,

@@ -201,6 +201,14 @@ def first_batches(
             check_loader([batch], use)
             found.append(split_batch(batch))
             targets = found[-1][1]
+            if (
+                use != "training" and len(targets) == 0
+            ):  # batches of the training are looked at one by one, and named
+                raise FlowBNNError(
+                    f"the first batch has no examples: there is nothing for {use}",
+                    kind="loader",
+                    argument="loader",
+                )
             rows -= len(targets) if targets.is_floating_point() else rows
             if rows <= 0:
                 return found

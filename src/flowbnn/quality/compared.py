@@ -157,6 +157,10 @@ class Modes:
     def __len__(self) -> int:
         return len(self.vectors)
 
+    def __repr__(self) -> str:
+        heights = ", ".join(f"{height:.1f}" for height in self.log_density.tolist())
+        return f"Modes({len(self)} found by {sum(self.found)} climbs; log-density {heights}; climbs that end there {self.found})"
+
     def missed(self, chains: NoiseChains) -> int:
         """How many maxima that are less than ``FAR`` nats below the highest no draw of the chains is nearest to."""
         high = self.log_density > self.log_density.max() - FAR
@@ -240,6 +244,10 @@ class Ranks:
 
     ranks: Tensor
     draws: int
+
+    def __repr__(self) -> str:
+        simulations, dimensions = self.ranks.shape
+        return f"Ranks({simulations} simulations x {dimensions} dimensions, {self.draws} draws; p-value {self.p_value:.2g})"
 
     @property
     def p_value(self) -> float:

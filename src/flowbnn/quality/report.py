@@ -26,6 +26,7 @@ class Report:
         chains, gap, agreement: None where chains were left out.
         modes, missed: distinct maxima of the exact density that climbs from the prior end at, and those that no chain has visited; 0
             where chains were left out.
+        needed: seconds that chains should take; infinite where that is beyond all limits, or was not looked at.
     """
 
     pareto: ParetoK
@@ -36,6 +37,7 @@ class Report:
     agreement: Agreement | None = None
     modes: int = 0
     missed: int = 0
+    needed: float = math.inf
 
     @property
     def judged(self) -> bool:
@@ -70,11 +72,7 @@ class Report:
         need = {
             "nothing": "a richer one could hardly matter here",
             "unknown": "whether a richer one would matter only chains can tell "
-            + (
-                "(chains are run where seconds= allows)"
-                if self.chains is None
-                else "that have been at every mode"
-            ),
+            + (f"({self._unrun})" if self.chains is None else "that have been at every mode"),
             "within": "one with correlation within layers (joint='layers') could matter here",
             "across": "one with correlation across layers (joint='full', or 'chain' for large networks) could matter here",
             "shape": "correlation would not help it; train it longer, or put a flow on it",
@@ -91,6 +89,15 @@ class Report:
                 "them, and fb.ModeEnsemble has a member at each."
             )
         return verdict
+
+    @property
+    def _unrun(self) -> str:
+        """Why there are no chains."""
+        if self.dimensions > DENSE:
+            return f"which run up to {DENSE:,} dimensions"
+        if self.needed < math.inf:
+            return f"which should take {self.needed:.0f} s: give more seconds="
+        return "which are run where seconds= allows"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, value and what to compare it with."""
@@ -164,8 +171,8 @@ def diagnose(
     """
     target = NoiseTarget(posterior, loader, seed)
     data, test = [target.data], None if test is None else [target.read(test, TEST)]
-    report = Report(pareto_k(posterior, data, samples, seed), target.dim, target.count)
     needed = seconds_for(target, seconds) if target.dim <= DENSE and seconds else math.inf
+    report = Report(pareto_k(posterior, data, samples, seed), target.dim, target.count, needed=needed)
     if needed <= seconds:
         longest = int(min(4, seconds // needed))
         chains = noise_chains(posterior, data, longest=longest, seed=seed, progress=progress)

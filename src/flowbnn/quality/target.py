@@ -154,8 +154,8 @@ class NoiseTarget:
         """Every example has draws of its own, more than one where there are few."""
         if self.dim > DENSE:
             raise FlowBNNError(
-                f"chains over {self.dim:,} numbers of noise need a dense mass matrix of {8e-9 * self.dim**2:.1f} GB, and are run "
-                f"up to {DENSE:,}; pareto_k and evidence(method='psis') need none",
+                f"{self.dim:,} numbers of noise are too many: chains, climbs and tempering need dense matrices of "
+                f"{8e-9 * self.dim**2:.1f} GB each, and run up to {DENSE:,}; pareto_k and evidence(method='psis') need none",
                 kind="size",
                 size=self.dim,
             )
@@ -212,10 +212,15 @@ class Whitened:
 
 def _check_density(posterior: Any) -> None:
     trouble = ""
-    if not isinstance(posterior, NoisePosterior):
+    inner = getattr(posterior, "posterior", None)  # of temperature scaling
+    if isinstance(inner, NoisePosterior):
         trouble = (
-            "this takes a posterior of noise (of fb.NodeNoise or fb.calibrate), not a "
-            f"{getattr(posterior, 'kind', type(posterior).__name__)} posterior: weights have copies of every mode, which make "
+            "this takes a posterior of noise, and not one whose predictions are tempered: give its .posterior"
+        )
+    elif not isinstance(posterior, NoisePosterior):
+        trouble = (
+            "this takes a posterior of noise (of fb.NodeNoise or fb.calibrate), not one of kind "
+            f"'{getattr(posterior, 'kind', type(posterior).__name__)}': weights have copies of every mode, which make "
             "densities hard to compare, but agreement() takes chains over weights for predictions of any posterior"
         )
     else:
