@@ -14,7 +14,7 @@ from flowbnn.flows import IDF, FlowModel, Glow, ResidualFlow
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.data import read_bytes
-from flowbnn_studies.images.settings import PictureData
+from flowbnn_studies.images.settings import BelowOne, PictureData
 from flowbnn_studies.runner.figures import grids_figure, picture_grid
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
@@ -50,6 +50,7 @@ class Settings(PictureData):
         batch, residual_batch: images in a step.
         lr: rate of Adam, which falls to zero along a cosine.
         clip: largest norm of the gradients of Glow and integer discrete flows; 0 clips none. Residual flows have 10.
+        validation: share of the training images by which the best epoch is kept.
         tested: test images.
     """
 
@@ -64,6 +65,7 @@ class Settings(PictureData):
     residual_batch: Count = 128
     lr: Positive = 1e-3
     clip: NonNegative = 0.0
+    validation: BelowOne = 0.02
     tested: Count = 10_000
 
 
@@ -91,6 +93,7 @@ class ImageFlows(Study):
         "width": 4,
         "batch": 32,
         "residual_batch": 32,
+        "validation": 0.25,
         "tested": 8,
     }
 
@@ -118,7 +121,11 @@ class ImageFlows(Study):
         some = images[: steps * batch]  # a budget may end before all images were seen
         epochs = max(1, steps // whole)
         kept = {"checkpoint": job.state, "checkpoint_every": max(1, steps // 5), "resume": job.resume}
-        density = fit_density(flow, some, epochs=epochs, **common, **kept)
+        best = {
+            "validation": s.validation,
+            "patience": epochs,
+        }  # the best epoch is kept, and none is left out
+        density = fit_density(flow, some, epochs=epochs, **common | best, **kept)
         bits = density.bits_per_dimension(TensorLoader(test, batch_size=batch))
         passes = epochs * len(some) / len(images)
         values = {"bits": bits, "pixels": independent_bits(images, test), "epochs": passes}
@@ -136,7 +143,8 @@ class ImageFlows(Study):
         figures = [grids_figure("Samples", "Drawn from each flow, seed 0.", pictures)] if pictures else []
         notes = [
             f"{settings.minutes:g} minutes of training each; the number of steps follows from the time that some take, so that "
-            "the rate has fallen to zero when the budget is spent. Images are not augmented, and the test images are used once.",
+            f"the rate has fallen to zero when the budget is spent; the epoch is kept that is best for {settings.validation:.0%} of "
+            "the training images, put aside. Images are not augmented, and the test images are used once.",
             f"On CIFAR-10 three levels of {settings.length} steps (residual flows: half as many blocks) with networks of "
             f"{settings.width} channels, on MNIST two levels and half of both. Glow and residual flows dequantize bytes by uniform "
             "noise: theirs are bounds from above; the integer discrete flow has exact probabilities. The published numbers are for "
