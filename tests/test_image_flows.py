@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import flowbnn as fb
-from flowbnn.distributions import NormalBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.nets import ConditionalNormal
 from flowbnn.transforms import Augment, ChannelsFirst, Compose
@@ -76,6 +75,14 @@ def test_images_of_integers() -> None:
     assert flow().log_prob(torch.full((1, 4, 4), 4)) == -torch.inf
 
 
+def test_weights_of_pixels_without_a_logit_are_refused() -> None:
+    flow = fb.flows.Glow((1, 4, 4), length=1, levels=2, hidden=(4,))
+    before = {name: value for name, value in flow.state_dict().items() if "margin" not in name}
+    assert len(before) == len(flow.state_dict()) - 1
+    with pytest.raises(RuntimeError, match="margin"):
+        flow.load_state_dict(before)
+
+
 def test_no_images_have_no_log_probabilities() -> None:
     flow = fb.flows.FlowPP((1, 4, 4), length=1, levels=1, hidden=(4,), values=4)
     assert flow().log_prob(torch.zeros(0, 1, 4, 4, dtype=torch.long)).shape == (0,)
@@ -84,9 +91,7 @@ def test_no_images_have_no_log_probabilities() -> None:
 def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     """Of all 16 images of four bits: by weights of the bound, and by counting draws before they are rounded."""
     torch.manual_seed(0)
-    base = NormalBase(4, 0.5, 0.4)  # so that most draws are within the range of pixels
-    flow = fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2, base=base)
-    flow = moved(flow)
+    flow = moved(fb.flows.FlowPP((1, 2, 2), 2, length=2, hidden=(4,), levels=1, values=2, components=2))
     with torch.no_grad():
         for part in flow.modules():  # narrow noise has weights without a variance
             if isinstance(part, ConditionalNormal):
@@ -99,7 +104,7 @@ def test_learned_dequantization_bounds_the_probability_of_every_image() -> None:
     with torch.no_grad():
         log_prob = flow(context).log_prob(images.expand(count, 16, 1, 2, 2))
         z = flow(context).base.sample((10 * count,))
-        x = ChannelsFirst()(flow.transform[0](z, context)[0])[0]
+        x = ChannelsFirst()(flow.transform[1](flow.transform[0](z, context)[0])[0])[0]
     inside = ((x >= 0) & (x < 1)).flatten(1).all(1)
     same = ((2 * x).floor().unsqueeze(1) == images).flatten(2).all(-1) & inside.unsqueeze(-1)
     weights, shares = log_prob.exp(), same.float()

@@ -47,6 +47,7 @@ def odd_mask(dim: int) -> list[bool]:
 CASES: list[Case] = [
     Case("tanh", Tanh, lambda dim: Tanh(), to_range=tanh_range),
     Case("sigmoid", Sigmoid, lambda dim: Sigmoid(), to_range=between),
+    Case("sigmoid with a margin", Sigmoid, lambda dim: Sigmoid(margin=0.05), to_range=between),
     Case(
         "logit",
         Logit,

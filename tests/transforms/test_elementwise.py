@@ -45,6 +45,19 @@ MAPS = pytest.mark.parametrize(("transform", "truth"), TRUTH, ids=[type(t).__nam
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
+@BOTH
+def test_sigmoid_with_a_margin_reaches_both_ends_of_pixels(dtype: torch.dtype) -> None:
+    transform = Sigmoid(margin=0.05).to(dtype)
+    ends, middle = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([0.5], dtype=dtype)
+    z, log_det = transform.inverse(ends)  # logit(0.05) and logit(0.95), with a slope of 0.9 / (0.05 * 0.95)
+    torch.testing.assert_close(z, torch.tensor([-2.94443897917, 2.94443897917], dtype=dtype))
+    torch.testing.assert_close(log_det, torch.full_like(ends, 2.94166505228))
+    torch.testing.assert_close(transform(z), (ends, -log_det), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        transform.inverse(middle)[1], torch.full_like(middle, 1.28093384546)
+    )  # log 3.6
+
+
 @MAPS
 @BOTH
 def test_value_and_log_det_are_right_to_rounding(transform: Transform, truth, dtype: torch.dtype) -> None:

@@ -69,7 +69,7 @@ class ImageFlow(Steps):
 
 @recipe
 class PixelFlow(ImageFlow):
-    """A flow of real vectors, or of images, whose pixels are dequantized integers where they have ``values``."""
+    """A flow of real vectors, or of images; pixels that have ``values`` are integers, dequantized and seen through a logit."""
 
     values: Bins | None = 256
     data_start: bool = False
@@ -77,8 +77,8 @@ class PixelFlow(ImageFlow):
     def door(self) -> Sequence[Transform]:
         if not self.images or self.values is None:
             return super().door()
-        noise = self.pixel_noise()
-        return [transforms.Dequantization(self.values, noise, self.context_dim), *super().door()]
+        pixels = transforms.Dequantization(self.values, self.pixel_noise(), self.context_dim)
+        return [transforms.Sigmoid(margin=0.05), pixels, *super().door()]
 
     def pixel_noise(self) -> nn.Module | None:
         """Of the dequantization; uniform for None."""

@@ -73,24 +73,43 @@ class Tanh(_Monotone):
 
 
 class Sigmoid(_Monotone):
-    r""":math:`x = 1 / (1 + e^{-z})`, with :math:`\log|dx/dz| = \log x + \log(1 - x)`, onto :math:`(0, 1)`.
+    r""":math:`x = (p - m) / (1 - 2m)` with :math:`p = 1 / (1 + e^{-z})`, and :math:`\log|dx/dz| = \log p (1 - p) - \log(1 - 2m)`.
+
+    Args:
+        margin: :math:`m`. Without one the image is :math:`(0, 1)`. With one it is a little wider, so that 0 and 1 come from numbers of
+            a moderate size: pixels have 0.05 (Dinh et al. 2017, https://arxiv.org/abs/1605.08803).
 
     >>> Sigmoid()(torch.tensor([0.0, -50.0]))
     (tensor([5.0000e-01, 1.9287e-22]), tensor([ -1.3863, -50.0000]))
     """
 
-    onto = constraints.unit_interval
+    margin: Tensor | None
     inverse_name = "Logit (the inverse of Sigmoid)"
+
+    @checked
+    def __init__(self, margin: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0) -> None:
+        super().__init__()
+        beyond = margin / (1.0 - 2.0 * margin)
+        self.onto = constraints.interval(-beyond, 1.0 + beyond) if margin else constraints.unit_interval
+        # in the state, so that weights trained with another margin are refused
+        self.register_buffer("margin", torch.tensor(margin) if margin else None)
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
-        return torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
+        p, log_slope = torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
+        if self.margin is None:
+            return p, log_slope
+        inside = 1.0 - 2.0 * self.margin
+        return (p - self.margin) / inside, log_slope - inside.log()
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = self._checked(x)
-        x = x.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
-        log_x, log_rest = torch.log(x), torch.log1p(-x)
-        return log_x - log_rest, -(log_x + log_rest)
+        p, log_inside = self._checked(x), torch.zeros_like(x)
+        if self.margin is not None:
+            inside = 1.0 - 2.0 * self.margin
+            p, log_inside = self.margin + inside * p, inside.log()
+        p = p.clamp(torch.finfo(x.dtype).tiny, _below_one(x))
+        log_p, log_rest = torch.log(p), torch.log1p(-p)
+        return log_p - log_rest, log_inside - (log_p + log_rest)
 
 
 class Logit(Inverse):
