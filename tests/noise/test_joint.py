@@ -127,6 +127,10 @@ def test_a_part_of_a_joined_network_is_refused() -> None:
     model = stochastic("full")
     with pytest.raises(fb.FlowBNNError, match="call the network and not a part of it"):
         model.fc1(torch.ones(2, 4).double())
+    with pytest.raises(fb.FlowBNNError, match="rank=3 is of joint='low-rank' alone"):
+        fb.to_stochastic(network(), {"*": NormalAffine(joint="full", rank=3)})
+    with pytest.raises(fb.FlowBNNError, match="side='output'"):
+        NormalAffine(site="output")  # type: ignore[arg-type]
     with pytest.raises(fb.FlowBNNError, match="position"):
         fb.to_stochastic(network(), {"*": NormalAffine(site="position", joint="full")})
 

@@ -15,7 +15,7 @@ from flowbnn.noise.base import DropoutNoise, Noise, Site
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import check_size, join
 from flowbnn.noise.layout import Layout
-from flowbnn.options import Count, Interval, Positive, check, descendants, options
+from flowbnn.options import Count, Hint, Interval, Positive, check, descendants, options
 from flowbnn.transforms import (
     AffineCoupling,
     BlockTriangular,
@@ -58,7 +58,7 @@ class Recipe:
         rank: of ``joint="low-rank"``.
     """
 
-    site: Site = "channel"
+    site: Annotated[Site, Hint("for noise on outputs say side='output'")] = "channel"
     side: Literal["input", "output"] = "input"
     prior_loc: float = 1.0
     prior_scale: Positive = 0.5
@@ -104,6 +104,10 @@ class Recipe:
         return join(self._noise(Layout(dim), transform, 0.0, 1.0), layouts)
 
     def _noise(self, layout: Layout, transform: Transform, loc: float, scale: float) -> InputNoise:
+        if self.rank != Recipe.rank and self.joint != "low-rank":
+            raise FlowBNNError(
+                f"rank={self.rank} is of joint='low-rank' alone; say so or leave it out", argument="rank"
+            )
         if self.components != 1 and self.base_df is not None:
             raise FlowBNNError(
                 "a mixture has normal components; leave out base_df or components", argument="base_df"
