@@ -190,7 +190,7 @@ quiet = partial(warnings.catch_warnings, action="ignore", category=FlowBNNWarnin
 
 
 def posterior_of(
-    key: str,
+    recipe: Recipe,
     case: Case,
     s: Settings,
     seed: int,
@@ -198,11 +198,11 @@ def posterior_of(
     start: NoisePosterior | None = None,
 ) -> NoisePosterior:
     """A posterior of the noise, joint ones from a Gaussian to ``start`` at, the weights frozen; without one they are trained along."""
-    model = to_stochastic(case.network, {"*": RECIPES[key][1]})
+    model = to_stochastic(case.network, {"*": recipe})
     rate = s.noise_lr
     if start is not None:
         freeze(model, "weights")
-        if RECIPES[key][1].joint:
+        if recipe.joint:
             start_at(model, start.model)
             rate = s.fine_lr
     with quiet():
@@ -218,7 +218,7 @@ def posterior_of(
             progress=False,
             **device,
         )
-        if start is None or RECIPES[key][1].joint != "full":
+        if start is None or recipe.joint != "full":
             return posterior
         # what it starts at is a special case of it
         choice = partial(quality.pareto_k, loader=case.loader, samples=s.predictions, seed=seed + CHOICE)
@@ -352,7 +352,7 @@ class PosteriorQuality(Study):
         table: dict[str, dict[str, float]] = {}
         if along:  # weights that are trained have a density of their own
             for key in s.along:
-                posterior, seconds = timed(posterior_of, key, case, s, job.seed, device)
+                posterior, seconds = timed(posterior_of, RECIPES[key][1], case, s, job.seed, device)
                 own, _ = measured(posterior, chains_of(posterior, case, s, job.seed), case, s, job.seed)
                 table[f"{key}-along"] = own | {"seconds": seconds}
             return {"values": {}, "table": table}
@@ -365,7 +365,7 @@ class PosteriorQuality(Study):
         layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in case.network.modules())
         done = {NATURAL, "chain"} if layers == 2 else {NATURAL}  # a chain of two is a full covariance
         for key in sorted((one for one in s.posteriors if one not in done), key=lambda key: key != "full"):
-            posterior, seconds = timed(posterior_of, key, case, s, job.seed, device, start)
+            posterior, seconds = timed(posterior_of, RECIPES[key][1], case, s, job.seed, device, start)
             start = posterior if key == "full" else start
             table[key] = measured(posterior, chains, case, s, job.seed)[0] | {"seconds": seconds}
         return {"values": {}, "table": table}
