@@ -11,7 +11,7 @@ import flowbnn as fb
 from flowbnn.density import Density
 from flowbnn.distributions import DiagonalNormal
 from flowbnn.target import TargetFit
-from flowbnn.transforms import Affine, Compose, Dequantization, Exp
+from flowbnn.transforms import ActNorm, Affine, Compose, Dequantization, Exp
 
 FEW = {"epochs": 2, "seed": 0, "progress": False, "accelerator": "cpu"}
 ONE = {**FEW, "epochs": 1}
@@ -362,3 +362,13 @@ def test_a_training_that_diverged_is_warned_of() -> None:
     with pytest.warns(fb.FlowBNNWarning, match=r"the training diverged.*validation=0.1"):
         fb.fit_density(Gaussian(), data, lr=10.0, **given)
     fb.fit_density(Gaussian(), data, lr=0.01, **given)
+
+
+def test_scales_of_actnorm_learn_five_times_as_fast() -> None:
+    """The first step of Adam is the rate, whatever the gradient."""
+    flow = fb.flows.FlowModel(fb.distributions.NormalBase(2, 0.0, 1.0), ActNorm(2, data_start=False))
+    given = {"batch_size": 64, "lr": 1e-3, "rise": 0.0, "weight_decay": 0.0, "validation": 0.0}
+    fit = fb.fit_density(flow, points(64), standardize=False, **given, **ONE)
+    learned = fit.flow.transform
+    torch.testing.assert_close(learned.raw_log_scale.abs(), torch.full((2,), 5e-3), rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(learned.shift.abs(), torch.full((2,), 1e-3), rtol=1e-3, atol=0.0)

@@ -41,10 +41,11 @@ from flowbnn.training import (
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import drawing
 from flowbnn.training.storage import TensorFile
-from flowbnn.transforms import flow_matching_loss
+from flowbnn.transforms import ActNorm, flow_matching_loss
 from flowbnn.transforms.base import check_gives_distribution, check_tensor
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
+PACE = 5.0  # of the scales of ActNorm: a pixel may be stretched a thousandfold, which steps of Adam at the common rate take long for
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 
 
@@ -275,8 +276,7 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
         validate = partial(_validate, density, held_out)
         if run.early_stop is None:
             run = replace(run, early_stop=EarlyStop(monitor="validation_nll", patience=run.patience))
-    weights = [parameter for parameter in density.parameters() if parameter.requires_grad]
-    engine = torch.optim.AdamW(weights, lr=run.lr, weight_decay=run.weight_decay, fused=True)
+    engine = torch.optim.AdamW(_groups(density, run.lr), weight_decay=run.weight_decay, fused=True)
     length = length_of(loader)
     schedule = cosine(engine, length * run.epochs, run.rise) if length else None
     objective = _Objective(density, run.objective)
@@ -293,6 +293,16 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
             fall=rise,
         )
     return density.eval()
+
+
+def _groups(flow: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """The weights for an optimizer, the scales of ActNorm apart and at a higher rate."""
+    scales = {id(part.raw_log_scale) for part in flow.modules() if isinstance(part, ActNorm)}
+    weights = [weight for weight in flow.parameters() if weight.requires_grad]
+    slow, fast = (
+        [weight for weight in weights if (id(weight) in scales) == apart] for apart in (False, True)
+    )
+    return [{"params": some, "lr": rate} for some, rate in ((slow, lr), (fast, PACE * lr)) if some]
 
 
 @checked
