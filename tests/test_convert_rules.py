@@ -76,7 +76,10 @@ def test_the_table_counts():
         ),
         (lambda: {"*": NormalPlanar(1.5)}, "an integer from 0 to 10000, got 1.5"),
         (lambda: {"*": NormalPlanar(-1)}, "an integer from 0 to 10000, got -1"),
-        (lambda: {"*": NormalAffine(site="pixel")}, "must be 'channel' or 'position', got 'pixel'"),
+        (
+            lambda: {"*": NormalAffine(site="pixel")},
+            "must be 'channel' or 'position' .*side='output'.*, got 'pixel'",
+        ),
         (lambda: {"*": Dropout(1.0)}, "a number of at least 0 and below 1, got 1.0"),
         ({"*": FlowNoise()}, "FlowNoise needs a function of the dimension"),
     ],
