@@ -29,7 +29,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
     normals,
 )
 from flowbnn.training import check_writable, is_main_process, track
-from flowbnn.training.storage import TensorFile, decode_state, save_state
+from flowbnn.training.storage import TensorFile, decode_state, encode_state, save_state
 
 Kernel = Callable[[State, Tensor, Tensor, Sequence[torch.Generator]], tuple[State, Transition]]
 SECONDS_BETWEEN = 30.0
@@ -273,9 +273,9 @@ class Chains:
                 kind="resume",
                 argument=changed,
             )
-        with file.reading():
-            if not self._fits(decode_state(file.document, file.views)):  # before anything is read
-                raise FlowBNNError(f"'{path}' is no file of these chains", kind="file")
+        found = {name: view.shape for name, view in file.views.items()}
+        if found != self._shapes(file.document.get("number", 0)):  # before anything is read
+            raise FlowBNNError(f"'{path}' is no file of these chains", kind="file")
         saved = decode_state(file.document, file.tensors)
         self.number = saved["number"]
         self.state = State(**{name: value.to(self.starts.device) for name, value in saved["state"].items()})
@@ -290,13 +290,19 @@ class Chains:
             line = f"'{path}' is resumed with other data: the draws that it holds are not of their posterior; resume=False begins again"
             warn(line, kind="changed data", path=str(path))
 
-    def _fits(self, saved: dict[str, Any]) -> bool:
-        """Whether states and draws of a file have the shapes that :meth:`save` writes."""
+    def _shapes(self, number: int) -> dict[str, torch.Size]:
+        """Of all that :meth:`save` writes after so many transitions."""
         chains, dim = self.starts.shape
-        count = max(0, saved["number"] - self.warmup) // self.thin
-        kept = {name: (chains, count) for name in RECORDED if count} | (
-            {"position": (chains, count, dim)} if count else {}
-        )
-        state = {"position": (chains, dim), "energy": (chains,), "gradient": (chains, dim)}
-        pairs = ((saved["state"], state), (saved["kept"], kept))
-        return all({name: part.shape for name, part in some.items()} == shapes for some, shapes in pairs)
+        count = max(0, number - self.warmup) // self.thin
+        rows = self.starts.new_empty(chains, count, dim, device="meta")
+        kept = dict.fromkeys(RECORDED, rows[..., 0]) | {"position": rows}
+        tensors: dict[str, Tensor] = {}
+        parts = {
+            "state": State(self.starts, self.adapting.step_size, self.starts)._asdict(),
+            "adapting": self.adapting.state(),
+            "sources": [source.get_state() for source in self.sources],
+            "kept": kept if count else {},
+        }
+        for name, part in parts.items():
+            encode_state(part, name, tensors)
+        return {name: tensor.shape for name, tensor in tensors.items()}
