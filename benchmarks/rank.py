@@ -1,6 +1,6 @@
 """How many directions noise needs across layers: nats that ``joint="low-rank"`` loses to a full covariance.
 
-    python benchmarks/rank.py [--threads 2] [--seeds 5] [--problems digits conv]
+    python benchmarks/rank.py [--threads 2] [--seeds 5] [--problems digits]
 
 The problems are those of ``flowbnn run posterior-quality``: the weights are trained on some examples and frozen, the noise is fitted to
 others. Every posterior starts at the joint Gaussian of ``fb.calibrate``, as near as its structure comes to it, and is fitted by the
@@ -40,7 +40,7 @@ def elbos(problem: str, seed: int, settings: Settings) -> dict[str, float]:
 
 def main() -> None:
     parser = options(__doc__, threads=2, seeds=5)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits", "conv"])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits"])
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     for problem in given.problems:

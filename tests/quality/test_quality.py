@@ -197,6 +197,7 @@ def test_data_that_change_and_posteriors_without_a_density_are_refused(known):
         (known.exact, [], "empty", "loader"),
         (known.exact, torch.utils.data.DataLoader([]), "no examples", "loader"),
         (dropout, known.loader, "no density|posterior of noise", "unsupported"),
+        (TemperedPosterior(known.exact, 1.5), known.loader, r"tempered: give its \.posterior", "unsupported"),
         (
             fb.MLE(epochs=1).fit(known.network, known.loader, progress=False),
             known.loader,
@@ -343,11 +344,6 @@ def test_chains_that_would_take_too_long_are_left_out(known):
     assert "(which are run where seconds= allows)" in poor.sentence
     assert "(which should take 400 s: give more seconds=)" in replace(poor, needed=400.0).sentence
     assert "(which run up to 6,000 dimensions)" in replace(poor, dimensions=7000).sentence
-
-
-def test_a_tempered_posterior_is_told_to_give_the_one_within(known):
-    with pytest.raises(FlowBNNError, match=r"not one whose predictions are tempered: give its \.posterior"):
-        fb.quality.pareto_k(TemperedPosterior(known.exact, 1.5), known.loader)
 
 
 def test_sliced_wasserstein_of_two_normals():

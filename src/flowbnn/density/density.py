@@ -45,7 +45,7 @@ from flowbnn.transforms import ActNorm, flow_matching_loss
 from flowbnn.transforms.base import check_gives_distribution, check_tensor
 
 Data = Any  # a tensor or an array with the examples on its first axis, or a loader
-PACE = 5.0  # of the scales of ActNorm: a pixel may be stretched a thousandfold, which steps of Adam at the common rate take long for
+PACE = 5.0  # of the scales of ActNorm
 Fraction = Annotated[float, Interval(ge=0, lt=1)]
 
 
@@ -60,7 +60,8 @@ class DensityOptions(TrainingOptions):
             loader of pairs; 0 trains for all epochs. Of a loader no share is held out.
         batch_size: examples in a step, where ``data`` is no loader.
         lr, rise: the rate of Adam, which grows over the first share ``rise`` of the steps, since the first steps of Adam move all of a
-            large flow at once, and falls to zero along a cosine.
+            large flow at once, and falls to zero along a cosine. The scales of ActNorm have five times that rate: data may have to be
+            stretched a thousandfold.
         weight_decay: of AdamW.
         patience: epochs without a better likelihood of the held-out data before the run stops; the best epoch is kept.
         standardize: fit data of mean 0 and standard deviation 1, and give densities and samples in the data's own units. None: for

@@ -32,9 +32,7 @@ PANELS = {
 
 def _beyond(metric: Metric) -> bool:
     """Whether a metric is of corrupted or novel images."""
-    return metric.key in ("shift_accuracy", "shift_matched_nll", "shift_ece") or metric.key.startswith(
-        "auroc"
-    )
+    return metric.key.startswith(("auroc", "shift_accuracy", "shift_matched_nll", "shift_ece"))
 
 
 def present(parts: Parts, variants: Sequence[Variant]) -> list[Variant]:
@@ -360,8 +358,7 @@ def training_figure(
             drawn = [v for v in drawn if any(any(part["curves"]["kl"]) for part in parts.of(v.key))]
         lines = [curve(v.label, [part["curves"][stored] for part in parts.of(v.key)], scale) for v in drawn]
         if lines and published is not None:
-            known = published.levels(key).items()
-            levels = [{"label": label, "value": value} for label, value in known]
+            levels = [{"label": label, "value": value} for label, value in published.levels(key).items()]
             lines += _published_lines(published, key, {v.key: v.label for v in drawn})
             panels.append(panel(title, unit, lines, levels=levels))
         elif lines:

@@ -24,7 +24,7 @@ MEMBERS = 5
 COLLECTED = 4  # sets of weights that SWAG collects in an epoch
 NORMALIZED = 16  # draws of SWAG that have BatchNorm statistics of their own
 
-# not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them; an epoch takes one second on an H200
+# not tuned: the recipe of VGG16 in batches of 512, with the rates that go with them
 PLAIN = replace(BEST_VGG16, epochs=40, batch=512, weight_lr=0.2, rise=0.25)
 _NOISE = replace(PLAIN, noise_lr=0.1, warmup=0.5, base_scale=0.2, components=4)
 _TRAININGS = {
