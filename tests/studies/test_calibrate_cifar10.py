@@ -30,7 +30,7 @@ def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypat
     how = {"settings": settings, "seeds": 1, "out": tmp_path, "progress": False, "accelerator": "cpu"}
     first = run_study(one, only=["vgg16"], **how)
     rows = {row["key"]: row["values"] for row in first["rows"]}
-    assert set(rows) == {"plain", "temperature", "vector", "factorized", "joint", "chosen"}
+    assert set(rows) == {"plain", "temperature", "vector", "laplace", "factorized", "joint", "chosen"}
     names = set(study.NUMBERS) | set(study.MORE)
     assert set(rows["joint"]) == {f"{name}_vgg16" for name in names}
     assert set(rows["plain"]) == {f"{name}_vgg16" for name in names - {"elbo"}}

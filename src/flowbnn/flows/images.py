@@ -221,7 +221,7 @@ class IDF(ImageFlow):
     data_start: bool = False
 
     def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values), 1 / 16))
+        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values), 1 / 64))
         return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
 
     def door(self) -> Sequence[Transform]:

@@ -258,22 +258,24 @@ def network_of(data: Data, size: int, job: Job) -> PointPosterior:
 def fits_of(
     plain: PointPosterior, held_out: TensorLoader, job: Job, fits: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Posterior, float]]:
-    """A network as it is, scaled on held-out data, and with noise by each of ``fits``, which calibrate is given; with their seconds."""
+    """A network as it is, scaled and by Laplace on held-out data, and with noise by each of ``fits``, which calibrate is given.
+
+    Each comes with its seconds.
+    """
     yield "plain", plain, 0.0
     yield "temperature", *timed(temper, plain, held_out, progress=False)
     if not held_out.tensors[1].is_floating_point():
         yield "vector", *timed(scale_by_class, plain, held_out)
-    given: dict[str, Any] = {"folds": 0, "seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
+    yield "laplace", *timed(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **given)
     for key, how in fits.items():
-        yield key, *timed(calibrate, plain.model, held_out, **how, **given)
+        yield key, *timed(calibrate, plain.model, held_out, folds=0, **how, **given)
 
 
 def fitted(plain: PointPosterior, held_out: Data, job: Job) -> Iterator[tuple[str, Posterior, float]]:
     """All that is fitted to held-out data on top of a network, each with its seconds."""
     s: Settings = job.settings
     loader = TensorLoader(*held_out, batch_size=1000)
-    given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
-    yield "laplace", *timed(Laplace(layers="last", epochs=0).fit, plain.model, loader, **given)
     chosen = {key: how for key, (_, _, how) in FITS.items() if key in s.fits}
     few = len(held_out[1]) <= s.flow_rows
     yield from fits_of(
