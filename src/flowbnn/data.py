@@ -1,6 +1,5 @@
 """Data: a loader of tensors that lie in memory or on a GPU, toy data whose truth is known, and the digits of scikit-learn."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ class TensorLoader:
             raise FlowBNNError(f"a TensorLoader {problem}", kind="loader")
         self.batch_size, self.shuffle, self.generator = batch_size, shuffle, generator
         self.augment, self.prepare, self.drop_last, self.together = augment, prepare, drop_last, together
-        self.rank, self.world = 0, 1
 
     def __len__(self) -> int:
         return -(-self.num_data // self.batch_size)
@@ -104,32 +102,20 @@ class TensorLoader:
         length = self.batch_size * (self._block() if separable else 1)
         for begin in range(0, self.num_data, length):
             end = min(begin + length, self.num_data)
-            starts = range(begin, end, self.batch_size)
-            numbers = [min(self.batch_size, end - start) for start in starts]
-            shares = [self.share(number) for number in numbers]
-            if self.world == 1 or (augment is not None and not separable):
-                places: slice | Tensor = slice(begin, end) if order is None else order[begin:end]
-            else:
-                own = [torch.arange(s + r.start, s + r.stop) for s, r in zip(starts, shares, strict=True)]
-                places = torch.cat(own).to(device)
-                places = places if order is None else order[places]
+            numbers = [min(self.batch_size, end - start) for start in range(begin, end, self.batch_size)]
+            places = slice(begin, end) if order is None else order[begin:end]
             block = [tensor[places] for tensor in self.tensors]
             if augment is not None and separable:
-                draws = [
-                    augment.draw(number, device, self.generator)[..., rows]
-                    for number, rows in zip(numbers, shares, strict=True)
-                ]
+                draws = [augment.draw(number, device, self.generator) for number in numbers]
                 block[0] = augment.apply(block[0], draws[0] if len(draws) == 1 else torch.cat(draws, -1))
-            elif augment is not None:  # which sees its whole batch
+            elif augment is not None:
                 block[0] = augment(block[0], self.generator)
-                block = [tensor[shares[0]] for tensor in block]
             if self.prepare is not None:
                 block[0] = self.prepare(block[0])
-            if len(shares) == 1:
+            if len(numbers) == 1:
                 yield tuple(block)
                 continue
-            lengths = [rows.stop - rows.start for rows in shares]
-            yield from zip(*(tensor.split(lengths) for tensor in block), strict=True)
+            yield from zip(*(tensor.split(self.batch_size) for tensor in block), strict=True)
 
     def _block(self) -> int:
         """How many batches are made together."""
@@ -144,41 +130,6 @@ class TensorLoader:
         source = device if self.generator is None else self.generator.device
         order = torch.randperm(len(self.tensors[0]), generator=self.generator, device=source)
         return order if source == device else order.to(device, non_blocking=True)
-
-    def share(self, number: int) -> slice:
-        """This worker's rows of a global batch of ``number``; shares differ by at most one row.
-
-        >>> loader = TensorLoader(torch.arange(7), batch_size=7)
-        >>> [loader.sharded(rank, 3).share(7) for rank in range(3)]
-        [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
-        """
-        return slice(self.rank * number // self.world, (self.rank + 1) * number // self.world)
-
-    @checked
-    def sharded(self, rank: int, world: int) -> "TensorLoader":
-        """The loader of one of ``world`` workers: its contiguous share of every global batch.
-
-        ``batch_size``, ``num_data`` and the number of batches stay those of the whole. Orders and augmentation are drawn
-        for the whole batch, alike on every worker, so results do not depend on how many there are.
-
-        >>> loader = TensorLoader(torch.arange(6), batch_size=4)
-        >>> [[rows.tolist() for (rows,) in loader.sharded(rank, 2)] for rank in range(2)]
-        [[[0, 1], [4]], [[2, 3], [5]]]
-        """
-        last = self.num_data % self.batch_size or self.batch_size
-        problem = "" if 0 <= rank < world else f"rank must be from 0 to {world - 1}, got {rank}"
-        if min(last, self.batch_size) < world:
-            which = "a batch" if self.batch_size < world or self.num_data <= last else "the last batch"
-            problem = f"{which} of {min(last, self.batch_size)} cannot be shared by {world} workers: "
-            problem += "take another batch_size, or drop_last=True"
-        elif world > 1 and self.generator is None and (self.shuffle or self.augment is not None):
-            problem = "workers that share a shuffled or augmented TensorLoader need generator=, seeded alike on each, "
-            problem += "so that they draw the same order"
-        if problem:
-            raise FlowBNNError(problem, kind="loader")
-        shared = copy.copy(self)
-        shared.rank, shared.world = rank, world
-        return shared
 
 
 def _as_tensor(values: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loaders of image sets: augmented, prepared, and shared by workers."""
+"""Loaders of image sets: augmented and prepared."""
 
 from dataclasses import replace
 
@@ -9,17 +9,11 @@ from torch import Tensor
 from flowbnn.batches import count_data
 from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNError
-from flowbnn.training.randomness import loader_generators
 from flowbnn_studies.data import CropAndFlip, ImageSet, Normalize, device_loader
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def noisy(images: Tensor, generator: torch.Generator | None) -> Tensor:
-    """An augmentation that hides its draws."""
-    return images.float() + torch.rand(images.shape, generator=generator)
 
 
 def image_set(number: int = 22) -> ImageSet:
@@ -29,41 +23,18 @@ def image_set(number: int = 22) -> ImageSet:
     )
 
 
-@pytest.mark.parametrize("augment", [None, noisy, CropAndFlip(padding=2, cutout=3)])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_shares_of_all_workers_are_the_batches_of_one(augment, shuffle, world):
-    data = image_set(23)
-
-    def loader() -> TensorLoader:
-        return device_loader(data, 8, shuffle=shuffle, augment=augment, generator=seeded())
-
-    whole = list(loader())
-    shares = [list(loader().sharded(rank, world)) for rank in range(world)]
-    assert [len(share) for share in shares] == [3] * world
-    for step, (images, labels) in enumerate(whole):
-        parts = [share[step] for share in shares]
-        assert torch.equal(torch.cat([part[0] for part in parts]), images)
-        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
-        sizes = [len(part[1]) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-        assert min(sizes) >= 1
-
-
 @pytest.mark.parametrize("together", [2, 3, 9])
 @pytest.mark.parametrize("augment", [None, CropAndFlip(padding=2, cutout=3)])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world", [1, 3])
-def test_batches_made_together_are_those_made_one_by_one(together, augment, shuffle, world):
+def test_batches_made_together_are_those_made_one_by_one(together, augment, shuffle):
     data = image_set(23)
 
     def loader(number: int | None) -> TensorLoader:
         normal = data.normalizer()
-        made = TensorLoader(
+        return TensorLoader(
             data.images, data.labels, batch_size=4, shuffle=shuffle, augment=augment, prepare=normal,
             generator=seeded(), together=number,
         )  # fmt: skip
-        return made.sharded(world - 1, world)
 
     one, several = loader(None), loader(together)
     for _ in range(2):
@@ -104,46 +75,6 @@ def test_what_is_derived_from_our_augmentation_is_called_itself():
         for batch, _ in TensorLoader(data.images, data.labels, batch_size=3, prepare=centred, together=2)
     ]
     assert torch.equal(batches[0], data.normalized()[:3] - 3)
-
-
-def test_passes_stay_alike_on_all_workers():
-    loaders = [
-        device_loader(image_set(20), 8, shuffle=True, augment=noisy, generator=seeded()).sharded(rank, 2)
-        for rank in range(2)
-    ]
-    for _ in range(2):
-        labels = [torch.cat([labels for _, labels in loader]) for loader in loaders]
-        assert sorted(torch.cat(labels).tolist()) == list(range(20))
-    assert torch.equal(loaders[0].generator.get_state(), loaders[1].generator.get_state())
-
-
-def test_a_shared_loader_keeps_the_numbers_of_the_whole():
-    loader = TensorLoader(torch.arange(10), batch_size=4, shuffle=True, generator=seeded())
-    shared = loader.sharded(1, 2)
-    assert (shared.num_data, count_data(shared), len(shared), shared.batch_size) == (10, 10, 3, 4)
-    assert loader_generators(shared) == [loader.generator]
-    assert (loader.rank, loader.world) == (0, 1)
-
-
-def test_what_cannot_be_shared_is_refused():
-    tensors = torch.arange(9)
-    for make, words in (
-        (
-            lambda: TensorLoader(tensors, batch_size=4).sharded(0, 2),
-            "the last batch of 1 cannot be shared by 2",
-        ),
-        (lambda: TensorLoader(tensors, batch_size=2).sharded(0, 3), "cannot be shared by 3 workers"),
-        (lambda: TensorLoader(tensors, batch_size=20).sharded(0, 10), "a batch of 9 cannot be shared by 10"),
-        (lambda: TensorLoader(tensors, batch_size=3).sharded(2, 2), "from 0 to 1"),
-        (lambda: TensorLoader(tensors, batch_size=3, shuffle=True).sharded(0, 2), "need generator="),
-        (lambda: TensorLoader(tensors, batch_size=3, augment=noisy).sharded(0, 2), "need generator="),
-    ):
-        with pytest.raises(FlowBNNError) as caught:
-            make()
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
-    dropped = TensorLoader(tensors, batch_size=4, drop_last=True).sharded(1, 2)
-    assert [rows.tolist() for (rows,) in dropped] == [[2, 3], [6, 7]]
 
 
 def test_drop_last_leaves_out_the_rest():
