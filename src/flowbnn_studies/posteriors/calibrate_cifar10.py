@@ -216,6 +216,10 @@ def answer(parts: Parts) -> str:
             else ""
         )
         wide += f"{parts.mean('joint-fixed', ece):.4f}." if fixed[0] else ""
+        whole = parts.common("chosen", "all", nll)
+        if whole[0]:
+            wide += f" Against a network that was trained on all images, tempered ({parts.mean('all', nll):.4f}): "
+            wide += f"{paired(*whole).words()}."
         lines.append(
             f"{label}, {counted(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
             f"{parts.mean('vector', nll):.4f} by vector scaling, {parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: "
