@@ -16,7 +16,6 @@ from flowbnn.noise import (
     NormalInvConv,
     NormalPlanar,
     freeze,
-    hold_noise,
     noise_layers,
     noise_mode,
     noise_parameters,
@@ -24,7 +23,8 @@ from flowbnn.noise import (
     unfreeze,
     weight_parameters,
 )
-from flowbnn.noise.passes import Setting
+from flowbnn.noise.base import settings_of
+from flowbnn.noise.passes import NoisePass, Setting
 
 
 @pytest.fixture(params=NETWORKS, ids=lambda case: case.name)
@@ -67,9 +67,8 @@ def test_every_layer_reaches_the_output(case):
     network, bayesian = convert(case, NormalAffine())
     plain = case.output(network(*case.inputs()))
     for layer in noise_layers(bayesian).values():
-        hold_noise(bayesian, "off")
-        layer.setting = Setting("sample")
-        assert (case.output(bayesian(*case.inputs())) - plain).abs().max() > 1e-5
+        with NoisePass({**settings_of(bayesian, "off"), layer.key: Setting("sample")}):
+            assert (case.output(bayesian(*case.inputs())) - plain).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("site", ["channel", "position"])
@@ -109,11 +108,9 @@ def test_state_dict_round_trips(case):
     _, bayesian = convert(case, NormalPlanar(2))
     other = to_stochastic(case.network().eval(), {"*": NormalPlanar(2)})
     other.load_state_dict(bayesian.state_dict())
-    for model in (bayesian, other):
-        hold_noise(model, "shared", samples=1, seed=3)
-    torch.testing.assert_close(
-        case.output(other.eval()(*case.inputs())), case.output(bayesian.eval()(*case.inputs()))
-    )
+    with noise_mode(bayesian, "shared", seed=3), noise_mode(other, "shared", seed=3):
+        found, expected = (case.output(model.eval()(*case.inputs())) for model in (other, bayesian))
+    torch.testing.assert_close(found, expected)
 
 
 def test_deepcopy_has_noise_of_its_own(case):
@@ -298,7 +295,7 @@ def test_modes():
         torch.testing.assert_close(one_by_one[1::2], first[3:])
         with pytest.raises(FlowBNNError, match="2 shared draws"):
             bayesian(x)
-    assert all(layer.mode == "sample" for layer in noise_layers(bayesian).values())
+    assert not torch.equal(bayesian(x), bayesian(x))
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     results = []
     for generator in generators:
@@ -333,18 +330,18 @@ def test_noise_on_the_output_of_one_to_one_layers_is_noise_on_their_input(layer,
     bayesian = to_stochastic(layer, {"*": NormalAffine()})
     (module,) = noise_layers(bayesian).values()
     batched = len(shape) > module.layout.unbatched_ndim
-    hold_noise(bayesian, "shared", samples=shape[0] if batched else 1, seed=4)
-    found = bayesian(x)
-    expected = layer(module.multiply((x,))[0])
+    with noise_mode(bayesian, "shared", samples=shape[0] if batched else 1, seed=4):
+        found = bayesian(x)
+        expected = layer(module.multiply((x,))[0])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     if not batched:
         return
-    hold_noise(bayesian, "sample", generator=torch.Generator().manual_seed(1))
-    bayesian(x).square().sum().backward()
+    with noise_mode(bayesian, "sample", seed=1):
+        bayesian(x).square().sum().backward()
     gradients = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
-    hold_noise(bayesian, "sample", generator=torch.Generator().manual_seed(1))
-    layer(module.multiply((x,))[0]).square().sum().backward()
+    with noise_mode(bayesian, "sample", seed=1):
+        layer(module.multiply((x,))[0]).square().sum().backward()
     for first, second in zip(gradients, [p.grad for p in module.parameters()], strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 

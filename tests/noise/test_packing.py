@@ -139,23 +139,22 @@ def test_a_converted_network_goes_to_another_process():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules)
     model(torch.ones(3, 4))
     twin = pickle.loads(pickle.dumps(model))
-    for network in (model, twin):
-        fb.noise.hold_noise(network, "shared", samples=1, seed=2)
-    assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
+    with fb.noise_mode(model, "shared", seed=2), fb.noise_mode(twin, "shared", seed=2):
+        assert torch.equal(model(torch.ones(3, 4)), twin(torch.ones(3, 4)))
 
 
 def test_held_noise_follows_its_parameters_and_moves_with_the_network():
     model = fb.to_stochastic(nn.Sequential(nn.Linear(4, 2)), {"*": fb.noise.NormalAffine()})
     x = torch.ones(1, 4)
     for mode in ("mean", "shared"):
-        fb.noise.hold_noise(model, mode, seed=0)
-        before = model(x)
-        with torch.no_grad():
-            noise_layers(model)["0"].transform[0].shift.add_(0.5)
-        assert not torch.equal(model(x), before), mode
-        model.double()
-        assert model(x.double()).dtype == torch.float64
-        model.float()
+        with fb.noise_mode(model, mode, seed=0):
+            before = model(x)
+            with torch.no_grad():
+                noise_layers(model)["0"].transform[0].shift.add_(0.5)
+            assert not torch.equal(model(x), before), mode
+            model.double()
+            assert model(x.double()).dtype == torch.float64
+            model.float()
 
 
 def test_inputs_whose_rows_the_root_does_not_know():

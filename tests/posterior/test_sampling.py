@@ -214,10 +214,10 @@ def test_the_chunk_follows_the_width_of_the_network():
         ),
         (lambda m: sample_outputs(m, torch.ones(0, 4), 1), "no rows"),
         (lambda m: sample_outputs(m, "images", 1), "tensors"),
-        (lambda m: fb.noise.hold_noise(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
-        (lambda m: fb.noise.hold_noise(m, "shared", samples=0), "an integer of at least 1, got 0"),
+        (lambda m: fb.noise_mode(m, "loud"), "'sample', 'shared', 'mean' or 'off', got 'loud'"),
+        (lambda m: fb.noise_mode(m, "shared", samples=0), "an integer of at least 1, got 0"),
         (lambda m: fb.noise.freeze(m, "bias"), "'weights' or 'noise'"),
-        (lambda m: fb.noise.hold_noise(nn.Linear(2, 2), "off"), "has no noise"),
+        (lambda m: fb.noise_mode(nn.Linear(2, 2), "off").__enter__(), "has no noise"),
     ],
 )
 def test_bad_input(act, line):

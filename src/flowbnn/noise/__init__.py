@@ -4,7 +4,6 @@ from flowbnn.noise.base import Noise, noise_layers
 from flowbnn.noise.layout import Layout, register_layer
 from flowbnn.noise.modes import (
     freeze,
-    hold_noise,
     noise_mode,
     noise_parameters,
     parameter_groups,
@@ -40,7 +39,6 @@ __all__ = [
     "NormalSylvester",
     "Recipe",
     "freeze",
-    "hold_noise",
     "noise_layers",
     "noise_mode",
     "noise_parameters",

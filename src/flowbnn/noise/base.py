@@ -50,13 +50,8 @@ class Noise(nn.Module, ABC):
         self.label = type(self).__name__  # what the conversion's table shows
         self.recipe: Any = None  # what this noise was built from, for saving
         self.fitted = False  # whether its parameters have been trained or read from a file
-        self.setting = Setting()
+        self.setting = Setting()  # where no pass governs it
         self.key = new_key()
-
-    @property
-    def mode(self) -> Mode:
-        """The mode that :func:`~flowbnn.noise.hold_noise` has set."""
-        return self.setting.mode
 
     @property
     def whole(self) -> "Noise":
@@ -303,8 +298,8 @@ class Noise(nn.Module, ABC):
     # -------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without a generator, and without a recipe that is code: neither can go to another process."""
-        state = {**self.__dict__, "setting": self.setting._replace(generator=None)}
+        """Without a recipe that is code, which cannot go to another process."""
+        state = dict(self.__dict__)
         if self.recipe is not None and "factory" in vars(self.recipe):
             state["recipe"] = None
         return state

@@ -19,27 +19,6 @@ FROZEN = "_frozen_by_flowbnn"
 
 
 @checked
-def hold_noise(
-    model: Any,
-    mode: Mode,
-    samples: Count = 1,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Hold all noise in one mode until told otherwise. See :class:`~flowbnn.noise.base.Noise` for the modes.
-
-    Args:
-        model: the network.
-        samples: in mode ``"shared"``, how many draws the noise holds.
-        seed: of these draws; in mode ``"sample"`` it makes the draws repeatable.
-        generator: as an alternative to ``seed`` in mode ``"sample"``.
-    """
-    settings = settings_of(model, mode, samples, seed, generator)
-    for layer in noise_layers(model).values():
-        layer.setting = settings[layer.key]
-
-
-@checked
 @contextmanager
 def noise_mode(
     model: Any,
@@ -48,7 +27,13 @@ def noise_mode(
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[nn.Module]:
-    """As :func:`hold_noise` for the length of a ``with`` block, in this thread only.
+    """Hold all noise in one mode, as :class:`~flowbnn.noise.base.Noise` has them, for a ``with`` block, in this thread.
+
+    Args:
+        model: the network.
+        samples: in mode ``"shared"``, how many draws the noise holds.
+        seed: of these draws; in mode ``"sample"`` it makes the draws repeatable.
+        generator: as an alternative to ``seed`` in mode ``"sample"``.
 
     >>> from flowbnn.noise import NormalAffine
     >>> from flowbnn import to_stochastic
