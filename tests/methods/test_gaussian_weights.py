@@ -24,6 +24,7 @@ from flowbnn.methods.variational.layers import (
     local_noise,
     ways_of,
 )
+from flowbnn.posterior.weights import named_parts
 
 
 def normals(seed: int, *shape: int) -> torch.Tensor:
@@ -164,7 +165,7 @@ def test_outputs_have_the_moments_of_random_weights(kind, estimator):
     model = drawn(layer, x, estimator)
     own = {
         name.removeprefix("0."): value
-        for name, value in model.weights.split(model.weights.log_std.exp()).items()
+        for name, value in named_parts(model.weights.log_std.exp(), model.weights.shapes).items()
     }
     mean = layer(x)
     bias = own["bias"].square() if "bias" in own else None
@@ -192,12 +193,12 @@ def gradients(estimator: str, count: int, rows: int = 8) -> torch.Tensor:
     model = drawn(network, x, estimator, 0.2)
     found = []
     torch.manual_seed(1)
-    order = sorted(range(len(model.weights.names)), key=lambda i: model.weights.names[i])
+    shapes = model.weights.shapes
     for _ in range(count):
         loss = (model(x) - y).square().mean()
         both = torch.autograd.grad(loss, [model.weights.mean, model.weights.log_std])
-        parts = [g.split(model.weights.sizes) for g in both]
-        found.append(torch.cat([part[i] for part in parts for i in order]))
+        parts = [named_parts(g, shapes) for g in both]
+        found.append(torch.cat([part[name].flatten() for part in parts for name in sorted(shapes)]))
     return torch.stack(found)
 
 

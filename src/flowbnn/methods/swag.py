@@ -22,7 +22,7 @@ from flowbnn.methods.layers import normalizers, refresh, statistics, trained_par
 from flowbnn.options import Count, Ge, Interval, Positive, options, takes
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.point import PointPosterior
-from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of
+from flowbnn.posterior.weights import WeightPosterior, check_members, generator_of, named_parts
 from flowbnn.training import Clock, History
 from flowbnn.training.options import length_of
 from flowbnn.units import units_of
@@ -86,7 +86,7 @@ class SWAG(Method):
         seed = run.some_seed
         posterior = SWAGPosterior(model, point.likelihood, *moments.result(), self.scale, joined, None, seed)
         with torch.no_grad():
-            for name, value in posterior.cut(posterior.mean).items():
+            for name, value in named_parts(posterior.mean, posterior.shapes).items():
                 posterior.parameters[name].copy_(value)
         if normalizers(model):
             posterior.fix(
@@ -214,6 +214,7 @@ class SWAGPosterior(WeightPosterior):
         super().__init__(model, likelihood, history)
         self.mean, self.variance, self.deviations, self.scale = mean, variance, deviations, scale
         self.fixed_seed, self.parameters = fixed_seed, trained_parameters(model)
+        self.shapes = {name: value.shape for name, value in self.parameters.items()}
         self.fix(statistics or {})
 
     def fix(self, statistics: Mapping[str, Tensor]) -> None:
@@ -243,17 +244,11 @@ class SWAGPosterior(WeightPosterior):
             spread += normal(self.rank) / math.sqrt(self.rank - 1) @ self.deviations
         return self.mean + math.sqrt(self.scale) * spread
 
-    def cut(self, flat: Tensor) -> dict[str, Tensor]:
-        """Flat weights by their names."""
-        sizes = [value.numel() for value in self.parameters.values()]
-        parts = flat.split(sizes)
-        return {k: part.view(v.shape) for (k, v), part in zip(self.parameters.items(), parts, strict=True)}
-
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         if not self.size:
-            return self.cut(self.flat_draw(index, seed))
+            return named_parts(self.flat_draw(index, seed), self.shapes)
         index %= self.size
-        weights = self.cut(self.flat_draw(index, self.fixed_seed))
+        weights = named_parts(self.flat_draw(index, self.fixed_seed), self.shapes)
         return weights | {name: value[index] for name, value in self.statistics.items()}
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ Subclasses say how one set of weights is drawn (:meth:`WeightPosterior.weights`)
 a network, saving and loading are done here.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Annotated, Any, ClassVar, Self
@@ -30,6 +31,17 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def named_parts(vectors: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The parts ``{name: [..., *shape]}`` of vectors ``[..., D]`` in which they lie end to end.
+
+    >>> named_parts(torch.arange(3.0), {"weight": (1, 2), "bias": (1,)})
+    {'weight': tensor([[0., 1.]]), 'bias': tensor([2.])}
+    """
+    parts = vectors.split([math.prod(shape) for shape in shapes.values()], -1)
+    both = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape(*vectors.shape[:-1], *shape) for (name, shape), part in both}
 
 
 class StandIns:

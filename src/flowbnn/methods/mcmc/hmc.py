@@ -32,7 +32,7 @@ from flowbnn.methods.mcmc.hamiltonian import (
 from flowbnn.methods.mcmc.posterior import ChainPosterior, NoiseChainPosterior
 from flowbnn.methods.mcmc.potential import LOG_NOISE, Data, NetworkPotential, gather, noise_sites
 from flowbnn.options import Count, Ge, Interval, Positive, Probability, options, takes
-from flowbnn.posterior.weights import generator_of
+from flowbnn.posterior.weights import generator_of, named_parts
 
 MANY = 1_000_000  # weights
 
@@ -132,7 +132,7 @@ class ChainMethod(Method):
         record = chains.run(run.resume, run.progress, f"sampling by {kind}")
         position = record.pop("position")
         record["outputs"] = potential.function_values(position)
-        members = potential.unpack(position.flatten(0, 1).to(potential.start.device))
+        members = named_parts(position.flatten(0, 1).to(potential.start.device), potential.shapes)
         if LOG_NOISE in members:
             record[LOG_NOISE] = members.pop(LOG_NOISE).unflatten(0, position.shape[:2]).cpu()
         shape = NoiseChainPosterior if self.over == "noise" else ChainPosterior

@@ -7,7 +7,6 @@ one pass for each chain, with the same results up to rounding. The network is in
 and dropout is off.
 """
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +23,7 @@ from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, le
 from flowbnn.methods.fitting import Called, undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
+from flowbnn.posterior.weights import named_parts
 
 ROWS = 4096  # examples in one pass
 SEEN = 32  # at which chains are compared by what their networks give
@@ -93,17 +93,9 @@ class NetworkPotential:
         self.shapes = {name: value.shape for name, value in values.items()}
         self.vectorised: bool | None = None  # not known yet
 
-    def unpack(self, vectors: Tensor) -> dict[str, Tensor]:
-        """The named parts ``{name: [..., *shape]}`` of vectors ``[..., D]``."""
-        parts = vectors.split([math.prod(shape) for shape in self.shapes.values()], -1)
-        return {
-            name: part.reshape(*vectors.shape[:-1], *shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
-
     def outputs(self, vector: Tensor, inputs: Any) -> Tensor:
         """What the network gives with the weights that a vector determines."""
-        values = self.unpack(vector)
+        values = named_parts(vector, self.shapes)
         level = values.pop(LOG_NOISE, None)
         weights = values if self.sites is None else noisy_weights(self.sites, values)
         named = {f"network.{name}": value for name, value in weights.items()}

@@ -36,7 +36,7 @@ from flowbnn.methods.variational.layers import (
 from flowbnn.noise.passes import current_share
 from flowbnn.options import Count, Positive, Probability, options, takes
 from flowbnn.posterior.base import Posterior, Prediction, part_of
-from flowbnn.posterior.weights import WeightPosterior, generator_of
+from flowbnn.posterior.weights import WeightPosterior, generator_of, named_parts
 from flowbnn.training import History
 
 
@@ -161,40 +161,33 @@ class GaussianWeightPosterior(WeightPosterior):
         if reason is not None:
             raise FlowBNNError(reason, argument="std")
         # in the network's order: draws depend on it, and a file does not keep another
-        self._names = [name for name in own if name in std]
-        self.shapes = [own[name].shape for name in self._names]
-        self.sizes = [shape.numel() for shape in self.shapes]
+        self.shapes = {name: own[name].shape for name in own if name in std}
         self.flat_mean, self.flat_std = self.join(own), self.join(std)
         self.live: GaussianWeights | None = None  # means and standard deviations while training goes on
 
     @property
     def names(self) -> list[str]:
-        return self._names
+        return list(self.shapes)
 
     @property
     def mean(self) -> dict[str, Tensor]:
         """The means, by the names of the parameters."""
-        return self.split(self.flat_mean)
+        return named_parts(self.flat_mean, self.shapes)
 
     @property
     def std(self) -> dict[str, Tensor]:
         """The standard deviations."""
-        return self.split(self.flat_std)
+        return named_parts(self.flat_std, self.shapes)
 
     def join(self, values: Mapping[str, Tensor]) -> Tensor:
         """One vector of all parameters."""
-        return torch.cat([values[name].detach().flatten() for name in self._names])
+        return torch.cat([values[name].detach().flatten() for name in self.shapes])
 
     def follow(self) -> None:
         """Take over means and standard deviations from the training that goes on."""
         if self.live is not None:
-            self.flat_mean = self.join(self.live.split(self.live.mean))
-            self.flat_std = self.join(self.live.split(self.live.log_std.exp()))
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters of one vector of all of them."""
-        parts = zip(self._names, flat.split(self.sizes), self.shapes, strict=True)
-        return {name: part.view(shape) for name, part, shape in parts}
+            self.flat_mean = self.join(named_parts(self.live.mean, self.live.shapes))
+            self.flat_std = self.join(named_parts(self.live.log_std.exp(), self.live.shapes))
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         prediction.keep("follow", self.follow)
@@ -203,10 +196,10 @@ class GaussianWeightPosterior(WeightPosterior):
     def weights(self, index: int, seed: int) -> dict[str, Tensor]:
         mean = self.flat_mean
         normal = standard_normal(mean.shape, mean.dtype, mean.device, generator_of(seed, index, mean.device))
-        return self.split(torch.addcmul(mean, self.flat_std, normal))
+        return named_parts(torch.addcmul(mean, self.flat_std, normal), self.shapes)
 
     def log_density(self, values: Mapping[str, Tensor]) -> Tensor:
-        flat = torch.cat([values[name].flatten() for name in self._names]).to(self.flat_mean)
+        flat = torch.cat([values[name].flatten() for name in self.shapes]).to(self.flat_mean)
         error = (flat - self.flat_mean) / self.flat_std
         constant = 0.5 * len(flat) * math.log(2.0 * math.pi)
         return -0.5 * error.square().sum() - self.flat_std.log().sum() - constant
@@ -236,15 +229,14 @@ class GaussianWeights(nn.Module):
         super().__init__()
         ways = ways or {}
         chosen: dict[str, Way] = {name: ways.get(name, "reparameterization") for name in mean}
-        self.names = sorted(mean, key=lambda name: _WAYS.index(chosen[name]))
-        self.shapes = [mean[name].shape for name in self.names]
-        self.sizes = [shape.numel() for shape in self.shapes]
+        order = sorted(mean, key=lambda name: _WAYS.index(chosen[name]))
+        self.shapes = {name: mean[name].shape for name in order}
         moved = [mean[name].numel() for name in mean if chosen[name] == "reparameterization"]
         flipped = [mean[name].numel() for name in mean if chosen[name] == "flipout"]
         self.moved = sum(moved)  # these weights are drawn; the others stay at their means
         self.drawn = self.moved + sum(flipped)
-        self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in self.names]))
-        self.log_std = nn.Parameter(torch.cat([std[name].detach().flatten() for name in self.names]).log())
+        self.mean = nn.Parameter(torch.cat([mean[name].detach().flatten() for name in order]))
+        self.log_std = nn.Parameter(torch.cat([std[name].detach().flatten() for name in order]).log())
 
     def forward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What the network is to hold in a pass, and what the noise behind its layers is made of.
@@ -259,17 +251,9 @@ class GaussianWeights(nn.Module):
                 normal = torch.cat([normal, torch.ones_like(like[self.drawn :])])
             scale = scale * normal
         if self.moved == len(like):
-            return self.split(like + scale), {}
+            return named_parts(like + scale, self.shapes), {}
         center = torch.cat([like[: self.moved] + scale[: self.moved], like[self.moved :]])
-        return self.split(center), self.split(scale)
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters of a vector ``[..., n]`` by their names."""
-        parts, leading = flat.split(self.sizes, -1), flat.shape[:-1]
-        return {
-            name: part.view(*leading, *shape)
-            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
-        }
+        return named_parts(center, self.shapes), named_parts(scale, self.shapes)
 
     @torch.no_grad()
     def entropy(self) -> Tensor:
@@ -281,7 +265,7 @@ class DrawnWeights(DrawnNetwork):
     """A network whose weights are Gaussian, drawn anew in every pass; ``ways`` names the layers that get their noise behind them."""
 
     def __init__(self, network: nn.Module, weights: GaussianWeights, ways: Mapping[str, str]) -> None:
-        super().__init__(network, weights.names)
+        super().__init__(network, weights.shapes)
         self.weights = weights
         names = {id(p): name for name, p in network.named_parameters()}
         for layer, way in ways.items():
