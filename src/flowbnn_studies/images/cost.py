@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowbnn.candidates import clock
 from flowbnn.data import TensorLoader
-from flowbnn.diagnostics.cost import clock
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import Posterior
 from flowbnn_studies.images.data import Pictures
