@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flowbnn.errors import FlowBNNError
 
@@ -88,6 +90,27 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     raise FlowBNNError(
         f"the network returns a {type(outputs).__name__}; flowbnn needs one tensor of outputs, so wrap it in a module that picks it",
         kind="network",
+    )
+
+
+def copied(
+    network: nn.Module, advice: str = "torch.nn.utils.parametrizations has norms that can be"
+) -> nn.Module:
+    """A deep copy; a network of which torch makes none, or none that can be worked with, is refused."""
+    trouble = ""
+    for module in network.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            trouble, advice = "it is TorchScript", "give the network that it was made from"
+        elif any(map(is_lazy, module.parameters(recurse=False))):
+            trouble = f"a {type(module).__name__} has no input width yet"
+            advice = "run one batch through the lazy network first"
+    try:
+        if not trouble:
+            return deepcopy(network)
+    except RuntimeError as error:
+        trouble = str(error).splitlines()[0]
+    raise FlowBNNError(
+        f"this network cannot be copied ({trouble}); {advice}", kind="network", argument="network"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of
+from flowbnn.batches import copied, device_of
 from flowbnn.errors import FlowBNNError, nearest, warn
 from flowbnn.noise import Layout, Noise, Recipe, noise_layers
 from flowbnn.noise.base import layers_with_noise, settings_of
@@ -104,13 +104,7 @@ def to_stochastic(
             kind="model",
         )
     if not inplace:
-        try:
-            model = deepcopy(model)
-        except RuntimeError as error:
-            raise FlowBNNError(
-                f"this network cannot be copied ({str(error).splitlines()[0]}); pass inplace=True to wrap it as it is",
-                kind="model",
-            ) from error
+        model = copied(model, "pass inplace=True to wrap it as it is")
         layers = wrappable_layers(model)
     chosen = _choose(model, layers, rules)
     if joint is not None:

@@ -129,3 +129,23 @@ def test_so_do_those_of_other_methods(method):
     posterior = method.fit(network, loader(), seed=0, **QUIET)
     with pytest.raises(FlowBNNError, match=r"5 of 5 inputs: layer '1' makes NaN or infinity of them"):
         posterior.predict(torch.full((5, 4), 1e30), samples=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (torch.jit.script, "is TorchScript.*give the network that it was made from"),
+        (lambda plain: nn.Sequential(plain[0], nn.LazyLinear(3)), "LazyLinear has no input width yet"),
+        (lambda plain: setattr(plain, "cache", plain[0].weight * 2) or plain, "cannot be copied"),
+    ],
+)
+def test_a_network_that_cannot_be_copied_is_refused_in_one_line(change, line):
+    for act in (
+        lambda given: fb.MLE(epochs=1).fit(given, loader(), **QUIET),
+        lambda given: fb.DeepEnsemble(2, epochs=1).fit(given, loader(), **QUIET),
+        lambda given: fb.calibrate(given, loader(), **QUIET),
+    ):
+        with pytest.raises(FlowBNNError, match=line) as error:
+            act(change(network()))
+        assert "\n" not in str(error.value)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import device_of, dtype_of, move, pick, take
+from flowbnn.batches import copied, device_of, dtype_of, move, pick, take
 from flowbnn.calibrate.flow import fit_flow
 from flowbnn.convert import Rule, to_stochastic
 from flowbnn.distributions import NormalBase
@@ -119,7 +119,7 @@ def calibrate(
             argument="prior_scale",
         )
     data = fixed_data(held_out, seed, "calibration")
-    plain = deepcopy(network).to(_device(network, accelerator)).eval()
+    plain = copied(network).to(_device(network, accelerator)).eval()
     plain.requires_grad_(False)
     batches = [take(data, low, low + ROWS) for low in range(0, len(data[1]), ROWS)]
     chosen, first, check = prepare(plain, batches, likelihood, seed, trains=False)

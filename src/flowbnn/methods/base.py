@@ -34,7 +34,6 @@ Every file of a method has the same order: the method with its formula, paper an
 
 import re
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -42,6 +41,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
+from flowbnn.batches import copied
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import (
     NOISE_RATE,
@@ -137,7 +137,7 @@ class Method:
             raise FlowBNNError(reason, kind=problem, argument=misplaced or "network")
         run = FitOptions(**{"epochs": max(1, self.epochs), "description": description, **given})
         check_loader(loader)
-        return deepcopy(network), run
+        return copied(network), run
 
     def start(
         self,
