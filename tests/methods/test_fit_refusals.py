@@ -149,3 +149,17 @@ def test_a_network_that_cannot_be_copied_is_refused_in_one_line(change, line):
         with pytest.raises(FlowBNNError, match=line) as error:
             act(change(network()))
         assert "\n" not in str(error.value)
+
+
+def test_targets_that_are_not_finite_are_named_where_they_only_set_the_noise_level():
+    targets = torch.zeros(80)
+    targets[70] = float("nan")
+    data = DataLoader(TensorDataset(torch.randn(80, 4), targets), batch_size=20)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    noisy = fb.to_stochastic(plain, {"*": fb.noise.NormalAffine()})
+    for act in (
+        lambda: fb.MLE(epochs=0).fit(plain, data, likelihood="gaussian", **QUIET),
+        lambda: fb.fit(noisy, data, epochs=1, likelihood="gaussian", **QUIET),
+    ):
+        with pytest.raises(FlowBNNError, match="batch 4: 1 of 20 rows of tensor '1' hold NaN"):
+            act()

@@ -15,6 +15,7 @@ from flowbnn.batches import (
     as_loader,
     call,
     check_finite,
+    check_finite_batch,
     count_data,
     device_of,
     dtype_of,
@@ -444,6 +445,7 @@ def learn_noise(model: nn.Module, likelihood: Likelihood, loader: Iterable[Any])
 def pairs(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of the network and targets of every batch."""
     device, dtype = device_of(model), dtype_of(model)
-    for batch in loader:
+    for number, batch in enumerate(loader):
+        check_finite_batch(batch, None, number)
         inputs, targets = split_batch(batch)
         yield call(model, move(inputs, device, dtype)), targets
