@@ -17,6 +17,7 @@ from flowbnn.training import TrainingOptions, connect
 from flowbnn.training.device import TORCHRUN, device_kind, planned, silent_on_interrupt
 from flowbnn.training.distributed import (
     SharedLoader,
+    pick_rows,
     share_of,
     shared_dropout,
     synchronised_statistics,
@@ -183,13 +184,15 @@ def test_the_shares_of_a_loader_make_its_batches(name):
         assert {share.total for share, _ in shares} == {len(expected)}
 
 
-def test_a_sampler_that_shares_out_itself_is_left_alone():
+def test_a_loader_that_is_shared_out_already_is_not_cut_again():
     data = TensorDataset(torch.arange(8.0))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
-    heard = []
-    batches = list(SharedLoader(loader, 1, 2, lambda *told: heard.append(told)))
-    assert torch.equal(torch.cat([batch[0] for batch in batches]), torch.tensor([1.0, 3.0, 5.0, 7.0]))
-    assert heard == [(Share(2, 4, 4), 1.0)] * 2
+    for share_out in (
+        lambda: SharedLoader(loader, 1, 2, lambda *told: None),
+        lambda: pick_rows(loader, lambda number, rows: (0, rows), 1),
+    ):
+        with pytest.raises(FlowBNNError, match="leave the sampler out"):
+            share_out()
 
 
 def test_tensors_of_different_lengths_cannot_be_cut():

@@ -87,16 +87,14 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 class SharedLoader:
     """This process's rows of every batch that a loader gives: the batches, and their order, are those of one process.
 
-    A ``DataLoader`` with a ``DistributedSampler`` is shared out already and used as it is. ``announce`` is called with the share and
-    its weight before each batch.
+    ``announce`` is called with the share and its weight before each batch.
     """
 
     def __init__(self, loader: Any, rank: int, world: int, announce: Callable[[Share, float], None]) -> None:
         self.loader, self.rank, self.world, self.announce = loader, rank, world, announce
         self.sampler = getattr(loader, "sampler", None)
         self.shares: deque[tuple[Share, float]] = deque()  # a DataLoader asks some batches ahead
-        self.even = isinstance(self.sampler, DistributedSampler)
-        self.part = loader if self.even else pick_rows(loader, self._pick, rank)
+        self.part = pick_rows(loader, self._pick, rank)
 
     def _pick(self, number: int, rows: int) -> tuple[int, int]:
         self.shares.append(share_of(rows, self.rank, self.world))
@@ -108,23 +106,27 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         for batch in self.part:
-            if self.even:
-                rows = batch_size(batch)
-                self.announce(Share(self.rank * rows, (self.rank + 1) * rows, self.world * rows), 1.0)
-            else:
-                self.announce(*self.shares.popleft())
+            self.announce(*self.shares.popleft())
             yield batch
 
 
 def pick_rows(loader: Any, pick: Pick, rank: int) -> Iterable[Any]:
     """The rows ``pick(number, rows) -> (start, stop)`` of every batch of a loader; batches without any are left out.
 
-    A plain ``DataLoader`` fetches only those examples. Any other loader is gone through in full, and its batches are cut.
+    A plain ``DataLoader`` fetches only those examples. Any other loader is gone through in full, and its batches are cut. One that
+    gives each process other examples already is refused: it would be cut twice.
 
     >>> batches = [torch.arange(4), torch.arange(4, 6)]
     >>> list(pick_rows(batches, lambda number, rows: (0, rows - 2), rank=0))
     [tensor([0, 1])]
     """
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise FlowBNNError(
+            "this loader's DistributedSampler gives each process other examples, and flowbnn shares a loader out itself: leave the "
+            "sampler out, and give every process the same loader",
+            kind="loader",
+            argument="loader",
+        )
     sampler = getattr(loader, "batch_sampler", None)
     if type(loader) is not DataLoader or sampler is None or isinstance(loader.dataset, IterableDataset):
         return _Picked(loader, pick, batch_size, take_rows)
