@@ -65,6 +65,7 @@ def test_the_elbo_chooses_for_every_seed():
         {
             ("vgg16", 0): part((-0.3, 0.4), (-0.2, 0.3)),
             ("vgg16", 1): part((-0.2, 0.35), (-0.3, 0.2)),
+            **{("vgg16-all", seed): {"values": {}, "table": {"all": {"nll": 0.2}}} for seed in (0, 1)},
         },
     )
     by_row = study.rows_of(parts)
@@ -73,7 +74,9 @@ def test_the_elbo_chooses_for_every_seed():
     told = study.answer(by_row)
     assert "0.3250 with the noise that the ELBO chooses" in told
     assert "misses 0.008" in told
-    assert "fixed prior: NLL -0.4000 (95 % interval -0.4000 to -0.4000) from temperature, ECE 0.0100." in told
+    assert (
+        "on all images, tempered, has 0.2000; the noise: +0.1250 (95 % interval -0.1927 to +0.4427)." in told
+    )
 
 
 def test_vector_scaling_finds_the_scales_and_offsets_that_made_the_labels():

@@ -30,12 +30,18 @@ from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metr
 
 NOISE = "node-noise-gaussian"
 FOLDS = 5  # for the temperature of a network on all data
+OWN = (
+    "Noise, as fb.calibrate chooses",
+    NOISE,
+    {"folds": 5},
+)  # its structure and its prior, with its comparison
 FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what calibrate is given
     "factorized": ("Noise, factorized", NOISE, {"structure": "factorized", "prior": "fixed"}),
     "layers": ("Noise, full within layers", NOISE, {"structure": "layers", "prior": "fixed"}),
     "chain": ("Noise, chain of layers", NOISE, {"structure": "chain", "prior": "fixed"}),
     "joint": ("Noise, joint", NOISE, {"structure": "full", "prior": "fixed"}),
     "joint-fitted": ("Noise, joint, fitted prior", NOISE, {"structure": "full", "prior": "fitted"}),
+    "own": OWN,
     "flow-layers": (
         "Noise, planar flows within layers",
         "node-noise-planar",
@@ -269,7 +275,7 @@ def fits_of(
     given: dict[str, Any] = {"seed": job.seed, "progress": False, "accelerator": job.accelerator}
     yield "laplace", *timed(Laplace(layers="last", epochs=0).fit, plain.model, held_out, **given)
     for key, how in fits.items():
-        yield key, *timed(calibrate, plain.model, held_out, folds=0, **how, **given)
+        yield key, *timed(calibrate, plain.model, held_out, **{"folds": 0, **how}, **given)
 
 
 def fitted(plain: PointPosterior, held_out: Data, job: Job) -> Iterator[tuple[str, Posterior, float]]:

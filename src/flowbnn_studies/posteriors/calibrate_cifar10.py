@@ -15,7 +15,7 @@ from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, Evaluated, fits_of, scores
+from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, OWN, Evaluated, fits_of, scores
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.statistics import counted, paired
 from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
@@ -27,6 +27,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is 
     "chain": ("Noise, chain of layers", {"structure": "chain", "prior": "fitted"}),
     "joint": ("Noise, joint", {"structure": "full", "prior": "fitted"}),
     "joint-fixed": ("Noise, joint, fixed prior", {"structure": "full", "prior": "fixed"}),
+    "own": (OWN[0], OWN[2]),
 }
 ROWS = {
     "plain": ("Plain", "mle"),
@@ -186,7 +187,7 @@ def rows_of(parts: Parts) -> Parts:
     for (variant, seed), part in parts.content.items():
         table = dict(part["table"])
         # among priors the ELBO is no judge: one that is fitted to it always wins
-        fits = [key for key, (_, given) in FITS.items() if key in table and given["prior"] == "fitted"]
+        fits = [key for key, (_, given) in FITS.items() if key in table and given.get("prior") == "fitted"]
         if fits:
             best = max(fits, key=lambda key: table[key]["elbo"])
             table["chosen"] = {**table[best], "seconds": sum(table[key]["seconds"] for key in fits)}
@@ -207,25 +208,13 @@ def answer(parts: Parts) -> str:
         verdict = "better than" if against.mean < 0 else "worse than"
         verdict = verdict if against.clear else f"{against.even} of"
         reached = "reaches" if parts.mean("chosen", ece) <= TARGET else "misses"
-        means = {key: parts.mean(key, nll) for key in FITS if parts.values(key, nll)}
-        best = min(means, key=lambda key: means[key])
-        fixed = parts.common("joint-fixed", "temperature", nll)
-        wide = (
-            f" Joint noise with a fixed prior: NLL {paired(*fixed).words()} from temperature, ECE "
-            if fixed[0]
-            else ""
-        )
-        wide += f"{parts.mean('joint-fixed', ece):.4f}." if fixed[0] else ""
         whole = parts.common("chosen", "all", nll)
+        more = ""
         if whole[0]:
-            wide += f" Against a network that was trained on all images, tempered ({parts.mean('all', nll):.4f}): "
-            wide += f"{paired(*whole).words()}."
+            more = f" A network on all images, tempered, has {parts.mean('all', nll):.4f}; the noise: {paired(*whole).words()}."
         lines.append(
             f"{label}, {counted(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
-            f"{parts.mean('vector', nll):.4f} by vector scaling, {parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: "
-            f"{verdict} temperature ({against.words()}). Its ECE {parts.mean('chosen', ece):.4f} {reached} {TARGET:g} "
-            f"(temperature {parts.mean('temperature', ece):.4f}), its fit takes {parts.mean('joint', f'seconds_{network}'):.0f} s. "
-            f"Joint against factorized noise: {simple.words()}. The best structure on the test images: {FITS[best][0].lower()} "
-            f"({means[best]:.4f}).{wide}"
+            f"{parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: {verdict} temperature ({against.words()}). Its ECE "
+            f"{parts.mean('chosen', ece):.4f} {reached} {TARGET:g}. Joint against factorized noise: {simple.words()}.{more}"
         )
     return "\n".join(lines) or "Too little has been trained for an answer."
