@@ -137,6 +137,17 @@ def move(inputs: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return apply(inputs, to)
 
 
+class Called(nn.Module):
+    """A network called with whatever form its inputs have: a tensor, a tuple or a dictionary, in the precision of the weights."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Any) -> Tensor:
+        return call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
+
+
 def take(inputs: Any, start: int, stop: int) -> Any:
     return apply(inputs, lambda tensor: tensor[start:stop])
 

@@ -94,17 +94,6 @@ Schedule = Callable[[torch.optim.Optimizer, int], Any]
 Loss = Callable[[Outputs, Any, Clock], Logged]
 
 
-class Called(nn.Module):
-    """A network called with whatever form its inputs have: a tensor, a tuple or a dictionary, in the precision of the weights."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.network, move(inputs, device_of(self.network), dtype_of(self.network)))
-
-
 class Objective(nn.Module):
     """A network, its likelihood and the loss of a batch: what :func:`flowbnn.training.train` trains, saves and resumes.
 

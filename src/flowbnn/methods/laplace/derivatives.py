@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowbnn.batches import apply, call, out_of_memory, rows, take
+from flowbnn.batches import Called, apply, call, out_of_memory, rows, take
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from flowbnn.methods.fitting import Called
 
 ROW_BYTES = 2**27  # of rows that are held at once
 

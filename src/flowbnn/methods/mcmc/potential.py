@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from flowbnn.batches import check_finite_batch, device_of, dtype_of, join, move, split_batch, take
+from flowbnn.batches import Called, check_finite_batch, device_of, dtype_of, join, move, split_batch, take
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
-from flowbnn.methods.fitting import Called, undisturbed
+from flowbnn.methods.fitting import undisturbed
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
 from flowbnn.noise.layout import absorbs, layout_of, weight_scale, wrappable_layers
 from flowbnn.posterior.weights import named_parts
