@@ -256,6 +256,19 @@ def test_auto_looks_at_the_targets():
         (lambda: Bernoulli().check(torch.zeros(2, 3), torch.tensor([0, 1])), "one logit per example"),
         (lambda: Gaussian(dim=1).check(torch.zeros(2, 3), torch.zeros(2, 3)), r"say Gaussian\(dim=3\)"),
         (lambda: Gaussian(0.1).check(torch.zeros(2, 3), torch.zeros(2)), "do not fit 2 rows of 3"),
+        (
+            lambda: Gaussian(0.1).check(torch.zeros(2, 4), torch.zeros(2, 2)),
+            r"4 .*say .*Gaussian\('predicted'\)",
+        ),
+        (lambda: Gaussian(0.1).check(torch.zeros(2, 1, 4), torch.zeros(2, 4)), r"give outputs.flatten\(1\)"),
+        (
+            lambda: Categorical().check(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()),
+            "none for pixels or tokens",
+        ),
+        (
+            lambda: Categorical().check(torch.zeros(2, 3), torch.zeros(5).long()),
+            r"\(5,\); every example has one",
+        ),
         (lambda: Gaussian("predicted").check(torch.zeros(2, 3), torch.zeros(2)), "a mean and a log-variance"),
         (lambda: Gaussian(0.0), "above 0, got 0.0"),
         (lambda: Gaussian("guess"), "'learned' or 'predicted' or a number"),

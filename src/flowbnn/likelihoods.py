@@ -100,12 +100,20 @@ class Categorical(Likelihood):
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
-            return f"a categorical likelihood takes outputs of shape (batch, classes), but the network gives {tuple(outputs.shape)}"
+            advice = (
+                "; it has one label for each example, none for pixels or tokens" if outputs.ndim > 2 else ""
+            )
+            return (
+                "a categorical likelihood takes outputs of shape (batch, classes), but the network gives "
+                f"{tuple(outputs.shape)}{advice}"
+            )
         if targets.is_floating_point() or targets.shape != outputs.shape[:1]:
-            advice = "for real-valued targets use likelihood='gaussian'"
-            if not targets.is_floating_point() and targets.shape == (len(outputs), 1):
+            advice = "every example has one"
+            if targets.is_floating_point():
+                advice = "for real-valued targets use likelihood='gaussian'"
+            elif targets.shape == (len(outputs), 1):
                 advice = "give labels.squeeze(1)"
-            elif not targets.is_floating_point() and targets.shape == outputs.shape:
+            elif targets.shape == outputs.shape:
                 advice = "of one-hot labels give labels.argmax(1)" if _one_hot(targets) else SEVERAL_LABELS
             return (
                 f"{len(outputs)} rows of outputs need a vector of {len(outputs)} integers as class labels, "
@@ -229,7 +237,7 @@ class Gaussian(Likelihood):
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:
-            advice = "; leave out its last squeeze" if outputs.ndim == 1 else ""
+            advice = "; leave out its last squeeze" if outputs.ndim == 1 else "; give outputs.flatten(1)"
             return (
                 "a Gaussian likelihood takes outputs of shape (batch, targets), but the network gives "
                 f"{tuple(outputs.shape)}{advice}"
@@ -244,6 +252,8 @@ class Gaussian(Likelihood):
             labels = (
                 "; for class labels give integers (labels.long())" if targets.ndim == 1 and width > 1 else ""
             )
+            if 2 * targets.numel() == rows * width:
+                labels = "; where the network gives log-variances too, say likelihood=Gaussian('predicted')"
             return f"targets of shape {tuple(targets.shape)} do not fit {rows} rows of {width} predicted values{labels}"
         return ""
 
