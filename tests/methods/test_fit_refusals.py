@@ -163,3 +163,14 @@ def test_targets_that_are_not_finite_are_named_where_they_only_set_the_noise_lev
     ):
         with pytest.raises(FlowBNNError, match="batch 4: 1 of 20 rows of tensor '1' hold NaN"):
             act()
+
+
+def test_a_network_with_several_rows_for_an_example_is_refused_before_it_is_trained():
+    pixels = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(2), nn.Flatten(0, 1))  # of 8 images 24 rows
+    data = [(torch.randn(8, 1, 2, 2), torch.zeros(24, dtype=torch.long))]
+    for act in (
+        lambda: fb.MAP(epochs=1).fit(pixels, data, **QUIET),
+        lambda: fb.fit(fb.to_stochastic(pixels, {"*": fb.noise.NormalAffine()}), data, epochs=1, **QUIET),
+    ):
+        with pytest.raises(FlowBNNError, match=r"gave \(24,\) rows of outputs for 8 rows of inputs"):
+            act()

@@ -22,6 +22,7 @@ from flowbnn.batches import (
     evaluating,
     explaining,
     move,
+    rows,
     split_batch,
 )
 from flowbnn.errors import FlowBNNError, warn
@@ -37,7 +38,7 @@ from flowbnn.likelihoods import (
 from flowbnn.noise import Recipe, noise_layers, noise_mode, weight_parameters
 from flowbnn.options import Count, made_by, options
 from flowbnn.posterior.base import Posterior
-from flowbnn.posterior.prediction import new_seed
+from flowbnn.posterior.prediction import check_rows, new_seed
 from flowbnn.training import Clock, History, TrainingOptions, train
 from flowbnn.training.options import length_of
 from flowbnn.training.randomness import Randomness, loader_generators
@@ -181,9 +182,9 @@ def first_batch(loader: Iterable[Any], seed: int | None = None, use: str = "trai
 
 
 def first_batches(
-    loader: Iterable[Any], seed: int | None = None, rows: int = 1, use: str = "training"
+    loader: Iterable[Any], seed: int | None = None, count: int = 1, use: str = "training"
 ) -> list[tuple[Any, Any]]:
-    """Inputs and targets of the first batches: where targets are real numbers, so many that they have ``rows`` rows, else one."""
+    """Inputs and targets of the first batches: where targets are real numbers, so many that they have ``count`` rows, else one."""
     check_loader(loader, use)
     found: list[tuple[Any, Any]] = []
     with undisturbed(loader, seed):
@@ -199,8 +200,8 @@ def first_batches(
                     kind="loader",
                     argument="loader",
                 )
-            rows -= len(targets) if targets.is_floating_point() else rows
-            if rows <= 0:
+            count -= len(targets) if targets.is_floating_point() else count
+            if count <= 0:
                 return found
     check_loader(found, use)
     return found
@@ -259,7 +260,7 @@ def _outputs(
     """Outputs of a first batch, or one line that says why there are none, or why they do not pass the check."""
     with explaining(inputs, f"the network fails on the {what}, of"):
         try:
-            outputs = call(model, inputs)
+            outputs = check_rows(call(model, inputs), rows(inputs))
             if check is not None:
                 check(outputs)
             return outputs

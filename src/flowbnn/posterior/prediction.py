@@ -313,7 +313,7 @@ def check_rows(outputs: Tensor, count: int) -> Tensor:
     if outputs.shape[:1] != (count,):
         raise FlowBNNError(
             f"the network gave {tuple(outputs.shape[:1])} rows of outputs for {count} rows of inputs; "
-            "prediction needs one row each, with the examples on the first axis (a single one is given as inputs[None])",
+            "one row each is needed, with the examples on the first axis (a single one is given as inputs[None])",
             kind="shape",
         )
     return outputs
