@@ -174,3 +174,17 @@ def test_a_network_with_several_rows_for_an_example_is_refused_before_it_is_trai
     ):
         with pytest.raises(FlowBNNError, match=r"gave \(24,\) rows of outputs for 8 rows of inputs"):
             act()
+
+
+def test_batches_that_cannot_be_joined_are_refused_where_all_examples_are_needed_together():
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mean(1))
+
+    ragged = [(torch.randn(8, length, 4), torch.arange(8) % 3) for length in (5, 7)]
+    for act in (
+        lambda: fb.calibrate(Mean(4, 3), ragged, **QUIET),
+        lambda: fb.HMC(epochs=0).fit(Mean(4, 3), ragged, **QUIET),
+    ):
+        with pytest.raises(FlowBNNError, match="pad them to one length"):
+            act()

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from flowbnn.batches import Called, check_finite_batch, device_of, dtype_of, join, move, split_batch, take
+from flowbnn.batches import (
+    Called,
+    check_finite_batch,
+    device_of,
+    dtype_of,
+    join,
+    move,
+    shapes,
+    split_batch,
+    take,
+)
 from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, learns_noise, with_level
 from flowbnn.methods.fitting import undisturbed
@@ -40,6 +50,12 @@ def gather(loader: Iterable[Any], check: Callable[[Any], None], seed: int) -> Da
             check_finite_batch(batch, None, number)
             check(batch)
             batches.append(split_batch(batch))
+    if len({shapes(batch) for batch in batches}) > 1:
+        raise FlowBNNError(
+            "batches of different shapes or dtypes cannot be joined, and all examples are needed together; pad them to one length",
+            kind="loader",
+            argument="loader",
+        )
     return join(batches)
 
 
