@@ -1,5 +1,7 @@
 """The named flows: one module, a distribution when called, cheap where it says so."""
 
+from inspect import getsource
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,17 @@ import flowbnn as fb
 from flowbnn.distributions import CircularBase, NormalBase, StudentBase
 from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
-from flowbnn.transforms import Autoregressive, Compose, Inverse, Reshape, Sigmoid
+from flowbnn.transforms import (
+    AffineMap,
+    Autoregressive,
+    Compose,
+    Coupling,
+    Inverse,
+    NeuralODE,
+    Reshape,
+    Residual,
+    Sigmoid,
+)
 
 NAMES = [name for name in fb.flows.__all__ if name.lower() in named_flows()]
 WITH_NETS = [name for name in NAMES if name not in ("Planar", "Radial", "Sylvester", "Householder")]
@@ -156,6 +168,14 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
             lambda: fb.flows.NICE(3, 2).transform(torch.ones(4, 3), torch.ones(5, 2)),
             r"part 0 .* Coupling, \(4,\)",
         ),
+        (
+            lambda: fb.flows.NICE(3, 2).transform(torch.ones(4, 3), torch.tensor(1.0)),
+            "^part 0 of the flow: Coupling takes a context of vectors, not the number 1",
+        ),
+        (lambda: Coupling(2, AffineMap(), net=nn.Linear(1, 2)), "net of Coupling .* Linear takes no second"),
+        (lambda: Autoregressive(2, net=nn.Linear(2, 4)), "net of Autoregressive is called as net.value, con"),
+        (lambda: Residual(2, net=nn.Sequential(nn.Linear(2, 2))), "net of Residual .* Sequential takes no"),
+        (lambda: NeuralODE(2, net=nn.Linear(2, 2)), "net of NeuralODE .* such as flowbnn.nets.MLP do"),
         (lambda: fb.flows.NSF(2, bins=1), "at least 2"),
         (lambda: fb.flows.NSF(2)().log_prob(torch.ones(3)), "vectors of length 2"),
         (
@@ -167,6 +187,13 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
 def test_bad_input_is_one_line(call, words: str) -> None:
     with pytest.raises(FlowBNNError, match=words):
         call()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "IDF"])
+def test_a_name_is_at_most_twenty_lines_over_the_general_mechanism(name: str) -> None:
+    text, _, code = getsource(getattr(fb.flows, name)).partition('    """')[2].partition('"""\n')
+    assert text
+    assert len(code.strip().splitlines()) + 2 <= 20  # and the two lines of its head
 
 
 def test_sequences_have_a_base_of_as_many_numbers() -> None:

@@ -74,16 +74,18 @@ def inverse_softplus(value: Tensor) -> Tensor:
 
 
 def safe_norm(value: Tensor) -> Tensor:
-    """Euclidean norm of the last axis whose gradient at zero is zero instead of NaN.
+    """Euclidean norm of the last axis, whose gradient at zero is zero instead of NaN and whose squares neither overflow nor vanish.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> safe_norm(x).backward()
     >>> x.grad
     tensor([0., 0., 0.])
     """
-    square = (value * value).sum(-1)
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), square)
+    unit = value.detach().abs().amax(-1)
+    positive = unit > 0
+    unit = torch.where(positive, unit, 1.0)
+    square = (value / unit.unsqueeze(-1)).square().sum(-1)
+    return unit * torch.where(positive, torch.where(positive, square, 1.0).sqrt(), square)
 
 
 def monotone_root(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets import MLP
+from flowbnn.nets import MLP, ConditionalNormal
 
 
 def woken(net: MLP) -> MLP:
@@ -59,6 +59,12 @@ def test_batch_shapes_and_broadcast_context(batch: tuple[int, ...]) -> None:
         (lambda: MLP(2, 2, context_dim=-1), "of at least 0"),
         (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2)), "context_dim=3, and is given"),
         (lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(5, 1)), "context_dim=3, and is given"),
+        (
+            lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)),
+            r"\(4, 3\), which does not broad",
+        ),
+        (lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)), r"to the batch of \(2,\)"),
+        (lambda: ConditionalNormal(nn.Linear(2, 3))(torch.ones(5, 2)), "as many log-scales, not 3 numbers"),
     ],
 )
 def test_bad_input_is_one_line(call, words: str) -> None:
@@ -72,8 +78,6 @@ def test_bad_input_is_one_line(call, words: str) -> None:
     [
         lambda: MLP(2, 2)(torch.ones(5, 3)),
         lambda: MLP(2, 2)(torch.ones(5, 2, dtype=torch.float64)),
-        lambda: MLP(2, 2, context_dim=3)(torch.ones(5, 2), torch.ones(4, 3)),
-        lambda: MLP(2, 2, context_dim=3)(torch.ones(2), torch.ones(4, 3)),
     ],
 )
 def test_shapes_and_dtypes_that_do_not_fit_are_torchs_own_errors(call) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flowbnn.distributions import Flow, NormalBase
 from flowbnn.errors import FlowBNNError
+from flowbnn.nets import MLP
 from flowbnn.nets.smooth import LipschitzMLP, applied
 from flowbnn.transforms import Inverse, Residual, residual
 from flowbnn.transforms.base import Transform
@@ -235,6 +236,19 @@ def test_bad_input_ends_in_one_line():
         Residual(2, context_dim=3)(torch.ones(2))
     with pytest.raises(FlowBNNError, match="lipschitz"):
         Residual(2, lipschitz=1.0)
+    with pytest.raises(FlowBNNError, match=r"net must give \(4, 2\) here, as its input, not \(4, 3\)"):
+        Residual(2, net=MLP(2, 3))(torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(("seed", "size"), [(28, 1e8), (6, 1e10), (9, 1e18), (6, 1e20)])
+def test_rounding_at_a_far_point_is_not_taken_for_an_expansion(seed: int, size: float):
+    torch.manual_seed(seed)
+    block = Residual(2, hidden=(8,)).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    x = torch.tensor([[size, size], [size, -size], [size, 0.3], [0.0, size]])
+    assert ((block(block.inverse(x)[0])[0] - x).abs().amax(-1) / size).max() < 1e-6
 
 
 def test_a_net_that_rounds_coarsely_is_inverted_to_its_digits():

@@ -413,6 +413,19 @@ def test_bad_input_is_one_line_that_names_the_place() -> None:
         VAELayer((3, 4), 2)
 
 
+def test_noise_of_another_length_is_refused_where_it_would_broadcast() -> None:
+    single, words = ConditionalNormal(nn.Linear(2, 2)), "a distribution of 3 numbers of its ConditionalNormal"
+    for wrong in (
+        lambda: Augment(2, 3, single)(torch.ones(5, 2)),
+        lambda: Augment(2, 3, single).inverse(torch.ones(5, 5)),
+        lambda: VAELayer(3, 2, decoder=single).inverse(torch.ones(5, 3)),
+    ):
+        with pytest.raises(FlowBNNError, match=words + r", not \(5, 1\)"):
+            wrong()
+    with pytest.raises(FlowBNNError, match="3 numbers of its Linear, not a Tensor"):
+        Augment(2, 3, nn.Linear(2, 3))(torch.ones(5, 2))
+
+
 def test_integers_outside_the_levels_have_no_probability() -> None:
     flow = Flow(Normal(0.0, 1.0), Compose(Sigmoid(), Dequantization(4)))
     assert flow.log_prob(torch.tensor([-1, 4])).tolist() == [-torch.inf, -torch.inf]

@@ -165,6 +165,14 @@ def test_radial_is_finite_for_any_parameter(raw_alpha: float, raw_beta: float) -
     torch.testing.assert_close(wide.inverse(wide(start)[0])[0], start, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e18, 1e20, 1e30])
+def test_radial_is_finite_and_inverts_at_any_distance(size: float) -> None:
+    radial = Radial(3)
+    z = size * torch.tensor([[1.0, -0.3, 0.2], [0.0, 1.0, 0.0]])
+    assert_all_finite(radial, z)
+    torch.testing.assert_close(radial.inverse(radial(z)[0])[0], z, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: Sylvester(6, "orthogonal", 4), lambda: Sylvester(6, "householder", 3)]
 )

@@ -213,8 +213,7 @@ class IDF(ImageFlow):
     (torch.int64, False)
     """
 
-    last = 2
-    bias = False  # pixels among zeros stay, or a step could move all of an image's background at once
+    last, bias = 2, False  # pixels among zeros stay, or a step could move a whole background at once
     levels: Count = 2
     values: Positive = 256
     components: Count = 5
@@ -231,18 +230,18 @@ class IDF(ImageFlow):
         return DiscretizedLogisticBase(size, self.components, self.values, self.data_start)
 
     def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
-        net = self.conv(channels + self.context_dim, 3 * self.components * channels)
-        return _ConditionalLogistic(net, self.own_base(height * width * channels), channels)
+        return _IntegerNoise(self.conv, self.own_base(height * width * channels), channels, self.context_dim)
 
 
-class _ConditionalLogistic(nn.Module):
+class _IntegerNoise(nn.Module):
     """Integers whose mixtures of discretized logistics, those of a base, a net moves by other integers."""
 
     event_dim = 3
 
-    def __init__(self, net: nn.Module, base: DiscretizedLogisticBase, kept: int) -> None:
+    def __init__(self, conv: Any, base: DiscretizedLogisticBase, kept: int, context_dim: int) -> None:
         super().__init__()
-        self.net, self.base, self.kept = net, base, kept
+        self.net = conv(kept + context_dim, 3 * base.components * kept)
+        self.base, self.kept = base, kept
 
     def forward(self, given: Tensor) -> DiscretizedLogistic:
         known = torch.cat([given[..., : self.kept] / self.base.values, given[..., self.kept :]], dim=-1)

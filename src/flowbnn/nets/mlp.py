@@ -1,6 +1,7 @@
 """Fully connected conditioners, masked ones too, and distributions that a conditioner computes."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -35,8 +36,22 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
     if context_dim == 0:
         return value
     context = check_context(context, context_dim)
-    context = context.reshape(*context.shape[:-1], *(1,) * (event_dim - 1), context_dim)
-    return torch.cat([value, context.expand(*value.shape[:-1], context_dim)], dim=-1)
+    rows = context.to(value.dtype).reshape(*context.shape[:-1], *(1,) * (event_dim - 1), context_dim)
+    try:
+        rows = rows.expand(*value.shape[:-1], context_dim)
+    except RuntimeError:
+        text = f"gets a context of shape {tuple(context.shape)}, which does not broadcast to the batch of {tuple(value.shape)}"
+        raise FlowBNNError(f"this network {text}", kind="shape", argument="context", unsigned=text) from None
+    return torch.cat([value, rows], dim=-1)
+
+
+def check_net(net: nn.Module, owner: str) -> None:
+    """Refuse a net that does not take a context beside the values."""
+    try:
+        signature(net.forward).bind(None, None)
+    except TypeError:
+        text = f"the net of {owner} is called as net(value, context), and {type(net).__name__} takes no second argument"
+        raise FlowBNNError(f"{text}; nets such as flowbnn.nets.MLP do", argument="net") from None
 
 
 def zeroed(layer: Any) -> Any:
@@ -119,7 +134,10 @@ class ConditionalNormal(nn.Module):
         self.event_dim = int(getattr(net, "event_dim", 1))
 
     def forward(self, given: Tensor) -> Normal:
-        loc, raw = self.net(given).chunk(2, dim=-1)
+        loc, raw = (both := self.net(given)).chunk(2, dim=-1)
+        if loc.shape != raw.shape:  # which would broadcast
+            text = f"the net of ConditionalNormal gives means and as many log-scales, not {both.shape[-1]} numbers"
+            raise FlowBNNError(text, kind="shape", argument="net")
         return Normal(loc, soft_clamp(raw, self.bound).exp(), validate_args=False)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import Length, check_context
 from flowbnn.numerics import at_least_single, inverse_softplus
 from flowbnn.options import Count, Probability, checked
@@ -160,7 +161,11 @@ class Traced:
     context: Tensor | None
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.net(z, self.context)
+        moved = self.net(z, self.context)
+        if moved.shape != z.shape:
+            text = f"the net must give {tuple(z.shape)} here, as its input, not {tuple(moved.shape)}"
+            raise FlowBNNError(text, kind="shape", argument="net")
+        return moved
 
     def linearize(self, z: Tensor) -> tuple[Tensor, Product, Product]:
         step, transposed, *_ = torch.func.vjp(self, z)

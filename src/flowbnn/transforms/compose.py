@@ -12,7 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.nets.mlp import MLP, check_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Hint, checked
-from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_tensor
+from flowbnn.transforms.base import Transform, TwoWay, check_dense, check_tensor, refused
 
 # what a chain declares is the weakest of its parts: the first of these ...
 _WEAKEST = {
@@ -33,6 +33,9 @@ def run_part(
         if context is not None:
             check_dense(value, part)
             check_dense(context, part)
+            if context.ndim == 0:
+                text = f"takes a context of vectors, not the number {context.item():g}"
+                raise refused(part, text, "shape")
             context = context.to(value.dtype) if value.is_floating_point() else context
             context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
             cut = max(0, value.ndim - (part.sample_dim if backwards else part.event_dim))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import Length, check_context
+from flowbnn.nets.mlp import Length, check_context, check_net
 from flowbnn.nets.smooth import Evaluated, SmoothMLP, Traced
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_vectors
@@ -72,6 +72,7 @@ class NeuralODE(TwoWay):
         self.dim, self.context_dim, self.trace = dim, context_dim, trace
         self.rtol, self.atol, self.adjoint, self.most_evaluations = rtol, atol, adjoint, most_evaluations
         self.net = net or SmoothMLP(dim, dim, hidden, 1 + context_dim, start=0.1)
+        check_net(self.net, "NeuralODE")
         self.closed_form = isinstance(self.net, SmoothMLP) and len(self.net.layers) in (2, 3)
         exact = self.closed_form or dim <= EXACT_IN_TRAINING if trace is None else trace == "exact"
         self.log_det_kind = "exact" if exact else "estimate"

@@ -88,7 +88,8 @@ class Argmax(_Categories):
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         chosen = self._codes(x)
-        u, log_prob = self._draw(self.noise, chosen.flatten(-2).to(self._zero.dtype), context)
+        known, size = chosen.flatten(-2).to(self._zero.dtype), self.dim * self.categories
+        u, log_prob = self._draw(self.noise, size, known, context)
         u = u.unflatten(-1, (self.dim, self.categories))
         top = (u * chosen).sum(-1, keepdim=True)
         below = top - u

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowbnn.errors import FlowBNNError
-from flowbnn.nets.mlp import Length
+from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
 from flowbnn.numerics import at_least_single, readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
@@ -81,6 +81,7 @@ class Residual(Transform):
         if net is None and self.event_dim == 1:
             net = LipschitzMLP(self.dim, self.dim, hidden, context_dim, lipschitz=lipschitz)
         self.net = net or LipschitzConv(tuple(self.shape), hidden, context_dim, lipschitz=lipschitz)  # type: ignore[arg-type]
+        check_net(self.net, "Residual")
         self.log_det, self.terms, self.go_on = log_det, terms, go_on
         exact = self.dim <= EXACT_IN_TRAINING if log_det is None else log_det == "exact"
         self.log_det_kind = "exact" if exact else "estimate"
@@ -146,17 +147,20 @@ class Residual(Transform):
 
     def _root(self, step: Any, x: Tensor) -> Tensor:
         """Fixed point of ``z = x - step(z)`` to half of the digits, which Newton steps double, or all that a net in TF32 has."""
-        z, least, since = x, 1.0, 0
+        z, least, since, half = x, 1.0, 0, torch.finfo(x.dtype).eps ** 0.5
         if not readable(x) or not x.numel():
             for _ in range(200):  # a number that is the same for all: 0.9**200 is below half of the digits
                 z = x - step(z)
             return z
+        # a large entry rounds what the others move by
+        largest = x.abs().amax(tuple(range(-self.event_dim, 0)), keepdim=True)
+        size = 1.0 + x.abs() + 8.0 * half * largest
         for count in range(3, 1000, 4):
             for _ in range(4):
                 last, z = z, x - step(z)
-            move = float(torch.where(x.isfinite(), (z - last).abs() / (1.0 + x.abs()), 0.0).amax())
+            move = float(torch.where(x.isfinite(), (z - last).abs() / size, 0.0).amax())
             least, since = (move, count) if move < 0.9 * least else (least, since)
-            if move <= torch.finfo(x.dtype).eps ** 0.5 or (count - since > 400 and move < 0.01):
+            if move <= half or (count - since > 400 and move < 0.01):
                 return z
         text = "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps"
         raise FlowBNNError(text, kind="convergence")

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 from torch.nn import functional as F
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, shown
 from flowbnn.nets.mlp import MLP, ConditionalNormal, Length, with_context
 from flowbnn.numerics import sum_rightmost
 from flowbnn.options import Count, Ge, checked
@@ -39,21 +39,26 @@ class Drawing(Transform):
 
     context_dim: int
 
-    def _given(self, module: Any, known: Tensor, context: Tensor | None, axes: int) -> Any:
-        return module(with_context(known, context, self.context_dim, axes))
+    def _given(self, module: Any, known: Tensor, context: Tensor | None, axes: int, size: int) -> Any:
+        made = module(with_context(known, context, self.context_dim, axes))
+        shape = tuple(made.batch_shape + made.event_shape) if isinstance(made, Distribution) else shown(made)
+        if shape[-1:] != (size,):  # which might broadcast
+            text = f"needs a distribution of {size} numbers of its {type(module).__name__}, not {shape}"
+            raise refused(self, text, "shape")
+        return made
 
     def _log_prob(
         self, module: Any, value: Tensor, known: Tensor, context: Tensor | None, axes: int = 1
     ) -> Tensor:
         """Log-density of a value for known events of so many axes."""
-        log_prob = self._given(module, known, context, axes).log_prob(value)
+        log_prob = self._given(module, known, context, axes, value.shape[-1]).log_prob(value)
         return sum_rightmost(log_prob, log_prob.ndim - known.ndim + axes)
 
     def _draw(
-        self, module: Any, known: Tensor, context: Tensor | None, axes: int = 1
+        self, module: Any, size: int, known: Tensor, context: Tensor | None, axes: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """A draw, with its gradient where there is one, and its log-density."""
-        distribution = self._given(module, known, context, axes)
+        """A draw of so many numbers, with its gradient where there is one, and its log-density."""
+        distribution = self._given(module, known, context, axes, size)
         if hasattr(distribution, "rsample_and_log_prob"):
             value, log_prob = distribution.rsample_and_log_prob()
         else:
@@ -98,7 +103,7 @@ class Augment(Drawing):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.kept, self, next(self.noise.parameters(), None))
-        e, log_prob = self._draw(self.noise, z, context, self.event_dim)
+        e, log_prob = self._draw(self.noise, self.added, z, context, self.event_dim)
         return torch.cat([z, e], dim=-1), -log_prob
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -286,7 +291,7 @@ class Dequantization(ToIntegers):
         if self.noise is None:
             u, log_density = torch.rand_like(x), torch.full_like(x, math.log(self.levels or 1))
         else:
-            v, log_prob = self._draw(self.noise, self._known(x), context, self.event_dim)
+            v, log_prob = self._draw(self.noise, x.shape[-1], self._known(x), context, self.event_dim)
             u, log_density = torch.sigmoid(v), log_prob + self._log_slope(v)
         margin = 4.0 * torch.finfo(x.dtype).eps  # rounding must not carry a value into the next bin
         value = torch.clamp(x + u, x + margin * x.abs(), x + 1.0 - margin * (x + 1.0).abs())
@@ -345,13 +350,13 @@ class VAELayer(Drawing):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(z, self.latent_dim, self, next(self.decoder.parameters(), None))
-        x, log_decoder = self._draw(self.decoder, z, context)
+        x, log_decoder = self._draw(self.decoder, self.shape[-1], z, context)
         return x, self._log_prob(self.encoder, z, x, context, self.sample_dim) - log_decoder
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_vectors(x, self.shape[-1], self, next(self.encoder.parameters(), None))
         check_events(x, self.shape, self)
-        z, log_encoder = self._draw(self.encoder, x, context, self.sample_dim)
+        z, log_encoder = self._draw(self.encoder, self.latent_dim, x, context, self.sample_dim)
         return z, self._log_prob(self.decoder, x, z, context) - log_encoder
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowbnn.errors import FlowBNNError
+from flowbnn.nets.mlp import check_net
 from flowbnn.numerics import monotone_root, soft_clamp
 from flowbnn.options import Count, Ge, Positive, options
 from flowbnn.transforms.base import TwoWay, check_vectors
@@ -55,6 +56,7 @@ class Conditioned(TwoWay):
 
     def __init__(self, dim: int, univariate: Univariate, net: nn.Module, compress: bool) -> None:
         super().__init__()
+        check_net(net, type(self).__name__)
         self.dim, self.univariate, self.net, self.compress = dim, univariate, net, compress
         self.inverse_kind = univariate.inverse_kind
         self.event_dim = int(getattr(net, "event_dim", 1))
