@@ -320,6 +320,10 @@ def test_a_target_is_found_with_its_constant() -> None:
             "must give a tensor",
         ),
         (lambda: fb.fit_target(INTEGERS, lambda x: -x.float().sum(-1), progress=False), "carry no gradient"),
+        (
+            lambda: fb.fit_target(fb.flows.IDF(2), torch.sum, progress=False),
+            "draws are integers, which carry no",
+        ),
         (lambda: Density(Gaussian(2, 2)).score([(points(), points())], points()), "leave out context"),
         (lambda: fb.fit_density(Gaussian(), points(), context=points()), "no context_dim"),
         (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "validation data"),

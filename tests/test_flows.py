@@ -12,11 +12,13 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.flows import named_flows
 from flowbnn.transforms import (
     AffineMap,
+    Amortized,
     Autoregressive,
     Compose,
     Coupling,
     Inverse,
     NeuralODE,
+    Radial,
     Reshape,
     Residual,
     Sigmoid,
@@ -172,6 +174,17 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
             lambda: fb.flows.NICE(3, 2).transform(torch.ones(4, 3), torch.tensor(1.0)),
             "^part 0 of the flow: Coupling takes a context of vectors, not the number 1",
         ),
+        (lambda: Amortized(Radial(2), 1)(torch.ones(4, 2), torch.ones(3, 1)), r"values of Amortized, \(4,\)"),
+        (
+            lambda: Amortized(Radial(2), 1)(torch.ones(()), torch.ones(3, 1)),
+            "Amortized takes vectors, not a number",
+        ),
+        (lambda: NeuralODE(2, context_dim=1)(torch.ones(4, 2), torch.ones(3, 1)), r"of NeuralODE, \(4,\)"),
+        (
+            lambda: Residual(2, context_dim=1)(torch.ones(4, 2), torch.ones(3, 1)),
+            r"values of Residual, \(4,\)",
+        ),
+        (lambda: Residual(2, context_dim=1).inverse(torch.ones(4, 2), torch.ones(3, 1)), "do not fit each"),
         (lambda: Coupling(2, AffineMap(), net=nn.Linear(1, 2)), "net of Coupling .* Linear takes no second"),
         (lambda: Autoregressive(2, net=nn.Linear(2, 4)), "net of Autoregressive is called as net.value, con"),
         (lambda: Residual(2, net=nn.Sequential(nn.Linear(2, 2))), "net of Residual .* Sequential takes no"),

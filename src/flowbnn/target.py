@@ -114,7 +114,11 @@ class _Reverse(nn.Module):
         self.flow, self.log_density, self.samples, self.warmup = flow, log_density, samples, warmup
 
     def forward(self, batch: Any, clock: Clock) -> tuple[Tensor, dict[str, Tensor]]:
-        x, log_prob = _draw(self.flow(), self.samples)
+        made = self.flow()
+        if getattr(getattr(made, "transform", None), "discrete", False):
+            text = "the flow's draws are integers, which carry no gradient to fit it by; take a flow of real numbers"
+            raise FlowBNNError(text, argument="flow")
+        x, log_prob = _draw(made, self.samples)
         log_density = self.log_density(x)
         if not isinstance(log_density, Tensor) or log_density.shape != log_prob.shape:
             found = tuple(log_density.shape) if isinstance(log_density, Tensor) else shown(log_density)
@@ -124,7 +128,7 @@ class _Reverse(nn.Module):
                 argument="log_density",
             )
         if not x.requires_grad:
-            text = "the flow's draws carry no gradient to fit it by, as integers do not; take a flow of real numbers"
+            text = "the flow's draws carry no gradient to fit it by; take one whose rsample passes gradients"
             raise FlowBNNError(text, argument="flow")
         if not log_density.requires_grad:
             text = "log_density gives no gradient in the points: compute it by torch alone, without detach, no_grad or NumPy"

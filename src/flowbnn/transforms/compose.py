@@ -201,7 +201,9 @@ class Amortized(TwoWay):
         if backwards and not self._turned:
             return Transform.inverse(self, value)
         context = check_context(context, self.context_dim)
-        batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
+        batch = together(value.shape[:-1], context.shape[:-1], "the values of Amortized")
+        if value.ndim == 0:
+            raise refused(self, "takes vectors, not a number", "shape")
         value = value.expand(*batch, value.shape[-1])
         if not value.numel():  # vmap takes no empty batch
             return self.transform.inverse(value) if backwards else self.transform.forward(value)

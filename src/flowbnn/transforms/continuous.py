@@ -12,7 +12,7 @@ from flowbnn.nets.mlp import Length, check_context, check_net
 from flowbnn.nets.smooth import Evaluated, SmoothMLP, Traced
 from flowbnn.options import Count, NonNegative, Positive, checked
 from flowbnn.transforms.base import Transform, TwoWay, check_vectors
-from flowbnn.transforms.compose import Compose
+from flowbnn.transforms.compose import Compose, together
 from flowbnn.transforms.residual import EXACT_IN_EVAL, EXACT_IN_TRAINING
 
 # time, place, weights: velocity and divergence
@@ -115,7 +115,7 @@ class NeuralODE(TwoWay):
             raise FlowBNNError(text, kind="functorch")
         at, tensors = self._field(value, context)
         if context is not None and self.context_dim:
-            batch = torch.broadcast_shapes(value.shape[:-1], context.shape[:-1])
+            batch = together(value.shape[:-1], context.shape[:-1], "the values of NeuralODE")
             value = value.expand(*batch, self.dim)
         if not value.numel():
             return value.clone(), value.new_zeros(value.shape[:-1])

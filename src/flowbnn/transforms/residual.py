@@ -12,6 +12,7 @@ from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP,
 from flowbnn.numerics import at_least_single, readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
 from flowbnn.transforms.base import Transform, check_events, check_vectors
+from flowbnn.transforms.compose import together
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
 EXACT_IN_EVAL = 256  # ... and up to which a fitted density is given exactly
@@ -87,12 +88,12 @@ class Residual(Transform):
         self.log_det_kind = "exact" if exact else "estimate"
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._check(z)
+        self._check(z, context)
         step, pull, _ = self._given(context).linearize(z)
         return z + step, self._log_det(pull, step)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._check(x)
+        self._check(x, context)
         step = self._given(context)
         with torch.no_grad():
             z = self._root(step, x)
@@ -108,9 +109,11 @@ class Residual(Transform):
         moved, pull, _ = step.linearize(z)
         return z, -self._log_det(pull, moved)
 
-    def _check(self, value: Tensor) -> None:
+    def _check(self, value: Tensor, context: Tensor | None) -> None:
         check_vectors(value, self.shape[-1], self, next(self.net.parameters(), None))
-        check_events(value, self.shape, self)
+        batch = check_events(value, self.shape, self)
+        if context is not None:
+            together(batch, context.shape[:-1], "the values of Residual")
 
     def _given(self, context: Tensor | None) -> Any:
         return self.net.given(context) if isinstance(self.net, SmoothMLP) else Traced(self.net, context)
