@@ -213,3 +213,5 @@ def test_flows_in_half_precision_are_refused():
     data = [(torch.ones(4, 3), torch.arange(4) % 2)]
     with pytest.raises(FlowBNNError, match="bf16-mixed"):
         fb.MNF(epochs=1).fit(nn.Linear(3, 2), data, precision="bf16-true", progress=False)
+    with pytest.raises(FlowBNNError, match="bf16-mixed"):
+        fb.MNF(epochs=1).fit(nn.Linear(3, 2).bfloat16(), data, progress=False)

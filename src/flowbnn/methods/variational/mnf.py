@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flowbnn.batches import dtype_of
 from flowbnn.distributions import Divergence
 from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import FlowBNNError, warn
@@ -101,10 +102,9 @@ class MNF(Variational):
         The history has ELBO, log-likelihood and the bound on the KL of every epoch.
         """
         model, run = self.setup(network, loader, given, "fitting the weights")
-        if run.precision in ("bf16-true", "16-true"):
+        if run.precision in ("bf16-true", "16-true") or dtype_of(model) in (torch.bfloat16, torch.float16):
             raise FlowBNNError(
-                f"precision={run.precision!r} would keep the flows in half precision, which is too coarse for them; "
-                "'bf16-mixed' keeps them in float32",
+                "half precision is too coarse for flows; give network.float() and precision='bf16-mixed', which keeps them in float32",
                 kind="unsupported",
                 argument="precision",
             )
