@@ -101,6 +101,8 @@ def copied(
     for module in network.modules():
         if isinstance(module, torch.jit.ScriptModule):
             trouble, advice = "it is TorchScript", "give the network that it was made from"
+        elif any(value.is_meta for value in module.parameters(recurse=False)):
+            trouble, advice = "its weights are meta tensors, without numbers", "load them first"
         elif any(map(is_lazy, module.parameters(recurse=False))):
             trouble = f"a {type(module).__name__} has no input width yet"
             advice = "run one batch through the lazy network first"

@@ -137,6 +137,7 @@ def test_so_do_those_of_other_methods(method):
     [
         (torch.jit.script, "is TorchScript.*give the network that it was made from"),
         (lambda plain: nn.Sequential(plain[0], nn.LazyLinear(3)), "LazyLinear has no input width yet"),
+        (lambda plain: plain.to("meta"), "its weights are meta tensors"),
         (lambda plain: setattr(plain, "cache", plain[0].weight * 2) or plain, "cannot be copied"),
     ],
 )
