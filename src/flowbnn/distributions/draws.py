@@ -83,10 +83,8 @@ def reparameterized(
     torch.Size([3])
     """
     if not distribution.has_rsample:
-        raise NotImplementedError(
-            f"{type(distribution).__name__} has no rsample, so no gradient passes through its draws: use sample, "
-            "or NormalMixture in place of a torch mixture"
-        )
+        text = "has no rsample, so no gradient passes through its draws: use sample, or NormalMixture in place of a torch mixture"
+        raise NotImplementedError(f"{type(distribution).__name__} {text}")
     if generator is None:
         return distribution.rsample(torch.Size(sample_shape))
     try:

@@ -86,11 +86,8 @@ class Flow(Distribution):
             raise FlowBNNError(f"{text} flowbnn.flows.FlowModel(base, transform)", argument="base")
         shape = base.batch_shape + base.event_shape
         if len(shape) < transform.event_dim:
-            wish = (
-                "give the base a vector of parameters"
-                if transform.event_dim == 1
-                else "begin the flow with Reshape"
-            )
+            vector = transform.event_dim == 1
+            wish = "give the base a vector of parameters" if vector else "begin the flow with Reshape"
             text = f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}; {wish}"
             raise refused(transform, text, "shape")
         axes = max(len(base.event_shape), transform.event_dim)

@@ -187,10 +187,9 @@ class Amortized(TwoWay):
         for declared in ("event_dim", "inverse_kind", "linearity", "cheap", "solver"):
             setattr(self, declared, getattr(transform, declared))
         self.sizes = [parameter.numel() for parameter in transform.parameters()]
-        real = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()} == {
-            Transform.ends
-        }
-        if transform.event_dim != 1 or transform.stochastic or not real or not sum(self.sizes):
+        kinds = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
+        bounded = kinds != {Transform.ends}
+        if transform.event_dim != 1 or transform.stochastic or bounded or not sum(self.sizes):
             text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
             raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
         # in a tuple, so that its parameters are not counted twice
