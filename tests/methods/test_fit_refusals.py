@@ -37,6 +37,10 @@ class Exploding(nn.Module):
             "a tensor of inputs or a loader",
         ),
         (lambda m: fb.fit(m, DataLoader(blobs().tensors[0], 40), **QUIET), "alone; .*TensorLoader"),
+        (
+            lambda m: fb.fit(m, [{"x": torch.ones(2, 4), "labels": torch.zeros(2)}], **QUIET),
+            r"pop\('labels'\)",
+        ),
         (lambda m: fb.evaluate(network(), loader()), "posterior=.* must be a Posterior"),
         (lambda m: fb.noise.freeze(network(), "noise"), "has no noise"),
         (lambda m: fb.fit(m, loader(), epoch=3, **QUIET), "did you mean 'epochs'"),

@@ -1,6 +1,6 @@
 """What every method that trains by gradients shares: the options of a fit, the first look at the data, the training itself."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -169,7 +169,10 @@ def check_loader(loader: Any, use: str = "training", planned: str = "") -> None:
     elif isinstance(loader, list | tuple) and not loader:
         reason = f"the loader is empty: there is nothing for {use}"
     elif isinstance(loader, list | tuple) and split_batch(loader[0])[1] is None:
-        reason = f"{use} needs batches of (inputs, targets), not inputs alone; flowbnn.data.TensorLoader(inputs, targets) makes them"
+        known = "flowbnn.data.TensorLoader(inputs, targets) makes them"
+        if isinstance(loader[0], Mapping):
+            known = "where a dictionary holds its labels, give (batch, batch.pop('labels'))"
+        reason = f"{use} needs batches of (inputs, targets), not inputs alone; {known}"
     elif planned and length_of(loader) is None:
         reason = f"{planned} is planned ahead and needs a loader with a length"
     if reason is not None:
