@@ -1,5 +1,6 @@
 """The named flows: one module, a distribution when called, cheap where it says so."""
 
+import warnings
 from inspect import getsource
 
 import pytest
@@ -207,6 +208,19 @@ def test_a_name_is_at_most_twenty_lines_over_the_general_mechanism(name: str) ->
     text, _, code = getsource(getattr(fb.flows, name)).partition('    """')[2].partition('"""\n')
     assert text
     assert len(code.strip().splitlines()) + 2 <= 20  # and the two lines of its head
+
+
+def test_a_traced_net_is_taken() -> None:
+    class Net(nn.Module):
+        def forward(self, value, context):
+            return torch.cat([value, context], -1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        net = torch.jit.trace(Net(), (torch.ones(3, 1), torch.ones(3, 1)))
+    x, log_det = Coupling(2, AffineMap(), net=net)(torch.zeros(4, 2), torch.ones(4, 1))
+    assert x.tolist() == [[0.0, 1.0]] * 4
+    assert log_det.tolist() == [0.0] * 4
 
 
 def test_sequences_have_a_base_of_as_many_numbers() -> None:

@@ -1,6 +1,7 @@
 """Fully connected conditioners, masked ones too, and distributions that a conditioner computes."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any
@@ -48,7 +49,8 @@ def with_context(value: Tensor, context: Tensor | None, context_dim: int, event_
 def check_net(net: nn.Module, owner: str) -> None:
     """Refuse a net that does not take a context beside the values."""
     try:
-        signature(net.forward).bind(None, None)
+        with suppress(ValueError):  # a traced module does not say what it takes
+            signature(net.forward).bind(None, None)
     except TypeError:
         text = f"the net of {owner} is called as net(value, context), and {type(net).__name__} takes no second argument"
         raise FlowBNNError(f"{text}; nets such as flowbnn.nets.MLP do", argument="net") from None
