@@ -3,6 +3,7 @@
 from copy import deepcopy
 
 import pytest
+import torch
 from torch import nn
 
 import flowbnn as fb
@@ -54,3 +55,24 @@ def test_tied_weights_are_thawed_wherever_they_are():
     assert network[0].weight.requires_grad
     fb.noise.unfreeze(network, "weights")
     assert trained(network) == before
+
+
+def test_a_frozen_network_keeps_the_statistics_of_its_batch_norm():
+    torch.manual_seed(0)
+    inputs, targets = 3.0 + 2.0 * torch.randn(40, 4), torch.arange(40) % 3
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    known = fb.MLE(epochs=2, lr=0.01).fit(plain, [(inputs, targets)], seed=0, progress=False).model
+    before = known.eval()(inputs)
+    network = fb.to_stochastic(known, {"*": fb.noise.NormalAffine()})
+    fb.noise.freeze(network, "weights")
+    held = {
+        "validation": [(inputs, targets)],
+        "seed": 0,
+        "progress": False,
+    }  # which goes through modes of its own
+    posterior = fb.fit(network, [(inputs, targets)] * 3, epochs=2, **held)
+    with fb.noise_mode(posterior.model, "off"):
+        assert torch.equal(posterior.model(inputs), before)
+    fb.noise.unfreeze(posterior.model, "weights")
+    again = fb.fit(posterior.model, [(inputs, targets)], epochs=1, **held)
+    assert not torch.equal(again.model[1].running_mean, known[1].running_mean)

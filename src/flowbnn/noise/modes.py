@@ -72,7 +72,7 @@ def _marked(model: nn.Module, part: Part) -> list[tuple[set[str], str, nn.Parame
 
 @checked
 def freeze(model: nn.Module, part: Part) -> None:
-    """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`."""
+    """Stop training the ``"weights"`` or the ``"noise"``, until :func:`unfreeze`; BatchNorm then keeps its statistics, too."""
     for marks, name, parameter in [one for one in _marked(model, part) if one[2].requires_grad]:
         marks.add(name)
         parameter.requires_grad_(False)

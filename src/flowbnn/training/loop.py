@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -164,6 +165,9 @@ class Run:
             stack.enter_context(self.process.sharing(self.objective))
             stack.enter_context(kept_modes(self.objective))
             self.objective.train()
+            for part in self.objective.modules():
+                if isinstance(part, _BatchNorm) and part.affine and not part.weight.requires_grad:
+                    part.eval()  # whose weights are frozen: so are its statistics
             try:
                 yield interrupts
             except BaseException as error:
