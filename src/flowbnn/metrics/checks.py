@@ -46,10 +46,11 @@ def check_classes(targets: Tensor, inputs: int, classes: int) -> Tensor:
     """Class indices ``[inputs]`` in ``0 .. classes - 1``, as ``int64``."""
     outside, trouble = (targets < 0) | (targets >= classes), ""
     if targets.is_floating_point() or targets.shape != (inputs,):
-        one_hot = targets.shape == (inputs, classes)
-        advice = "targets.argmax(-1) of one-hot targets" if one_hot else "targets.long()"
-        given = f"{targets.dtype} {list(targets.shape)}"
-        trouble = f"must be [{inputs}] integers, one class for each input, not {given}; use {advice}"
+        trouble = f"must be [{inputs}] integers, one class for each input, not {targets.dtype} {list(targets.shape)}"
+        if targets.shape == (inputs, classes):
+            trouble += "; use targets.argmax(-1) of one-hot targets"
+        elif targets.is_floating_point():
+            trouble += "; use targets.long()"
     elif outside.any():
         trouble = (
             f"hold label {int(targets[outside][0])} ({int(outside.sum())} of {inputs} labels are outside "
