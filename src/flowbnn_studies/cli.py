@@ -30,7 +30,9 @@ Resume = Annotated[
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option("--jobs", help="Processes that train side by side.", show_default="cores, at most 4"),
+    typer.Option(
+        "--jobs", help="Processes that train side by side.", show_default="cores, at most 4; one on a GPU"
+    ),
 ]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No lines for finished trainings.")]
 Quick = Annotated[
@@ -148,6 +150,7 @@ def run(
     with _one_line(_command(context)):
         from flowbnn.training import is_main_process, launched
         from flowbnn_studies import get_study
+        from flowbnn_studies.runner.run import best_place
 
         chosen = get_study(study)
         changes = dict(map(_setting, change or []))
@@ -155,7 +158,9 @@ def run(
             changes["epochs" if hasattr(chosen.make_settings(), "epochs") else "*.epochs"] = epochs
         settings = chosen.make_settings(quick=quick, **changes)
         alone = devices * nodes == 1 and not launched()
-        with _study_runner(context, _jobs(jobs, accelerator if alone else "several")) as run_one:
+        with _study_runner(
+            context, _jobs(jobs, best_place(chosen, accelerator)[0] if alone else "several")
+        ) as run_one:
             results = run_one(
                 chosen,
                 settings=settings,
@@ -356,12 +361,12 @@ def _seeds(asked: str | None) -> int | list[int] | None:
         ) from None
 
 
-def _jobs(asked: int | None, accelerator: str = "auto") -> int:
+def _jobs(asked: int | None, accelerator: str = "cpu") -> int:
     from flowbnn_studies.runner.workers import cores
 
     if asked is not None:
         return asked
-    return min(4, cores()) if accelerator in ("auto", "cpu") else 1
+    return min(4, cores()) if accelerator == "cpu" else 1
 
 
 def _show(results: dict[str, Any], folder: Path | None = None, every: bool = False) -> None:

@@ -9,10 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from flowbnn.errors import FlowBNNError
 from flowbnn_studies import cli, studies
 from flowbnn_studies.cli import _setting, app
+from flowbnn_studies.runner import workers
 
 SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1", "--set", "train=200", "--set", "test=200"]
 
@@ -173,3 +176,26 @@ def test_without_typer_the_command_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match="needs typer: pip install flowbnn\\[studies\\]"):
         runpy.run_path(cli.__file__)
+
+
+@pytest.mark.parametrize(
+    ("words", "side_by_side"),
+    [
+        (["images"], False),
+        (["images", "--device", "cpu"], True),
+        (["two-clusters"], True),
+        (["two-clusters", "--device", "cuda"], False),
+    ],
+)
+def test_a_gpu_trains_one_variant_at_a_time(monkeypatch, words, side_by_side):
+    asked = []
+
+    def runner(context, jobs):
+        asked.append(jobs)
+        raise FlowBNNError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(workers, "cores", lambda: 8)
+    monkeypatch.setattr(cli, "_study_runner", runner)
+    assert "enough" in call("run", *words).output
+    assert asked == [4 if side_by_side else 1]
