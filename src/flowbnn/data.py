@@ -80,6 +80,8 @@ class TensorLoader:
         problem = ""
         if number < 0 or any(shape[:1] != (number,) for shape in shapes):
             problem = f"takes tensors with as many examples each, on their first axis, not shapes {shapes}"
+        elif any(tensor.layout is not torch.strided for tensor in self.tensors):
+            problem = "takes dense tensors; use .to_dense()"
         elif len(places) > 1:
             problem = f"takes tensors on one device, not {', '.join(places)}"
         elif drop_last and not self.num_data:

@@ -51,6 +51,9 @@ class _Vectors(Distribution):
         if not (isinstance(scale, Tensor) and scale.is_floating_point()):
             check("scale", scale, Tensor | Positive, name)
             scale = torch.as_tensor(scale, dtype=loc.dtype, device=loc.device)
+        if scale.ndim and scale.device != loc.device:
+            text = f"the scale of {name} is on {scale.device}, its loc on {loc.device}"
+            raise FlowBNNError(text, argument="scale")
         try:  # sums over the last axis would be wrong in silence for a scale that only broadcasts
             same = loc.shape == scale.shape
             self.loc, self.scale = (loc, scale) if same else torch.broadcast_tensors(loc, scale)

@@ -11,7 +11,7 @@ from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
 from flowbnn.numerics import at_least_single, readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_events, check_vectors
+from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors
 from flowbnn.transforms.compose import together
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
@@ -113,6 +113,7 @@ class Residual(Transform):
         check_vectors(value, self.shape[-1], self, next(self.net.parameters(), None))
         batch = check_events(value, self.shape, self)
         if context is not None:
+            check_dense(context, self)
             together(batch, context.shape[:-1], "the values of Residual")
 
     def _given(self, context: Tensor | None) -> Any:

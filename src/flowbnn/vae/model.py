@@ -170,6 +170,9 @@ class Autoencoder(nn.Module):
         self, first: Tensor, second: Tensor, steps: Annotated[int, Ge(2)] = 8, context: Tensor | None = None
     ) -> Tensor:
         """From each example of one batch to that of another along a line between their codes, ``[steps, B, ...]``."""
+        if first.shape != second.shape:
+            text = f"both batches have as many examples, not shapes {tuple(first.shape)} and {tuple(second.shape)}"
+            raise FlowBNNError(text, kind="shape", argument="second")
         with evaluating(self):
             ends = self.encode(first, context), self.encode(second, context)
             weights = torch.linspace(0.0, 1.0, steps, device=ends[0].device)
