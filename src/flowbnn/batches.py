@@ -94,7 +94,8 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def copied(
-    network: nn.Module, advice: str = "torch.nn.utils.parametrizations has norms that can be"
+    network: nn.Module,
+    advice: str = "for weight_norm and spectral_norm take those of torch.nn.utils.parametrizations",
 ) -> nn.Module:
     """A deep copy; a network of which torch makes none, or none that can be worked with, is refused."""
     trouble = ""

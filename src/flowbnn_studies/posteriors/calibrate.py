@@ -30,18 +30,14 @@ from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metr
 
 NOISE = "node-noise-gaussian"
 FOLDS = 5  # for the temperature of a network on all data
-OWN = (
-    "Noise, as fb.calibrate chooses",
-    NOISE,
-    {"folds": 5},
-)  # its structure and its prior, with its comparison
+OWN = "Noise, as fb.calibrate chooses"  # its structure, and its prior by the first of its folds
 FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what calibrate is given
     "factorized": ("Noise, factorized", NOISE, {"structure": "factorized", "prior": "fixed"}),
     "layers": ("Noise, full within layers", NOISE, {"structure": "layers", "prior": "fixed"}),
     "chain": ("Noise, chain of layers", NOISE, {"structure": "chain", "prior": "fixed"}),
     "joint": ("Noise, joint", NOISE, {"structure": "full", "prior": "fixed"}),
     "joint-fitted": ("Noise, joint, fitted prior", NOISE, {"structure": "full", "prior": "fitted"}),
-    "own": OWN,
+    "own": (OWN, NOISE, {"folds": 5}),
     "flow-layers": (
         "Noise, planar flows within layers",
         "node-noise-planar",

@@ -27,7 +27,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is 
     "chain": ("Noise, chain of layers", {"structure": "chain", "prior": "fitted"}),
     "joint": ("Noise, joint", {"structure": "full", "prior": "fitted"}),
     "joint-fixed": ("Noise, joint, fixed prior", {"structure": "full", "prior": "fixed"}),
-    "own": (OWN[0], OWN[2]),
+    "own": (OWN, {"folds": 5}),
 }
 ROWS = {
     "plain": ("Plain", "mle"),
