@@ -47,6 +47,14 @@ def test_the_study_runs_in_parts_and_takes_over_what_is_done(tmp_path, monkeypat
     assert part.stat().st_mtime_ns == stamp
 
 
+def without_factorized(parts):
+    tables = {
+        key: {name: row for name, row in part["table"].items() if name != "factorized"}
+        for key, part in parts.content.items()
+    }
+    return Parts(parts.seeds, {key: {**part, "table": tables[key]} for key, part in parts.content.items()})
+
+
 def test_the_elbo_chooses_for_every_seed():
     def part(factorized, joint):
         table = {
@@ -71,6 +79,7 @@ def test_the_elbo_chooses_for_every_seed():
     by_row = study.rows_of(parts)
     assert by_row.values("chosen", "nll_vgg16") == [0.3, 0.35]
     assert by_row.values("chosen", "seconds_vgg16") == [4.0, 4.0]
+    assert "factorized" not in study.answer(study.rows_of(without_factorized(parts)))
     told = study.answer(by_row)
     assert "0.3250 with the noise that the ELBO chooses" in told
     assert "misses 0.008" in told

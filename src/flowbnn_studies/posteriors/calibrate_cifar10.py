@@ -204,17 +204,17 @@ def answer(parts: Parts) -> str:
         if not number:
             continue
         against = paired(*parts.common("chosen", "temperature", nll))
-        simple = paired(*parts.common("joint", "factorized", nll))
         verdict = "better than" if against.mean < 0 else "worse than"
         verdict = verdict if against.clear else f"{against.even} of"
         reached = "reaches" if parts.mean("chosen", ece) <= TARGET else "misses"
-        whole = parts.common("chosen", "all", nll)
         more = ""
-        if whole[0]:
-            more = f" A network on all images, tempered, has {parts.mean('all', nll):.4f}; the noise: {paired(*whole).words()}."
+        if (simple := parts.common("joint", "factorized", nll))[0]:
+            more += f" Joint against factorized noise: {paired(*simple).words()}."
+        if (whole := parts.common("chosen", "all", nll))[0]:
+            more += f" A network on all images, tempered, has {parts.mean('all', nll):.4f}; the noise: {paired(*whole).words()}."
         lines.append(
             f"{label}, {counted(number)}: NLL {parts.mean('plain', nll):.4f} plain, {parts.mean('temperature', nll):.4f} tempered, "
             f"{parts.mean('chosen', nll):.4f} with the noise that the ELBO chooses: {verdict} temperature ({against.words()}). Its ECE "
-            f"{parts.mean('chosen', ece):.4f} {reached} {TARGET:g}. Joint against factorized noise: {simple.words()}.{more}"
+            f"{parts.mean('chosen', ece):.4f} {reached} {TARGET:g}.{more}"
         )
     return "\n".join(lines) or "Too little has been trained for an answer."
