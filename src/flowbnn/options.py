@@ -159,8 +159,9 @@ def _allows(annotation: Any, value: Any) -> bool:
         return True
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [one for one in arguments[1:] if isinstance(one, Interval)]
-        return _allows(arguments[0], value) and all(value in one for one in bounds)
+        return _allows(arguments[0], value) and all(
+            value in one for one in arguments[1:] if isinstance(one, Interval)
+        )
     if origin in (Union, UnionType):
         return any(_allows(one, value) for one in arguments)
     if origin is Literal:
@@ -172,7 +173,8 @@ def _allows(annotation: Any, value: Any) -> bool:
     if annotation is float:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if annotation is Tensor:
-        return isinstance(value, Tensor) and _dense(value)
+        dense = isinstance(value, Tensor) and value.layout is torch.strided
+        return dense and not value.is_complex() and not value.is_meta
     kind = dict if is_typeddict(annotation) else origin or annotation
     if kind is Callable:
         return callable(value)
@@ -181,11 +183,6 @@ def _allows(annotation: Any, value: Any) -> bool:
     if not isinstance(kind, type):
         return True
     return isinstance(value, kind) and all(_allows(one, part) for one, part in _parts(annotation, value))
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether a tensor has real numbers in memory: it is not sparse, complex or on the device ``meta``."""
-    return tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_meta
 
 
 def _parts(annotation: Any, value: Any) -> list[tuple[Any, Any]]:
@@ -241,8 +238,9 @@ def descendants(kind: type[T]) -> Iterator[type[T]]:
 
 
 @cache
-def _annotations(owner: Any) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
+def _layout(function: Any, annotated: Any) -> tuple[Signature, dict[str, Any]]:
+    """A function's parameters and what each may be, read at its first call: to read them all would take a tenth of an import."""
+    return signature(function), get_type_hints(annotated, include_extras=True)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -279,28 +277,27 @@ def checked(function: F) -> F:
 
 
 def _checked(function: F, annotated: Any, owner: str) -> F:
-    layout = signature(function)
-    known = [one for one in layout.parameters if one != "self"]
-    open_ended = any(one.kind is Parameter.VAR_KEYWORD for one in layout.parameters.values())
-
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = owner or type(args[0]).__name__  # of the class that is made, which may inherit __init__
+        layout, hints = _layout(function, annotated)
         try:
             given = layout.bind(*args, **kwargs).arguments
         except TypeError as error:
+            known = [one for one in layout.parameters if one != "self"]
+            open_ended = any(one.kind is Parameter.VAR_KEYWORD for one in layout.parameters.values())
             unknown = next((name for name in kwargs if not open_ended and name not in known), None)
             reason = f" has no setting '{unknown}'{nearest(unknown, known)}" if unknown else f": {error}"
             kind = "unknown setting" if unknown else "call"
             raise FlowBNNError(name + reason, kind=kind, argument=unknown) from None
-        hints = _annotations(annotated)
         for argument, value in given.items():
             parameter = layout.parameters[argument]
-            if parameter.kind is Parameter.VAR_POSITIONAL:
-                for part in value:
-                    check(argument, part, hints.get(argument, Any), name)
-            elif parameter.kind is not Parameter.VAR_KEYWORD and value is not parameter.default:
-                check(argument, value, hints.get(argument, Any), name)
+            if argument in hints and value is not parameter.default:
+                if parameter.kind is Parameter.VAR_POSITIONAL:
+                    for part in value:
+                        check(argument, part, hints[argument], name)
+                elif parameter.kind is not Parameter.VAR_KEYWORD:
+                    check(argument, value, hints[argument], name)
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
