@@ -94,9 +94,8 @@ class Categorical(Likelihood):
     def average(self, outputs: Sequence[Tensor]) -> Tensor:
         return _stacked(outputs).log_softmax(-1).logsumexp(0) - math.log(len(outputs))
 
-    @checked
     def predictive(self, outputs: Tensor, spent: Tensor | None = None) -> CategoricalPredictive:
-        return CategoricalPredictive(_single(outputs), spent)
+        return CategoricalPredictive(outputs, spent)
 
     def problem(self, outputs: Tensor, targets: Tensor) -> str:
         if outputs.ndim != 2:

@@ -65,7 +65,7 @@ def drawing(model, samples, plan="auto", kept=None, **options):
                 if shown is not None:
                     shown.plan = found
 
-        draw.sampler = prediction.keep("sampler", lambda: noise.Sampler(prediction))
+        draw.sampler = prediction.drawn.get("sampler", lambda: noise.Sampler(prediction))
         draw.prediction = prediction
         yield draw
 

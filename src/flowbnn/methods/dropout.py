@@ -138,7 +138,7 @@ class DropoutPosterior(Posterior):
         """Outputs of the network with the masks of one sample after the other."""
         if self.axes is None:
             self.axes = example_axes(prediction.model, move(inputs, prediction.device, prediction.dtype))
-        masks = prediction.keep("masks", lambda: Masks(prediction.model, self.axes or {}))
+        masks = prediction.drawn.get("masks", lambda: Masks(prediction.model, self.axes or {}))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for index in samples:

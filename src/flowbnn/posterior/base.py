@@ -73,7 +73,7 @@ CHECKED = {"sample", "draws", "log_prob", "member"}  # methods whose arguments u
 
 
 def _take_turns(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of a posterior wait for the predictions of other threads."""
+    """Let a method of a posterior wait for the predictions of other threads; ``outputs`` is called by one, which holds the lock."""
 
     @wraps(method)
     def wait(self: "Posterior", *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class Posterior:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name, value in dict(vars(cls)).items():
-            if isinstance(value, FunctionType) and not name.startswith("_"):
+            if isinstance(value, FunctionType) and not name.startswith("_") and name != "outputs":
                 setattr(cls, name, _take_turns(checked(value) if name in CHECKED else value))
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, history: History | None = None) -> None:

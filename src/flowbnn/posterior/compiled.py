@@ -273,7 +273,9 @@ def compiled_outputs(
     failures: tuple[type[Exception], ...] = (*uncompilable(), Unasked, AssertionError)
     if not form.failure:
         try:
-            passes = prediction.keep(("passes", id(form)), lambda: CompiledPasses(prediction, form, state))
+            passes = prediction.drawn.get(
+                ("passes", id(form)), lambda: CompiledPasses(prediction, form, state)
+            )
             with evaluating(prediction.own):
                 return passes(inputs, samples, plan)
         # what is compiled asserts how tensors lie, and fails where torch's libraries have changed their mind since

@@ -60,7 +60,7 @@ class NoisePosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
-        sampler: Sampler = prediction.keep("sampler", lambda: Sampler(prediction))
+        sampler: Sampler = prediction.drawn.get("sampler", lambda: Sampler(prediction))
         inputs = prediction.ready(inputs)
         if sampler.generator is not None:  # every batch its own draws
             sampler.generator.manual_seed(prediction.seed + prediction.batch)
@@ -341,7 +341,7 @@ class Sampler:
                 self.state.part = (index, index + 1) if self.prediction.shared else None
                 yield one_pass
             return
-        weights = self.prediction.keep(
+        weights = self.prediction.drawn.get(
             plan.absorbed, lambda: ScaledWeights(self.model, plan.absorbed, self.state)
         )
         with weights:

@@ -126,6 +126,7 @@ class Prediction:
         batch: the number of the batch in the loader, with which draws of its own begin where ``shared`` is False.
         limit: rows of one pass, halved whenever memory runs out; 0 before the first inputs.
         fixed: rows of a compiled pass; 0 before the first.
+        drawn: what the posterior makes at its first batch and uses for all others of this prediction.
         stack: contexts of the posterior's own that last as long as the prediction.
     """
 
@@ -153,10 +154,6 @@ class Prediction:
     def __exit__(self, *error: object) -> None:
         self.stack.close()
 
-    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What the posterior makes at its first batch and uses for all others of this prediction."""
-        return self.drawn.get(key, make)
-
     def warn_once(self, kind: str, line: str) -> None:
         """A warning of a kind that a prediction gives once."""
         self.drawn.get(kind, lambda: warn(line, kind=kind))
@@ -175,13 +172,10 @@ class Prediction:
         return move(inputs, self.device, self.dtype)
 
     def full_pass(self, inputs: Any) -> int:
-        """How many rows like these fill a pass."""
-        if not self.limit:
-            self.limit = self.options.max_batch or self.attempt(partial(self._fitting, inputs), 2) or 1
-        return self.limit
-
-    def _fitting(self, inputs: Any) -> int:
-        """How many rows fit a pass: beside the input and output of the widest layer live its noise and their product."""
+        """How many rows like these fill a pass: beside the input and output of the widest layer live its noise and their product."""
+        self.limit = self.limit or self.options.max_batch or 0
+        if self.limit:
+            return self.limit
         free = CPU_BYTES
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0] // 2
@@ -189,7 +183,9 @@ class Prediction:
                 reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
                 free += reserved // 2
             free = min(free, GPU_BYTES)
-        return int(min(max(free // max(1, 3 * self.recorded(inputs).widest), LEAST), MOST))
+        if (shown := self.attempt(partial(self.recorded, inputs), 2)) is not None:
+            self.limit = int(min(max(free // max(1, 3 * shown.widest), LEAST), MOST))
+        return self.limit
 
     def recorded(self, inputs: Any) -> Recording:
         """One pass over two rows of the inputs, made once for every shape of a row and kept with the posterior."""
@@ -278,12 +274,8 @@ def casting(device: torch.device, half: torch.dtype | None) -> AbstractContextMa
     return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-def _forward(model: nn.Module, inputs: Any) -> Tensor:
-    return call(model, inputs)
-
-
 def compiled(
-    kept: Kept, graphs: bool, forward: Callable[..., Tensor] = _forward, whole: bool = False
+    kept: Kept, graphs: bool, forward: Callable[..., Tensor] = call, whole: bool = False
 ) -> Callable[..., Tensor]:
     """The network's forward pass through ``torch.compile``, kept with the posterior; give it inputs of few shapes.
 

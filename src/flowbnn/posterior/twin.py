@@ -41,10 +41,11 @@ def twin(network: nn.Module) -> nn.Module:
     (True, False)
     """
     memo: dict[int, Any] = {}  # what stands in the place of what
-    modules, waiting = [], [network]
+    modules: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [network]
     while waiting:
         module = waiting.pop()
-        if id(module) in memo:
+        if module is None or id(module) in memo:
             continue
         if isinstance(module, torch.jit.ScriptModule):
             return network
@@ -54,7 +55,7 @@ def twin(network: nn.Module) -> nn.Module:
         modules.append(module)
         memo[id(module)] = object.__new__(type(module))
         memo |= {id(one): one for held in (module._parameters, module._buffers) for one in held.values()}
-        waiting += [part for part in module._modules.values() if part is not None]
+        waiting += module._modules.values()
     memo.pop(id(None), None)
     try:
         for module in modules:
@@ -67,7 +68,7 @@ def twin(network: nn.Module) -> nn.Module:
                 elif not value or name in ("_parameters", "_buffers"):
                     made[name] = value.copy()
                 else:
-                    made[name] = type(value)((key, _copied(one, memo)) for key, one in value.items())
+                    made[name] = type(value)({key: _copied(one, memo) for key, one in value.items()})
     except _Bound:
         return network
     return memo[id(network)]
@@ -80,18 +81,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if kind in PLAIN or isinstance(value, Tensor):
         return value
-    made: Any
-    if kind in CONTAINERS:
-        made = value
-        if _reaches(value, memo) and isinstance(value, dict):
-            made = kind((key, _copied(one, memo)) for key, one in value.items())
-        elif _reaches(value, memo):
-            made = kind([_copied(one, memo) for one in value])
-    elif kind is FunctionType:
-        if _reaches(value, memo):
-            raise _Bound
-        made = value
-    elif kind is MethodType:
+    made: Any = value  # what is not the network's is shared: whoever put it there may wait for what it gets
+    if kind is MethodType:
         made = MethodType(value.__func__, _copied(value.__self__, memo))
     elif kind is weakref.ref:
         found = memo.get(id(value()), value())
@@ -99,12 +90,17 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     elif kind is partial:
         made = partial(*_copied((value.func, *value.args), memo), **_copied(value.keywords, memo))
     elif _reaches(value, memo):
-        try:
-            made = deepcopy(value, memo)
-        except Exception as error:  # whatever the reason, it cannot be turned to other modules
-            raise _Bound from error
-    else:
-        made = value  # what is not the network's is shared: whoever put it there may wait for what it gets
+        if kind is FunctionType:
+            raise _Bound
+        if isinstance(value, dict) and kind in CONTAINERS:
+            made = kind({key: _copied(one, memo) for key, one in value.items()})
+        elif kind in CONTAINERS:
+            made = kind([_copied(one, memo) for one in value])
+        else:
+            try:
+                made = deepcopy(value, memo)
+            except Exception as error:  # whatever the reason, it cannot be turned to other modules
+                raise _Bound from error
     memo[id(value)] = made
     return made
 

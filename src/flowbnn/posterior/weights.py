@@ -156,7 +156,7 @@ class WeightPosterior(Posterior):
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """Outputs of the network with the weights of one sample after the other."""
-        exchange = prediction.keep("exchange", lambda: Exchange(prediction.model, self.names))
+        exchange = prediction.drawn.get("exchange", lambda: Exchange(prediction.model, self.names))
 
         def networks() -> Iterator[Callable[[Any], Tensor]]:
             for values in self.stream(samples, prediction):
