@@ -128,9 +128,8 @@ def test_a_recording_is_made_once_and_a_network_that_fails_has_none():
 
 
 def test_a_recording_shows_operations_and_calls():
-    shown = record(
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), torch.zeros(2, 1, 4, 4), ["2"]
-    )
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    shown = record(fb.to_stochastic(network, {"2": fb.noise.NormalAffine()}), torch.zeros(2, 1, 4, 4))
     assert shown.flops == 2 * (2 * 4 * 9) + 2 * 8 * 3
     call = shown.calls["2"]
     assert (call.inputs, call.outputs, call.count) == ((2, 8), (2, 3), 1)

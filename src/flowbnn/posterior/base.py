@@ -7,7 +7,7 @@ some of these networks, its samples, for a batch of inputs. Everything else is d
    holds the number of samples, the seed, device and precision, and what the posterior draws once for the whole prediction;
 2. goes through the batches of a loader (a tensor of inputs is a loader of one batch), several small ones at a time;
 3. asks ``outputs`` for the samples of these inputs: all of them, or in rounds until the answer has settled
-   (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any (:mod:`flowbnn.posterior.views`);
+   (:mod:`flowbnn.posterior.adaptive`), averaged over views of the inputs where there are any;
 4. collects the outputs ``[samples, rows, ...]`` in the loader's order, gathered from all processes if there are several
    (:mod:`flowbnn.posterior.loaders`), and lets the likelihood make a predictive distribution of them.
 
@@ -51,9 +51,8 @@ from flowbnn.noise import noise_layers
 from flowbnn.options import checked, descendants, takes
 from flowbnn.posterior.adaptive import Adaptive, adaptive_outputs
 from flowbnn.posterior.loaders import Collected, grouped, sharing
-from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, casting
+from flowbnn.posterior.prediction import Kept, Prediction, PredictOptions, averaged, casting
 from flowbnn.posterior.twin import twin
-from flowbnn.posterior.views import averaged
 from flowbnn.predictive.base import NotFinite
 from flowbnn.training import (
     History,

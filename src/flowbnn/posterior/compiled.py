@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, dtype_of, evaluating, move, pad, repeat, rows, take
+from flowbnn.batches import call, dtype_of, evaluating, pad, repeat, rows, take
 from flowbnn.noise import Noise, noise_layers
 from flowbnn.noise.base import settings_of
 from flowbnn.noise.batched import shared_draws
@@ -136,7 +136,7 @@ def _make_form(prediction: Prediction, inputs: Any, shown: Recording, half: torc
     weights = None
     if half is not None:
         with evaluating(model), NoisePass(settings_of(model, "off"), shares=False):
-            few = move(take(inputs, 0, 2), prediction.device, prediction.dtype)
+            few = take(inputs, 0, 2)
             weights = _fitting(prediction, few, half, call(model, few))
     return Form(tuple(asks), weights)
 

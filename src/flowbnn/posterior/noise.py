@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, divisible, move, repeat, rows, take
+from flowbnn.batches import call, device_of, divisible, repeat, rows, take
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
@@ -194,7 +194,8 @@ def plan_for(prediction: Prediction, inputs: Any) -> SamplingPlan:
     plan, called = SamplingPlan(work=shown.flops or 0.0), [name for name in shown.calls if name in layers]
     if shown.error is not None or not called:
         return plan  # where the network itself fails, the real pass says why
-    plan.absorbed = tuple([name for name in called if _absorbable(model, name, layers[name], shown)])
+    uses = Counter([id(own) for part in model.modules() for own in part._parameters.values()])
+    plan.absorbed = tuple([name for name in called if _absorbable(model, name, layers[name], shown, uses)])
     first = layers[called[0]]
     plan.first, reached = first.key, shown.calls[called[0]]
     if shown.flops:
@@ -226,7 +227,7 @@ def _times(layer: Noise, shown: Recording, name: str) -> int:
     return 0 if shape[axis] % shown.rows else shape[axis] // shown.rows
 
 
-def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording) -> bool:
+def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording, uses: Counter[int]) -> bool:
     """Whether the weight can take the layer's shared noise: torch's own linear layer or convolution, whose weight nobody else reads.
 
     Noise at site ``position`` has one vector for a linear layer that reads plain vectors, once in a pass.
@@ -238,14 +239,12 @@ def _absorbable(model: nn.Module, name: str, layer: Noise, shown: Recording) -> 
         isinstance(module, nn.Linear) and len(one.inputs) == 2 and one.count == 1
     ):
         return False
-    uses = Counter([id(own) for part in model.modules() for own in part._parameters.values()])
     return uses[id(module._parameters["weight"])] == 1
 
 
 def _try_fold(prediction: Prediction, few: Any, plan: SamplingPlan, shown: Recording) -> bool | None:
     """Whether two samples in one batch give for the first what it gave alone; None where their outputs do not differ."""
     model, count = prediction.model, shown.rows
-    few = move(few, prediction.device, prediction.dtype)
     state = NoisePass(settings_of(model, "shared", 2, 0), shares=False)
     state.given, state.rows = TrialDraws(2), {key: 2 * times * count for key, times in plan.times.items()}
     if plan.fold == "late":

@@ -16,6 +16,7 @@ from flowbnn.batches import (
     divisible,
     dtype_of,
     evaluating,
+    explaining,
     move,
     out_of_memory,
     pad,
@@ -24,16 +25,17 @@ from flowbnn.batches import (
     tensors_of,
 )
 from flowbnn.errors import FlowBNNError, warn
-from flowbnn.noise import noise_layers
+from flowbnn.likelihoods import Likelihood
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.adaptive import Adaptive
 from flowbnn.posterior.recording import Recording, record
 from flowbnn.posterior.twin import twin
-from flowbnn.posterior.views import View
 from flowbnn.training.device import MIXED, keep_memory
 from flowbnn.training.options import MixedPrecision
 
 Result = TypeVar("Result")
+View = Callable[[Any], Any]
+Outputs = Callable[[Any, range, Any], Tensor]
 
 TOGETHER = 4096  # inputs that adaptive sampling takes through its rounds together
 # past its caches a CPU gains nothing from more rows at once, and loses where the C library gives memory back between passes: beyond
@@ -192,7 +194,7 @@ class Prediction:
         key = ("recorded", self.half, tuple([(part.shape[1:], part.dtype) for part in tensors_of(inputs)]))
         if key not in self.kept.values:
             few = move(take(inputs, 0, 2) if divisible(inputs) else inputs, self.device, self.dtype)
-            self.kept.values[key] = record(self.model, few, noise_layers(self.model))
+            self.kept.values[key] = record(self.model, few)
         return self.kept.values[key]
 
     def attempt(self, work: Callable[[], Result], tried: int) -> Result | None:
@@ -309,3 +311,27 @@ def check_rows(outputs: Tensor, count: int) -> Tensor:
             kind="shape",
         )
     return outputs
+
+
+def averaged(outputs: Outputs, likelihood: Likelihood) -> Outputs:
+    """As :meth:`Posterior.outputs`, with every sample's answers averaged over the input and its views (test-time augmentation)."""
+
+    def average(inputs: Any, samples: range, prediction: Any) -> Tensor:
+        seen = [inputs, *(_seen(view, inputs) for view in prediction.options.views)]
+        return likelihood.average([outputs(view, samples, prediction) for view in seen])
+
+    return average
+
+
+def _seen(view: View, inputs: Any) -> Any:
+    name = getattr(view, "__name__", type(view).__name__)
+    with explaining(inputs, f"the view {name} fails on inputs of"):
+        seen = view(inputs)
+    if type(seen) is not type(inputs) or rows(seen) != rows(inputs):
+        given = f"{rows(seen)} rows" if type(seen) is type(inputs) else f"a {type(seen).__name__}"
+        raise FlowBNNError(
+            f"the view {name} must give as many inputs as it is given, of the same kind: {rows(inputs)} rows, not {given}",
+            kind="shape",
+            argument="views",
+        )
+    return seen

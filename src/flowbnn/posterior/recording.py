@@ -1,6 +1,6 @@
 """What one pass over a few rows shows of a network: its width and its work, and whether it could move rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,10 +48,10 @@ class Recording:
         rows: of the inputs.
         widest: bytes of one row where a module reads and writes the most; 0 if unknown.
         flops: floating-point operations of one row in matrix products and convolutions; None if unknown.
-        calls: the calls of the watched modules, by name, in the order of the pass.
+        calls: the calls of the layers with noise, by name, in the order of the pass.
         outputs: of the network, with the noise of :class:`TrialDraws` where it has any.
         unusual: an operation that could move rows by what they hold (routing, early exit), if there was one.
-        read_elsewhere: watched modules whose weight something else reads too.
+        read_elsewhere: layers with noise whose weight something else reads too.
         asked: the positions at which layers have drawn noise, by the layer's key, and how often.
         error: what the network raised, if it failed.
         plan: what a posterior has made of this.
@@ -152,15 +152,15 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recording:
+def record(model: nn.Module, inputs: Any) -> Recording:
     """One pass over these inputs, and what it shows; a network that fails gives a recording with its error.
 
-    >>> shown = record(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.zeros(2, 4), watch=["1"])
-    >>> shown.widest, shown.flops, shown.calls["1"].inputs
-    (64, 64.0, (2, 8))
+    >>> shown = record(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.zeros(2, 4))
+    >>> shown.widest, shown.flops
+    (64, 64.0)
     """
-    recording, begun, watched = Recording(max(1, rows(inputs))), [], set(watch)
-    weights = {name: model.get_submodule(name)._parameters.get("weight") for name in watched}
+    recording, begun, noisy = Recording(max(1, rows(inputs))), [], noise_layers(model)
+    weights = {name: model.get_submodule(name)._parameters.get("weight") for name in noisy}
     operations = _Operations(recording, {w.data_ptr(): name for name, w in weights.items() if w is not None})
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -175,11 +175,11 @@ def record(model: nn.Module, inputs: Any, watch: Iterable[str] = ()) -> Recordin
         recording.widest = max(recording.widest, size // recording.rows)
         if name in recording.calls:
             recording.calls[name].count += 1
-        elif name in watched:
+        elif name in noisy:
             recording.calls[name] = Call(_shape(given), _shape(output), before, operations.total)
 
     noise: AbstractContextManager[Any] = nullcontext()
-    if noise_layers(model):
+    if noisy:
         noise = NoisePass(settings_of(model, "shared", 1, 0), shares=False)
         noise.given = TrialDraws(1, recording.asked)
     with watching(dict(model.named_modules()), begin, end), evaluating(model), noise, operations:

@@ -65,10 +65,10 @@ def twin(network: nn.Module) -> nn.Module:
                     made[name] = value
                 elif name not in TABLES:
                     made[name] = _copied(value, memo)
-                elif not value or name in ("_parameters", "_buffers"):
-                    made[name] = value.copy()
                 else:
-                    made[name] = type(value)({key: _copied(one, memo) for key, one in value.items()})
+                    made[name] = table = value.copy()
+                    for key, one in value.items():
+                        table[key] = _copied(one, memo)
     except _Bound:
         return network
     return memo[id(network)]

@@ -11,7 +11,7 @@ from flowbnn.candidates import sample_count
 from flowbnn.methods import Posterior
 from flowbnn.metrics import calibration_error, novelty_auroc, reliability
 from flowbnn.posterior.adaptive import Adaptive
-from flowbnn.posterior.views import View
+from flowbnn.posterior.prediction import View
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts
 from flowbnn_studies.data import Moved, mirrored
