@@ -240,8 +240,10 @@ def test_data_of_the_weights_are_warned_of(memorised: tuple[nn.Module, Tensor, T
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fb.calibrate(network, [(inputs[:60], targets[:60])], folds=0, progress=False, accelerator="cpu")
-    kinds = [one.message.fields["kind"] for one in caught if isinstance(one.message, fb.FlowBNNWarning)]
-    assert "memorised" in kinds
+    told = [one.message for one in caught if isinstance(one.message, fb.FlowBNNWarning)]
+    lines = [str(one) for one in told if one.fields["kind"] == "memorised"]
+    assert len(lines) == 1
+    assert "If the weights have seen them" in lines[0]  # which a temperature alone cannot tell
 
 
 def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor]) -> None:
@@ -260,9 +262,15 @@ def test_what_cannot_be_is_one_line(memorised: tuple[nn.Module, Tensor, Tensor])
     wide = nn.Sequential(nn.Flatten(), nn.Linear(7000, 2))
     with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 numbers.*structure='factorized'"):
         fb.calibrate(wide, [(torch.randn(4, 7000), torch.tensor([0, 1, 0, 1]))], structure="full")
-    rules = {"*": NormalAffine(site="position")}
-    with pytest.raises(fb.FlowBNNError, match="position"):
-        fb.calibrate(network, [(inputs, targets)], rules=rules, progress=False, accelerator="cpu")
+    for recipe, named in (
+        (NormalAffine(site="position"), "NormalAffine"),
+        (fb.noise.Dropout(0.1), "Dropout"),
+    ):
+        for structure in ("auto", "factorized"):
+            with pytest.raises(fb.FlowBNNError, match=rf"a Gaussian .* not {named}\(.*'; give rules"):
+                fb.calibrate(network, [(inputs, targets)], rules={"*": recipe}, structure=structure)
+    with pytest.raises(fb.FlowBNNError, match=r"targets of shape \(9,\).*one target for each"):
+        fb.calibrate(network, [(inputs, targets[:9])])
 
 
 class Positions(nn.Module):

@@ -258,7 +258,7 @@ def test_one_logit_may_be_squeezed() -> None:
 def test_rules_that_are_not_gaussian_are_told_which_settings_to_leave_out() -> None:
     for recipe in (NormalAffine(prior_df=4.0), NormalAffine(components=2), NormalPlanar()):
         with pytest.raises(
-            FlowBNNError, match=r"NormalAffine\(\) without components, prior_df and base_df"
+            FlowBNNError, match=r"NormalAffine\(\) without components, prior_df, base_df and site="
         ) as told:
             fb.calibrate(
                 nn.Linear(3, 2),

@@ -334,6 +334,30 @@ def test_diagnose_tells_a_good_posterior_from_one_that_lacks_correlation(known, 
         assert unseen.sentence.startswith("Importance sampling cannot vouch for this posterior (the chains")
 
 
+def test_a_posterior_that_is_too_wide_is_not_good_for_its_k_hat(known):
+    """Weights that are bounded make importance sampling work, however far the draws themselves are from the exact posterior."""
+    wide = known.posterior(known.mean, 4.0 * known.covariance)
+    report = fb.diagnose(wide, known.loader, seconds=0.0, progress=False)
+    away = 0.5 * 5 * (4.0 - 1.0 - math.log(4.0))
+    assert report.pareto.verdict == "good"
+    assert report.pareto.gap == pytest.approx(away, rel=0.2)
+    assert not report.good
+    assert report.richer == "unknown"
+    assert f"{report.pareto.gap:.2f}" in str(report)
+    assert report.sentence.startswith("Importance sampling cannot vouch for this posterior, and whether")
+
+
+@pytest.mark.parametrize("count", [1, 12, 21])
+def test_other_numbers_of_targets_than_of_inputs_are_one_line(known, count):
+    targets = known.targets[:1].expand(count, 1)
+    with pytest.raises(
+        FlowBNNError, match=rf"inputs of shape \(20, 5\) and targets of shape \({count}, 1\).*one target"
+    ):
+        fb.diagnose(known.exact, [(known.inputs, targets)])
+    with pytest.raises(FlowBNNError, match=r"targets of shape \(\)"):
+        fb.diagnose(known.exact, [(known.inputs, targets[0, 0])])
+
+
 def test_chains_that_would_take_too_long_are_left_out(known):
     target = NoiseTarget(known.exact, known.loader)
     assert seconds_for(target, 1e-6) == math.inf

@@ -25,7 +25,7 @@ from flowbnn.methods.variational.base import FLOWS, FlowName
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
-from flowbnn.noise import NormalAffine, Recipe, noise_layers
+from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import DENSE, check_size, independent_vectors
 from flowbnn.noise.modes import align_batch_axes
@@ -38,7 +38,6 @@ from flowbnn.quality.target import check_rows, fixed_data
 from flowbnn.training.device import device_kind
 from flowbnn.training.progress import History, terminal, track
 from flowbnn.training.randomness import seeded
-from flowbnn.transforms.linear import BlockTriangular
 
 FEW = 20  # held-out examples
 ROWS = 256  # that go through the plain network at once
@@ -194,13 +193,16 @@ def _device(network: nn.Module, accelerator: str) -> torch.device:
 def _warn_of_memory(temperature: float) -> None:
     """A network is sure of itself where it was trained, and rightly so: data that ask for a lower temperature are those."""
     if temperature < 0.8 or temperature == 1.0:  # the latter where all are predicted right
-        why = (
-            f"ask for a temperature of {temperature:.2f}" if temperature < 0.8 else "are all predicted right"
-        )
+        why = "are all predicted right, as those that the weights were trained on often are"
+        if temperature < 0.8:
+            why = (
+                f"ask for a temperature of {temperature:.2f}, as those that the weights were trained on do (or fresh ones, where the "
+                "training was short or strongly regularised)"
+            )
         warn(
-            f"the held-out data {why}, as data that the weights were trained on do; noise that is fitted "
-            "to such data is over-confident. Give data that the weights have not seen; without any, train one network for "
-            "each fold of the data on the other folds, calibrate it on its own fold, and average their predictions",
+            f"the held-out data {why}. If the weights have seen them, noise that is fitted to them is over-confident: give "
+            "data that the weights have not seen; without any, train one network for each fold of the data on the other folds, "
+            "calibrate it on its own fold, and average their predictions",
             kind="memorised",
             temperature=temperature,
         )
@@ -230,18 +232,21 @@ class _Work:
         self.rules = _without(everywhere if rules is None else rules, joint=None)
         self.first = first
         model = self._noisy(self.rules)
-        layers = noise_layers(model).values()
-        sizes = [noise.layout.dim for noise in layers]
+        layers = noise_layers(model)
+        for name, noise in layers.items():
+            if not _is_gaussian(noise):
+                raise FlowBNNError(
+                    f"calibrate fits a Gaussian under a normal prior, not {noise.label} of layer '{name}'; give rules of "
+                    "NormalAffine() without components, prior_df, base_df and site='position'",
+                    kind="rules",
+                    argument="rules",
+                    layer=name,
+                )
+        sizes = [noise.layout.dim for noise in layers.values()]
         self.structure: Structure = structure_for(structure, sizes)
-        normals = [
-            noise.prior
-            for noise in layers
-            if isinstance(noise.whole, InputNoise) and isinstance(noise.prior, NormalBase)
-        ]
-        if len(normals) == len(sizes):  # others are refused below
-            self.loc, self.scale = (
-                torch.cat([getattr(one, name) for one in normals]) for name in ("loc", "scale")
-            )
+        self.loc, self.scale = (
+            torch.cat([getattr(noise.prior, name) for noise in layers.values()]) for name in ("loc", "scale")
+        )
         if self.structure != "factorized":  # layers whose priors differ are joined all the same
             self.rules = _without(self.rules, prior_loc=1.0, prior_scale=scale, base_loc=1.0, base_scale=0.1)
             model = self._noisy(self.rules, self.structure)
@@ -251,17 +256,6 @@ class _Work:
                     "their priors only, or take structure='factorized'",
                     kind="rules",
                     argument="rules",
-                )
-        for vector, (name, *_) in independent_vectors(model):
-            normal = isinstance(vector.base, NormalBase) and isinstance(vector.prior, NormalBase)
-            affine = vector.start is not None and not vector.rest
-            if not normal or not (affine or isinstance(vector.transform, BlockTriangular)):
-                raise FlowBNNError(
-                    f"calibrate fits a Gaussian under a normal prior, not {vector.label} of layer '{name}'; "
-                    "give rules of NormalAffine() without components, prior_df and base_df",
-                    kind="rules",
-                    argument="rules",
-                    layer=name,
                 )
         self.model, self.dim, self.with_flow = model, sum(sizes), None
         check_rows(NoisyNetwork(model, likelihood), inputs)
@@ -387,6 +381,14 @@ class _Work:
             if some[0].ndim == 2 and len(some) == folds
         }
         return whole, {name: torch.cat(some) for name, some in losses.items()}, errors
+
+
+def _is_gaussian(noise: Noise) -> bool:
+    """Whether the noise of a layer is one vector, with a learnable Gaussian as posterior and a normal prior."""
+    if not isinstance(noise, InputNoise) or noise.site != "channel":
+        return False
+    normal = isinstance(noise.base, NormalBase) and isinstance(noise.prior, NormalBase)
+    return normal and noise.start is not None and not noise.rest
 
 
 def _without(rules: Mapping[Rule, Recipe | None], **given: Any) -> dict[Rule, Recipe | None]:

@@ -131,7 +131,10 @@ class Method:
         elif noise_layers(network):
             reason = f"this network has noise already; {kind} takes the plain one, which fb.to_deterministic gives back"
         elif self.needs_weights and not any(parameter.requires_grad for parameter in network.parameters()):
-            reason = "this network has no weights to learn: it has no parameters, or all are frozen"
+            reason = (
+                "this network has no weights to learn: it has no parameters, or all are frozen, and "
+                "network.requires_grad_() has them learned again"
+            )
         if reason is not None:
             problem = "unknown setting" if misplaced else "network"
             raise FlowBNNError(reason, kind=problem, argument=misplaced or "network")

@@ -58,7 +58,7 @@ class Calibration:
             lines.append(
                 f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
             )
-        verdict = "beats temperature scaling" if self.better else "is no better than temperature scaling"
+        verdict = "beats temperature scaling" if self.better else "is within chance of temperature scaling"
         if self.gain < -2.0 * self.error:
             verdict = "is worse than temperature scaling, which these data suffice for"
         lines.append(

@@ -77,7 +77,10 @@ class NoiseChains:
             there = -target.log_joint(self.vectors[:, -1])
             same = torch.allclose(there, self.energy[:, -1].to(there), rtol=1e-4, atol=1e-2)
         if not same:
-            raise FlowBNNError("these chains are of another network, prior or data", argument="chains")
+            raise FlowBNNError(
+                "these chains are of another network, prior or data; run noise_chains with this posterior and loader",
+                argument="chains",
+            )
         return self
 
 

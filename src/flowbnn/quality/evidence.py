@@ -55,6 +55,11 @@ class ParetoK:
         return usable(self.samples)
 
     @property
+    def gap(self) -> float:
+        """Nats from the exact posterior, by these weights; a posterior that is too wide has a good ``k`` and a large gap."""
+        return self.evidence - self.elbo
+
+    @property
     def smoothed(self) -> "Evidence":
         """The log-evidence by Pareto-smoothed weights."""
         return Evidence(self.evidence, self.evidence_error, "psis", self.k < self.usable)
@@ -68,6 +73,7 @@ def pareto_k(posterior: Posterior, loader: Iterable[Any], samples: Draws = 400, 
 
     :math:`\hat k` is the shape of their tail (:mod:`flowbnn.diagnostics.pareto`). It grows with the number of dimensions for an
     approximation that is off by the same amount in each, so a large one is a reason to look at predictions, not a verdict on them.
+    A small one says that weighted draws can stand for the exact posterior; a posterior that is too wide has one, and a large ``gap``.
 
     Args:
         posterior: of noise, fitted.

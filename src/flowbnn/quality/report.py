@@ -13,6 +13,7 @@ from flowbnn.quality.evidence import Draws, Gap, ParetoK, elbo_gap, pareto_k
 from flowbnn.quality.target import DENSE, NoiseTarget
 
 SMALL = 0.01  # nats for each example: a gap that predictions do not show
+LEAST = 1.0  # nat in all: a gap that is small however few the examples
 NEAR = 0.03  # total variation that hardly anyone would notice
 
 
@@ -45,17 +46,23 @@ class Report:
         return self.agreement is not None and self.agreement.certified and not self.missed
 
     @property
+    def vouched(self) -> bool:
+        """Whether importance sampling alone says that the posterior is good: usable weights, and a small gap by them."""
+        near = self.pareto.gap < max(LEAST, SMALL * self.examples)
+        return self.pareto.verdict != "bad" and near and not self.missed  # which its own draws do not see
+
+    @property
     def good(self) -> bool:
         """Whether predictions could hardly be nearer to those of the exact posterior."""
         if self.agreement is None or not self.judged:
-            return self.pareto.verdict != "bad" and not self.missed  # which its own draws do not see
+            return self.vouched
         return self.agreement.variation <= max(NEAR, 1.5 * self.agreement.variation_floor)
 
     @property
     def richer(self) -> str:
         """What a posterior would need to be better by enough to matter: ``"nothing"``, or the largest part of the gap."""
         if self.gap is None or self.agreement is None or not self.judged:
-            return "nothing" if self.pareto.verdict == "good" and not self.missed else "unknown"
+            return "nothing" if self.pareto.verdict == "good" and self.vouched else "unknown"
         if self.good and (self.gap.per_example < SMALL or self.agreement.within_floor):
             return "nothing"
         parts = {"within": self.gap.within, "across": self.gap.across, "shape": self.gap.rest}
@@ -108,10 +115,12 @@ class Report:
             ("ELBO", f"{k.elbo:.2f} ± {k.elbo_error:.2f}", "nats"),
         ]
         if gap is None or chains is None or near is None:
-            return [
-                *rows,
-                ("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling"),
-            ]
+            rows.append(
+                ("log-evidence", f"{k.evidence:.2f} ± {k.evidence_error:.2f}", "by importance sampling")
+            )
+            if k.verdict != "bad":
+                rows.append(("gap", f"{k.gap:.2f}", f"{k.gap / self.examples:.4f} per example"))
+            return rows
         draws, halves = chains.position[..., 0].numel(), "between halves of the chains"
         best = gap.evidence
         return [

@@ -13,7 +13,18 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from flowbnn.batches import as_loader, device_of, dtype_of, explaining, in_memory, move, take, tensors_of
+from flowbnn.batches import (
+    as_loader,
+    device_of,
+    divisible,
+    dtype_of,
+    explaining,
+    in_memory,
+    move,
+    split_batch,
+    take,
+    tensors_of,
+)
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import check_loader
 from flowbnn.methods.mcmc.hamiltonian import with_gradient
@@ -227,7 +238,8 @@ def _check_density(posterior: Any) -> None:
         for name, layer in noise_layers(posterior.model).items():
             if not trouble and not isinstance(layer.whole, InputNoise):
                 trouble = (
-                    f"the noise of layer '{name}' is {layer.label}, which has no density to be compared with"
+                    f"the noise of layer '{name}' is {layer.label}, which has no density to be compared with; take noise that has "
+                    "one, such as fb.noise.NormalAffine()"
                 )
     if trouble:
         raise FlowBNNError(trouble, kind="unsupported", argument="posterior")
@@ -253,9 +265,21 @@ def fixed_data(loader: Iterable[Any], seed: int, use: str) -> tuple[Any, Tensor]
     loader = as_loader(loader)
     check_loader(loader, use)
 
+    def check(batch: Any) -> None:
+        check_loader([batch], use)
+        inputs, targets = split_batch(batch)
+        if not divisible((inputs, targets)):
+            given = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(inputs))
+            raise FlowBNNError(
+                f"inputs of shape {given} and targets of shape {tuple(targets.shape)} do not have the same examples on their first "
+                "axis; give one target for each",
+                kind="targets",
+                argument="loader",
+            )
+
     def once(number: int) -> tuple[Any, Tensor]:
         try:
-            return gather(loader, lambda batch: check_loader([batch], use), number)
+            return gather(loader, check, number)
         except IndexError:
             raise FlowBNNError(
                 f"the loader gives no examples: there is nothing for {use}", kind="loader", argument="loader"
