@@ -31,21 +31,15 @@ def standard_normal(
     >>> torch.equal(first, second)
     True
     """
-    if not _by_numpy(shape.numel(), dtype, device) or torch._C._functorch.maybe_current_level() is not None:
-        # vmap must see the draw; a generator that is named, if only as None, does not compile with sizes that vary
-        named: dict[str, Any] = {} if generator is None else {"generator": generator}
-        return torch.randn(shape, dtype=dtype, device=device, **named)
-    return torch.from_numpy(_ziggurat(generator).standard_normal(tuple(shape), dtype=numpy.float32))
-
-
-def _by_numpy(count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    fits = _SCALAR_FILL and device.type == "cpu" and dtype == torch.float32 and count >= _WORTH_A_SEED
-    return fits and not torch.compiler.is_compiling()
-
-
-def _ziggurat(generator: torch.Generator | None) -> numpy.random.Generator:
-    seed = int(torch.randint(2**62, (), generator=generator))
-    return numpy.random.Generator(numpy.random.SFC64(seed))
+    fits = _SCALAR_FILL and device.type == "cpu" and dtype == torch.float32 and shape.numel() >= _WORTH_A_SEED
+    # vmap and the compiler must see the draw
+    if fits and not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None:
+        seed = int(torch.randint(2**62, (), generator=generator))
+        ziggurat = numpy.random.Generator(numpy.random.SFC64(seed))
+        return torch.from_numpy(ziggurat.standard_normal(tuple(shape), dtype=numpy.float32))
+    # a generator that is named, if only as None, does not compile with sizes that vary
+    named: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.randn(shape, dtype=dtype, device=device, **named)
 
 
 def components_of(
