@@ -175,6 +175,15 @@ def test_a_run_resumes_to_the_same_density(tmp_path) -> None:
         assert torch.equal(value, again.state_dict()[name])
 
 
+def test_a_longer_run_resumes_without_a_warning_of_its_rate(tmp_path) -> None:
+    options = FEW | {"batch_size": 4, "checkpoint": tmp_path}  # 90 steps in an epoch: the rate begins low
+    fb.fit_density(Gaussian(), points(), **options)
+    longer = fb.fit_density(Gaussian(), points(), resume=True, **options | {"epochs": 4})
+    assert longer.history.epochs == 4
+    with pytest.warns(fb.errors.FlowBNNWarning, match=r"lr stays 0.002, not 0.1"):
+        fb.fit_density(Gaussian(), points(), resume=True, **options | {"epochs": 5, "lr": 0.1})
+
+
 def test_save_and_load(tmp_path) -> None:
     data = points()
     density = fb.fit_density(Gaussian(), data, **FEW)
@@ -327,6 +336,13 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: Density(Gaussian(2, 2)).score([(points(), points())], points()), "leave out context"),
         (lambda: fb.fit_density(Gaussian(), points(), context=points()), "no context_dim"),
         (lambda: fb.fit_density(Gaussian(), points(), validation=points() * math.nan), "validation data"),
+        (lambda: fb.fit_density(Gaussian(), points(), validation="0.1"), "validation must be .*a loader"),
+        (lambda: fb.fit_density(Gaussian(), points(), validation=points(0)), "validation has no batches"),
+        (lambda: fb.fit_density(Gaussian(), points(), validation=iter([points()])), "validation .*once only"),
+        (
+            lambda: fb.fit_density(Gaussian(), points(), validation=points()[:, :1]),
+            r"of validation .*\(400, 1\)",
+        ),
         (lambda: fb.fit_density(Gaussian(), points(1)), "validation=0"),
         (lambda: Density(Gaussian()).score(points(), points()), "no context_dim"),
         (lambda: Density(Gaussian(), torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(5, 1)), "shape"),
@@ -341,7 +357,7 @@ def test_a_target_is_found_with_its_constant() -> None:
         (lambda: fb.fit_density(fb.flows.RealNVP(2), list(points())), "torch.stack"),
         (
             lambda: fb.fit_density(fb.flows.RealNVP(2), [(points()[0], 1)]),
-            r"of shape \(2,\), and a batch of the data has shape \(2,\)",
+            r"of shape \(2,\), and a batch of data has shape \(2,\)",
         ),
         (lambda: fb.fit_density(POSITIVE, points(), **FEW), "part 1 of the flow: the inverse of Exp"),
     ],

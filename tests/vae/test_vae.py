@@ -253,6 +253,10 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
             "posterior must be a function",
         ),
         (
+            lambda: fb.vae.VAE((4,), 2, prior="nsf"),
+            r"a FlowModel or None \(such as fb.flows.NSF\(latent_dim\)\)",
+        ),
+        (
             lambda: fb.vae.VAE((4,), 2, hidden=(8,), prior=fb.flows.MAF(3)),
             r"of \(2,\) real .*, not of \(3,\) real",
         ),

@@ -274,6 +274,8 @@ def fit_density(flow: nn.Module, data: Data, **given: Any) -> Density:
     density = Density(flow, *_units(flow, loader, run.standardize))
     validate = None
     if held_out is not None:
+        check("validation", held_out, LOADER)
+        _first(flow, held_out, "validation")  # before a run rather than after its first epoch
         validate = partial(_validate, density, held_out)
         if run.early_stop is None:
             run = replace(run, early_stop=EarlyStop(monitor="validation_nll", patience=run.patience))
@@ -357,12 +359,6 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
         if run.context is not None:
             raise FlowBNNError(BESIDE, argument="context")
         check("data", data, LOADER)
-        if isinstance(data, Iterator):
-            raise FlowBNNError(
-                "data can be gone through once only; give a loader or a list of batches", argument="data"
-            )
-        if next(iter(data), None) is None:
-            raise FlowBNNError("data has no batches", argument="data")
         return data, None if share is not None else run.validation
     tensors = list(loaded(data, run.context, flow).tensors)
     check_finite(tensors[0], "data")
@@ -388,21 +384,31 @@ def _loaders(data: Any, run: DensityOptions, flow: nn.Module) -> tuple[Any, Any]
     return loader, held_out
 
 
-def _units(
-    flow: nn.Module, loader: Any, standardize: bool | None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
-    first, context = pair(next(iter(loader)), flow)
+def _first(flow: nn.Module, loader: Any, name: str) -> tuple[Tensor, Any]:
+    """The examples of the first batch, and what the flow gives for their context; what does not fit is refused."""
+    if isinstance(loader, Iterator):
+        text = f"{name} can be gone through once only; give a loader or a list of batches"
+        raise FlowBNNError(text, argument=name)
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise FlowBNNError(f"{name} has no batches", argument=name)
+    first, context = pair(batch, flow)
     made = flow(context)
     event = tuple(getattr(made, "event_shape", ()))
     axes = first.ndim - len(event)
     if axes < 1 or first.shape[axes:] != event:
-        text = f"{type(flow).__name__} is made for examples of shape {event}, and a batch of the data has shape {tuple(first.shape)}"
+        text = f"{type(flow).__name__} is made for examples of shape {event}, and a batch of {name} has shape {tuple(first.shape)}"
         if axes < 1:
-            text += (
-                "; of a list of rows make one tensor with torch.stack(rows), of numbers a column: x[:, None]"
-            )
-        raise FlowBNNError(text, kind="shape", argument="data")
+            text += "; of a list of rows make a tensor, torch.stack(rows), of numbers a column, x[:, None]"
+        raise FlowBNNError(text, kind="shape", argument=name)
+    return first, made
+
+
+def _units(
+    flow: nn.Module, loader: Any, standardize: bool | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Mean and standard deviation of the numbers of an example over the data, as far as they are to be taken out."""
+    first, made = _first(flow, loader, "data")
     if standardize is None:
         standardize = first.is_floating_point() and first.ndim == 2 and not _bounded(flow)
         periodic = getattr(getattr(made, "base", made), "periodic", False)  # angles have their own units

@@ -101,7 +101,8 @@ class State:
         self.hyperparameters: dict[str, Any] = {}  # those that the run began with
         for number, group in enumerate(self.optimizer.param_groups):
             of = f" of {group.get('name') or f'group {number}'}" if len(groups) > 1 or "name" in group else ""
-            self.hyperparameters |= {f"{name}{of}": group[name] for name in HYPERPARAMETERS if name in group}
+            given = group | {"lr": group.get("initial_lr", group["lr"])}  # without what a schedule made of it
+            self.hyperparameters |= {f"{name}{of}": given[name] for name in HYPERPARAMETERS if name in given}
         groups = [[names[id(parameter)] for parameter in group] for group in groups]
         self.names = [name for group in groups for name in group]
         rule = self.options.early_stop

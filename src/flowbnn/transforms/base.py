@@ -173,5 +173,5 @@ def check_gives_distribution(flow: nn.Module) -> None:
 def warn_of_slow_draws(transform: Transform, owner: object) -> None:
     """Where something that draws at every step is made of a transform whose forward direction costs many passes."""
     if transform.cheap not in ("both", "forward"):
-        text = "a draw costs many passes; take a flow with cheap draws, such as IAF in place of MAF"
+        text = "a draw costs many passes; take a flow with cheap draws, such as IAF in place of MAF, or cheap='forward' if it has that"
         warn(f"{owner}: {text}", kind="slow draws")

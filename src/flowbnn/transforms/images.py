@@ -159,8 +159,8 @@ class MultiScale(Compose):
         last: Length = 0,
     ) -> None:
         if len(shape) != 3 or shape[0] % 2**levels or shape[1] % 2**levels:
-            text = f"{levels} levels need images of three axes with sides divisible by {2**levels}"
-            raise FlowBNNError(f"{text}, not {tuple(shape)}", kind="shape", argument="shape")
+            text = f"takes images (height, width, channels) with sides divisible by {2**levels} for {levels} levels"
+            raise refused(self, f"{text}, not {tuple(shape)}; take fewer levels, or pad the images", "shape")
         height, width, channels = shape
         noise = noise or (lambda high, wide, c: ConditionalNormal(GatedConvNet(c + context_dim, 2 * c)))
         parts: list[Transform] = []  # from the data to the base

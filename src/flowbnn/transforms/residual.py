@@ -11,7 +11,7 @@ from flowbnn.nets.mlp import Length, check_net
 from flowbnn.nets.smooth import LipschitzConv, LipschitzMLP, Product, SmoothMLP, Traced
 from flowbnn.numerics import at_least_single, readable, sum_rightmost
 from flowbnn.options import Count, Probability, checked
-from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors
+from flowbnn.transforms.base import Transform, check_dense, check_events, check_vectors, refused
 from flowbnn.transforms.compose import together
 
 EXACT_IN_TRAINING = 8  # dimensions up to which the whole Jacobian costs less than an estimate ...
@@ -166,8 +166,8 @@ class Residual(Transform):
             least, since = (move, count) if move < 0.9 * least else (least, since)
             if move <= half or (count - since > 400 and move < 0.01):
                 return z
-        text = "Residual has no inverse to find: its net is not a contraction, z = x - net(z) did not settle in 1000 steps"
-        raise FlowBNNError(text, kind="convergence")
+        text = "has no inverse to find: z = x - net(z) did not settle in 1000 steps; give a net that contracts, or a smaller lipschitz"
+        raise refused(self, text, "convergence")
 
 
 class _Solve(torch.autograd.Function):

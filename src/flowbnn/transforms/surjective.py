@@ -222,17 +222,16 @@ class ToIntegers(Drawing):
         super().__init__()
         self.register_buffer("_zero", torch.zeros(()), persistent=False)
 
-    def _check_integers(self, x: Tensor, low: float, high: float, hint: str = "") -> None:
-        """Refuse what is no tensor of integers between these."""
+    def _check_integers(self, x: Tensor, bits: int, low: float = -math.inf, high: float = math.inf) -> None:
+        """Refuse what is no tensor of integers between these that leave so many bits of the precision unused."""
         check_dense(x, self)
         if x.is_floating_point():
             hint = "floats that hold integers are cast with .long()"
             raise refused(self, f"takes a tensor of integers, not of {x.dtype}; {hint}", "dtype")
-        check_range(x.long(), low, high, type(self).__name__, hint)
-
-    def _exact(self, bits: int) -> int:
-        """The largest integer that leaves so many bits of the precision unused."""
-        return int(2.0 / torch.finfo(self._zero.dtype).eps) >> bits
+        precision = torch.finfo(self._zero.dtype)
+        far = int(2.0 / precision.eps) >> bits
+        more = f"; bring the flow to .{'float' if precision.bits < 32 else 'double'}()" if high > far else ""
+        check_range(x.long(), max(low, -far), min(high, far), type(self).__name__, more)
 
 
 class Dequantization(ToIntegers):
@@ -284,9 +283,8 @@ class Dequantization(ToIntegers):
         return x.long(), log_prob + self._log_slope(v)
 
     def inverse(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        far = self._exact(bits=7)  # which leaves room for the noise
-        low, high = (-far, far) if self.levels is None else (0, min(self.levels - 1, far))
-        self._check_integers(x, low, high, "" if high < far else "; bring the flow to .double()")
+        ends = (0, self.levels - 1) if self.levels else ()
+        self._check_integers(x, 7, *ends)  # which leaves room for the noise
         x = x.to(self._zero.dtype)
         if self.noise is None:
             u, log_density = torch.rand_like(x), torch.full_like(x, math.log(self.levels or 1))

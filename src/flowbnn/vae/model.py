@@ -23,7 +23,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.flows import FlowModel, drawn_flow, named_flows
 from flowbnn.nets.mlp import check_context
 from flowbnn.numerics import exactly, readable, soft_clamp
-from flowbnn.options import Count, Ge, NonNegative, Seed, Share, check, checked, made_by, takes
+from flowbnn.options import Count, Ge, Hint, NonNegative, Seed, Share, check, checked, made_by, takes
 from flowbnn.training import Clock, History
 from flowbnn.training.randomness import drawing
 from flowbnn.transforms import Compose, Transform
@@ -231,7 +231,7 @@ class VAE(Autoencoder):
         *,
         posterior: str | Callable[[int, int], Transform] = "gaussian",
         length: Count = 4,
-        prior: FlowModel | None = None,
+        prior: Annotated[FlowModel | None, Hint("such as fb.flows.NSF(latent_dim)")] = None,
         beta: NonNegative = 1.0,
         reconstruction: NonNegative = 1.0,
         warmup: Share = 0.0,
