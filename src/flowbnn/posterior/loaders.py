@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 
 from flowbnn.batches import check_finite, count_data, divisible, join, rows, shapes, split_batch, tensors_of
 from flowbnn.errors import FlowBNNError
+from flowbnn.training.device import processes
 from flowbnn.training.distributed import WorkerLost, is_connection_loss, pick_rows
 from flowbnn.training.randomness import Randomness, loader_generators
 
@@ -123,9 +124,7 @@ def sharing(loader: Any, sharded: bool, cut: bool) -> AbstractContextManager[Any
     Args:
         cut: whether batches can be cut, since the draws are the same for all inputs; else each is predicted whole.
     """
-    connected = distributed.is_available() and distributed.is_initialized()
-    alone = not sharded or not connected or distributed.get_world_size() == 1
-    return nullcontext(loader) if alone else Share(loader, cut)
+    return Share(loader, cut) if sharded and processes() > 1 else nullcontext(loader)
 
 
 class Share:
