@@ -418,6 +418,9 @@ def test_any_posterior_is_compared_with_chains_over_weights(known):
     square = (3.0 * (targets[:, 0] - inputs @ mean)).square()
     excess = 0.5 * (square - square / spread.square() - 2.0 * spread.log()).mean()
     assert point.excess == pytest.approx(float(excess), abs=0.1)
+    labels = PointPosterior(nn.Linear(2, 3), fb.likelihoods.Categorical())
+    with pytest.raises(FlowBNNError, match="predict different things"):
+        fb.quality.agreement(labels, loader, chains)
 
 
 def test_chains_of_another_density_are_refused(known):

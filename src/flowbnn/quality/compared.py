@@ -90,6 +90,13 @@ def agreement(
         )
     own = posterior.predict([data], samples, seed=seed, progress=False).to(data[1].device)
     exact, half = exact.to(data[1].device), exact.num_samples // 2
+    if type(own) is not type(exact) or own.samples.shape[1:] != exact.samples.shape[1:]:
+        raise FlowBNNError(
+            "the posterior and the chains predict different things (classes and numbers, or more of them): give chains of the same "
+            "network and targets",
+            kind="shape",
+            argument="chains",
+        )
     same, far = _compared(own, exact)
     floor, least = _compared(exact.part(slice(half)), exact.part(slice(half, None)))
     excess = float(own.nll(data[1]).double().mean() - exact.nll(data[1]).double().mean())

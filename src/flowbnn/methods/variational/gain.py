@@ -89,8 +89,8 @@ def warn_of_memory(
     if memorised(seen, held_out):
         warn(
             f"the weights have memorised this loader: log-likelihood {seen.mean():.3f} per example there, {held_out.mean():.3f} "
-            "on the validation data. Noise fitted on it will be over-confident; fb.calibrate(network, held_out) fits it on data "
-            'that the weights have not seen, and so does fit after freeze(model, "weights")',
+            "on the validation data. Noise that is fitted to it will be over-confident: fit it to data that the weights have not "
+            'seen, by fb.calibrate(network, held_out), or by fit on those after freeze(model, "weights")',
             kind="memorised",
             excess=float(seen.mean() - held_out.mean()),
         )
