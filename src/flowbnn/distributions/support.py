@@ -94,7 +94,8 @@ def image(base: Any, transform: Transform) -> Constraint | None:
         if step.backwards and _is_real(region) and not _is_real(step.domain):
             wanted = Interval(ge=step.domain.lower_bound, le=getattr(step.domain, "upper_bound", torch.inf))
             text = f"the inverse of {type(step.part).__name__} takes numbers {wanted}, and in this flow it gets all"
-            raise placed(FlowBNNError(f"{text} real numbers", kind="range"), step.part, step.path or (0,))
+            text = f"{text} real numbers; take a base of such numbers, or put a map onto them before it"
+            raise placed(FlowBNNError(text, kind="range"), step.part, step.path or (0,))
         if _is_real(region) or _same(region, step.domain):
             region = step.range
         elif not isinstance(step.part, Permutation):
