@@ -21,7 +21,7 @@ from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings
 
-MOVED = "-moved"
+MOVED, LONG = "-moved", "-long"
 ROWS = (
     Candidate("map", "L2", MAP),
     Candidate("mc-dropout", "MC dropout", MCDropout, cost=2),
@@ -37,7 +37,8 @@ ROWS = (
     Candidate("mnf", "Multiplicative flows", MNF, cost=3),
 )
 SHIFTED = tuple(
-    replace(one, key=f"{one.key}{MOVED}", label=f"{one.label}, moved images")
+    replace(one, key=f"{one.key}{end}", label=f"{one.label}, moved images{more}")
+    for end, more in ((MOVED, ""), (LONG, ", long"))
     for one in ROWS
     if one.key in ("map", "mc-dropout", "mnf")
 )
@@ -49,8 +50,8 @@ TRIED = tuple(
         label=f"{one.label}, KL × {beta:g}",
         settings={**one.settings, "beta": beta},
     )
-    for one in ROWS
-    if one.key == "mnf"
+    for one in (*ROWS, *SHIFTED)
+    if one.key in ("mnf", f"mnf{LONG}")
     for beta in WEIGHTS
 )
 PUBLISHED = {"map": 0.24, "mc-dropout": 0.16, "deep-ensemble": 0.21, "ffg": 0.22, "fflu": 0.23, "mnf": 0.16}
@@ -76,6 +77,7 @@ class Settings(PictureSettings):
         width, hidden: filters of both convolutions, and units of the layer after them.
         rate: of dropout.
         beta, warmup: weight of the KL, and the share of the run over which it grows.
+        long_epochs, long_beta: of the long runs on moved images: epochs, and weight of the KL.
         noise_lr: rate of the standard deviations and flows.
         choose: train multiplicative flows with several weights of the KL, and evaluate them on the images that were put aside; the
             test images of the known classes stay closed.
@@ -87,6 +89,8 @@ class Settings(PictureSettings):
     rate: Probability = 0.5
     beta: NonNegative = 0.01
     warmup: NonNegative = 0.3
+    long_epochs: Count = 150
+    long_beta: NonNegative = 0.001
     noise_lr: Positive = 1e-3
     choose: bool = False
     validation: Count = 2_500
@@ -118,6 +122,7 @@ class Cifar5(PictureStudy):
         "source": "generated",
         "validation": 40,
         "epochs": 1,
+        "long_epochs": 1,
         "batch": 40,
         "samples": 4,
         "width": 4,
@@ -141,16 +146,19 @@ class Cifar5(PictureStudy):
         s: Settings = job.settings
         method, options = super().prepared(job, candidate, steps)
         method = replace(method, schedule=cosine)
+        long = LONG in candidate.key
+        if long:
+            method = replace(method, epochs=s.long_epochs)
         if isinstance(method, Variational):
-            method = replace(method, warmup=s.warmup, noise_lr=s.noise_lr)
-            method = method if "beta" in candidate.settings else replace(method, beta=s.beta)
+            beta = candidate.settings.get("beta", s.long_beta if long else s.beta)
+            method = replace(method, beta=beta, warmup=s.warmup, noise_lr=s.noise_lr)
         return method, options
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings
         data = self.parts(job)
         network = lenet(s.width, s.hidden, s.rate if candidate.method is MCDropout else 0.0)
-        augment = CropAndFlip(4, True) if candidate.key.endswith(MOVED) else None
+        augment = CropAndFlip(4, True) if MOVED in candidate.key or LONG in candidate.key else None
         posterior = self.learned(job, candidate, network, data, augment)
         images, labels = data.validation if s.choose else data.test
         known, novel = (predict(posterior, some, s.samples) for some in (images, data.novel[0]))
@@ -177,7 +185,8 @@ class Cifar5(PictureStudy):
             f"of {settings.lr:g} to zero along a cosine.",
             f"The KL has the weight {settings.beta:g}, with a prior N(0, {settings.prior:g}²) where it is Gaussian: with a weight of 1 "
             "the prior of five million weights counts for more than all the images.",
-            "“Moved images”: shifted by up to 4 pixels and mirrored at random, which the published ones are not. Dropout: "
+            "“Moved images”: shifted by up to 4 pixels and mirrored at random, which the published ones are not; “long”: "
+            f"for {settings.long_epochs} epochs, with a KL of weight {settings.long_beta:g}. Dropout: "
             f"{settings.rate:g} before every layer but the first.",
             *self.remarks(settings, parts),
         ]
@@ -238,10 +247,12 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     if not order:
         return "No method has numbers yet."
     novel, auroc = (best_first(parts, chosen, name, higher=True) for name in ("novel_entropy", "auroc"))
+    fewer = "up to " if any(len(parts.of(one.key)) < len(parts.seeds) for one in order) else ""
     text = (
-        f"Test errors over {len(parts.seeds)} seeds: {listed(parts, order, 'error', '.1%')}.\nUnseen classes get the highest entropy "
+        f"Test errors over {fewer}{len(parts.seeds)} seeds: {listed(parts, order, 'error', '.1%')}.\nUnseen classes get the highest entropy "
         f"from {listed(parts, novel[:2], 'novel_entropy')} nats, the lowest from {listed(parts, novel[-1:], 'novel_entropy')}; by "
         f"entropy they are told from known ones best by {listed(parts, auroc[:2], 'auroc')} (AUROC)."
     )
-    mnf = parts.mean("mnf", "error")
-    return text + (f"\nMultiplicative flows err on {mnf:.1%}; published: 16 %." if mnf == mnf else "")
+    mnf, long = (parts.mean(key, "error") for key in ("mnf", f"mnf{LONG}"))
+    more = f", and on {long:.1%} after a long run on moved images" if long == long else ""
+    return text + (f"\nMultiplicative flows err on {mnf:.1%}{more}; published: 16 %." if mnf == mnf else "")

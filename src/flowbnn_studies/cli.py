@@ -322,8 +322,8 @@ def _folder(out: Path, quick: bool) -> Path:
 def _setting(pair: str) -> tuple[str, Any]:
     """The name and the value of ``name=value``, whose value is written as in Python: 0.05, or 0,6,12, or true; words need no quotes.
 
-    >>> _setting("data=cifar10"), _setting("problems=conv,lenet"), _setting("problems=conv,")
-    (('data', 'cifar10'), ('problems', ('conv', 'lenet')), ('problems', ('conv',)))
+    >>> _setting("data=cifar10"), _setting("methods=mnf-kl0.1,map"), _setting("problems=conv,")
+    (('data', 'cifar10'), ('methods', ('mnf-kl0.1', 'map')), ('problems', ('conv',)))
     """
     from ast import literal_eval
 
@@ -332,7 +332,7 @@ def _setting(pair: str) -> tuple[str, Any]:
     name, _, text = (part.strip() for part in pair.partition("="))
     if text.lower() in ("true", "false"):
         return name, text.lower() == "true"
-    if text and text[0].isalpha() and all(one.isalnum() or one in "_-*," for one in text):
+    if text and text[0].isalpha() and all(one.isalnum() or one in "_-*.," for one in text):
         return name, tuple(word for word in text.split(",") if word) if "," in text else text
     try:
         return name, literal_eval(text)

@@ -48,7 +48,7 @@ class Settings(PictureData):
         epochs: without a budget.
         length, width: steps at each level and channels of the networks on CIFAR-10; half as many on MNIST. Residual and integer
             discrete flows have half of the steps.
-        batch, residual_batch: images in a step.
+        batch: images in a step.
         lr: rate of Adam, which falls to zero along a cosine.
         clip: largest norm of the gradients of Glow and residual flows; 0 clips none.
         validation: share of the training images by which the best epoch is kept.
@@ -62,8 +62,7 @@ class Settings(PictureData):
     epochs: Count = 1
     length: Count = 16
     width: Count = 128
-    batch: Count = 256
-    residual_batch: Count = 128
+    batch: Count = 128
     lr: Positive = 1e-3
     clip: NonNegative = 10.0
     validation: BelowOne = 0.02
@@ -93,7 +92,6 @@ class ImageFlows(Study):
         "length": 2,
         "width": 4,
         "batch": 32,
-        "residual_batch": 32,
         "validation": 0.25,
         "tested": 8,
     }
@@ -111,22 +109,19 @@ class ImageFlows(Study):
         images, test = read_bytes(job, name, "train")[0], read_bytes(job, name, "test")[0][: s.tested]
         torch.manual_seed(job.seed)
         flow = flow_of(kind, tuple(images.shape[1:]), s).to(job.device)
-        batch = s.residual_batch if kind == "residual" else s.batch
-        common = job.brief(precision="32-true", batch_size=batch, lr=s.lr, validation=0.0)
+        common = job.brief(precision="32-true", batch_size=s.batch, lr=s.lr, validation=0.0)
         common["clip_gradient"] = None if kind == "idf" else s.clip or None
-        whole = max(1, len(images) // batch)  # steps of an epoch
+        whole = max(1, len(images) // s.batch)  # steps of an epoch
         steps = whole * s.epochs
         if s.minutes:
-            steps = planned(job, partial(affordable, flow, images, batch, s.minutes, common))
-        some = images[: steps * batch]  # a budget may end before all images were seen
+            steps = planned(job, partial(affordable, flow, images, s.batch, s.minutes, common))
+        some = images[: steps * s.batch]  # a budget may end before all images were seen
         epochs = max(1, steps // whole)
         kept = {"checkpoint": job.state, "checkpoint_every": max(1, steps // 5), "resume": job.resume}
-        best = {
-            "validation": s.validation,
-            "patience": epochs,
-        }  # the best epoch is kept, and none is left out
+        # the best epoch is kept, and none is left out
+        best = {"validation": s.validation, "patience": epochs}
         density = fit_density(flow, some, epochs=epochs, **common | best, **kept)
-        bits = density.bits_per_dimension(TensorLoader(test, batch_size=batch))
+        bits = density.bits_per_dimension(TensorLoader(test, batch_size=s.batch))
         passes = epochs * len(some) / len(images)
         values = {"bits": bits, "pixels": independent_bits(images, test), "epochs": passes}
         values["minutes"] = density.history.seconds / 60
