@@ -249,9 +249,10 @@ def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     novel, auroc = (best_first(parts, chosen, name, higher=True) for name in ("novel_entropy", "auroc"))
     fewer = "up to " if any(len(parts.of(one.key)) < len(parts.seeds) for one in order) else ""
     text = (
-        f"Test errors over {fewer}{len(parts.seeds)} seeds: {listed(parts, order, 'error', '.1%')}.\nUnseen classes get the highest entropy "
-        f"from {listed(parts, novel[:2], 'novel_entropy')} nats, the lowest from {listed(parts, novel[-1:], 'novel_entropy')}; by "
-        f"entropy they are told from known ones best by {listed(parts, auroc[:2], 'auroc')} (AUROC)."
+        f"Test errors over {fewer}{len(parts.seeds)} seeds: {listed(parts, order, 'error', '.1%')}.\n"
+        f"Unseen classes get the highest entropy from {listed(parts, novel[:2], 'novel_entropy')} nats, the lowest from "
+        f"{listed(parts, novel[-1:], 'novel_entropy')}; by entropy they are told from known ones best by "
+        f"{listed(parts, auroc[:2], 'auroc')} (AUROC)."
     )
     mnf, long = (parts.mean(key, "error") for key in ("mnf", f"mnf{LONG}"))
     more = f", and on {long:.1%} after a long run on moved images" if long == long else ""
