@@ -9,8 +9,14 @@ from flowbnn.results import CLASSIFICATION
 from flowbnn_studies import Parts, get_study
 from flowbnn_studies.images.evaluation import image_metrics, matched, nll_at, tempered
 from flowbnn_studies.images.findings import PLAIN, answer, comparisons, notes, present, rows, training_figure
-from flowbnn_studies.images.published import EPOCHS, FASHION, LENET_CIFAR10, VGG16_CIFAR10
-from flowbnn_studies.images.settings import ImageSettings, image_variants
+from flowbnn_studies.images.settings import (
+    EPOCHS,
+    FASHION,
+    LENET_CIFAR10,
+    VGG16_CIFAR10,
+    ImageSettings,
+    image_variants,
+)
 from flowbnn_studies.report.tables import compare_table, make_tables
 from flowbnn_studies.runner.study import Variant
 

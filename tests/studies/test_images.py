@@ -13,7 +13,7 @@ from flowbnn.models import Block
 from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
-from flowbnn_studies.images import cost, rivals
+from flowbnn_studies.images import rivals, training
 from flowbnn_studies.images import study as image_study
 from flowbnn_studies.images.data import load_pictures
 from flowbnn_studies.images.evaluation import VIEWS
@@ -266,7 +266,7 @@ def test_six_views_are_the_best_recipes_alone():
     ],
 )
 def test_a_cost_tells_how_its_steps_were_taken(asked, device, words):
-    assert words in cost._taken({"acceleration": asked}, torch.device(device))
+    assert words in training._taken({"acceleration": asked}, torch.device(device))
 
 
 def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch):
@@ -279,16 +279,16 @@ def test_the_peak_of_memory_is_that_of_steps_on_one_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(counts["peak"]))
     study, settings = small("lenet-fashion")
     pictures = study.pictures(settings, "cpu")
-    training, trained = cost._training(settings, "flow_channel"), []
+    chosen, trained = training._training(settings, "flow_channel"), []
 
     def train(name, training, loader):
         trained.append((name, training.epochs, len(loader)))
         assert all(batch[0] is loader[0][0] for batch in loader)
         assert cleared[-1] == "peak"  # the count begins before the steps
 
-    assert cost._peak(train, "plain", training, pictures) == 100.0
-    assert cost._peak(train, "flow-channel", training, pictures) == 150.0
-    assert trained == [("plain", 1, cost.FEW), ("flow-channel", 1, cost.FEW)]
+    assert training._peak(train, "plain", chosen, pictures) == 100.0
+    assert training._peak(train, "flow-channel", chosen, pictures) == 150.0
+    assert trained == [("plain", 1, training.FEW), ("flow-channel", 1, training.FEW)]
     assert cleared == ["cache", "peak"] * 2
 
 

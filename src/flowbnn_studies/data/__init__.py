@@ -1,7 +1,6 @@
 """Image data: published files, checked, and what is done to them."""
 
-from flowbnn_studies.data.augment import CropAndFlip, Moved, mirrored, novel_noise
-from flowbnn_studies.data.corruptions import CORRUPTIONS, corrupt
+from flowbnn_studies.data.augment import CORRUPTIONS, CropAndFlip, Moved, corrupt, mirrored, novel_noise
 from flowbnn_studies.data.images import ImageSet, Normalize, device_loader
 from flowbnn_studies.data.load import data_folder, load_images
 

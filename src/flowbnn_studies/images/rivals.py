@@ -13,8 +13,14 @@ from flowbnn.training import History
 from flowbnn_studies.data import CORRUPTIONS
 from flowbnn_studies.images.data import Pictures
 from flowbnn_studies.images.evaluation import evaluate
-from flowbnn_studies.images.published import RESNET18_CIFAR10
-from flowbnn_studies.images.settings import NAMES, ImageSettings, Training, make_network, split_key
+from flowbnn_studies.images.settings import (
+    NAMES,
+    RESNET18_CIFAR10,
+    ImageSettings,
+    Training,
+    make_network,
+    split_key,
+)
 from flowbnn_studies.images.study import BEST_VGG16, CIFAR10_NOVEL, ImageStudy
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.job import Job

@@ -5,20 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flowbnn.results import Parts
-from flowbnn_studies.images.cost import measure_cost
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate, image_metrics, matched
 from flowbnn_studies.images.findings import PLAIN, answer, comparisons, figures, notes, rows
-from flowbnn_studies.images.published import FASHION, LENET_CIFAR10, VGG16_CIFAR10, Published
 from flowbnn_studies.images.settings import (
+    FASHION,
     GROUPS,
+    LENET_CIFAR10,
     QUICK,
+    VGG16_CIFAR10,
     ImageSettings,
+    Published,
     Training,
     image_variants,
     make_network,
 )
-from flowbnn_studies.images.training import fit_variant
+from flowbnn_studies.images.training import fit_variant, measure_cost
 from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.study import Findings, Study, Variant
 

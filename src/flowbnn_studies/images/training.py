@@ -1,18 +1,32 @@
-"""Training one variant: its network, its loader, its optimizer and schedule, and the fit."""
+"""Training one variant, and what its method costs over the plain network: time of a step and of a prediction, memory in training.
 
+Where cost is measured, every method goes through the same functions as in the study, with the same batches, precision and
+acceleration. The methods take turns in every round, so that whatever else the machine does falls on all of them, and a ratio is that of
+two medians.
+"""
+
+import gc
 import math
-from collections.abc import Callable
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from flowbnn.candidates import clock
 from flowbnn.convert import to_stochastic
+from flowbnn.data import TensorLoader
+from flowbnn.errors import FlowBNNWarning
 from flowbnn.methods import MLE, FitOptions, Posterior, fit
 from flowbnn_studies.images.data import Pictures
-from flowbnn_studies.images.settings import Training, rules_for
+from flowbnn_studies.images.evaluation import predict
+from flowbnn_studies.images.settings import GROUPS, ImageSettings, Training, make_network, rules_for
 
 
 def make_optimizer(training: Training) -> Callable[..., Optimizer]:
@@ -107,3 +121,126 @@ def fit_variant(
         **how,
         **given,
     )
+
+
+Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
+
+STEPS, PASSES, FEW = 100, 4, 12
+IMAGES, ON_GPU = 500, 2000  # to predict; with fewer on a GPU the launches would be measured
+
+
+class Timed:
+    """A loader that ends each of its passes after some steps and records how long a step took."""
+
+    def __init__(self, loader: TensorLoader, steps: int) -> None:
+        self.loader, self.steps = loader, min(steps, len(loader))
+        self.generator, self.num_data = loader.generator, loader.num_data
+        self.seconds: list[float] = []
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        device = self.loader.tensors[0].device
+        started = clock(device)
+        for _, batch in zip(range(self.steps), self.loader, strict=False):
+            yield batch
+        self.seconds.append((clock(device) - started) / self.steps)
+
+
+def measure_cost(
+    architecture: str, settings: ImageSettings, pictures: Pictures, options: dict[str, Any], precision: str
+) -> dict[str, Any]:
+    """Medians of every method, and their ratios to the plain network's.
+
+    Args:
+        architecture, settings, pictures: as in the study.
+        options: of the run, as for :func:`flowbnn.fit`.
+        precision: of the run; predictions are made in it too.
+    """
+    methods = {group.replace("_", "-"): _training(settings, group) for group in GROUPS}
+    steps: dict[str, list[float]] = {name: [] for name in methods}
+    memory: dict[str, list[float]] = {}
+    posteriors: dict[str, Posterior] = {}
+
+    def train(name: str, training: Training, loader: Any) -> Posterior:
+        network = make_network(architecture, pictures.channels, settings.width)
+        return fit_variant(
+            f"best-{name}", architecture, training, network, pictures, options, 0, loader=loader
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlowBNNWarning)  # nothing is trained long enough to be healthy
+        for name, training in methods.items():
+            memory[name] = [_peak(train, name, training, pictures)] if pictures.device.type == "cuda" else []
+        for _ in range(settings.rounds):
+            for name, training in methods.items():
+                loader = Timed(pictures.loader(training, 0), STEPS)
+                posteriors[name] = train(name, training, loader)
+                steps[name].append(statistics.median(loader.seconds[1:]))  # the first pass warms up
+    number = min(ON_GPU if pictures.device.type == "cuda" else IMAGES, len(pictures.tested))
+    predictions = _predict(posteriors, pictures.test[0][:number], settings, precision)
+    measured = {"step": steps, "memory": memory, "prediction": predictions}
+    medians = {
+        name: {kind: statistics.median(values[name]) for kind, values in measured.items() if values[name]}
+        for name in methods
+    }
+    ratios = {
+        name: {kind: value / medians["plain"][kind] for kind, value in median.items()}
+        for name, median in medians.items()
+    }
+    rows = number * settings.samples
+    where = "a GPU" if pictures.device.type == "cuda" else "a CPU"
+    caption = (
+        f"Ratios to the plain network in the same run on {where}: batch {settings.plain.batch}, precision {precision}, medians of "
+        f"{settings.rounds} rounds in which the methods take turns. A step is all of it: batch, forward, backward, update; "
+        f"{_taken(options, pictures.device)}. "
+        f"A prediction is of {number} images with {settings.samples} samples, against the plain network on {rows} images."
+    )
+    if any(memory.values()):
+        caption += f" Memory is the peak of {FEW} steps on one batch: weights, gradients, the optimizer's state and work space."
+    return {"values": {}, "medians": medians, "ratios": ratios, "caption": caption}
+
+
+def _taken(options: dict[str, Any], device: torch.device) -> str:
+    """How the steps were taken, which changes what they cost."""
+    asked = options.get("acceleration", "auto") if device.type == "cuda" else "off"
+    words = {"off": "taken one by one", "compile": "compiled and recorded as a CUDA graph"}
+    return f"steps are {words.get(asked, 'recorded as a CUDA graph, not compiled')}"
+
+
+def _training(settings: ImageSettings, group: str) -> Training:
+    """A method's own noise under the plain network's optimizer, batches and schedule."""
+    own: Training = getattr(settings, group)
+    noise = "prior_scale base_scale components positions rate dropped noise_lr warmup"
+    same = {name: getattr(own, name) for name in noise.split()}
+    return replace(settings.plain, epochs=PASSES, **same)
+
+
+def _peak(train: Train, name: str, training: Training, pictures: Pictures) -> float:
+    """Bytes at the peak of a few steps on one batch, which is there before; what earlier methods left behind is cleared away."""
+    batch = tuple(tensor.clone() for tensor in next(iter(pictures.loader(training, 0))))
+    gc.collect()  # a recorded step keeps its memory until then
+    release: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if release is not None:  # kept for every stream that ever asked, else
+        release()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(pictures.device)
+    before = torch.cuda.memory_allocated(pictures.device)
+    train(name, replace(training, epochs=1), [batch] * FEW)
+    return float(torch.cuda.max_memory_allocated(pictures.device) - before)
+
+
+def _predict(
+    posteriors: dict[str, Posterior], images: Tensor, settings: ImageSettings, precision: str
+) -> dict[str, list[float]]:
+    """Seconds of predictions with all samples; of the plain network, for as many rows."""
+    many = images.repeat(settings.samples, 1, 1, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in posteriors}
+    for turn in range(settings.rounds + 1):
+        for name, posterior in posteriors.items():
+            started = clock(images.device)
+            predict(posterior, many if name == "plain" else images, settings.samples, precision)
+            if turn:  # the first is for warming up
+                seconds[name].append(clock(images.device) - started)
+    return seconds

@@ -1,4 +1,4 @@
-"""Charts: lines over epochs or strengths, histograms, bars, and quality against cost."""
+"""Charts: lines over epochs or strengths, histograms, reliability diagrams, bars, and quality against cost."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,19 +10,24 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter
 
 from flowbnn_studies.report.canvas import (
+    CLASSES,
     DASHED,
+    KINDS,
     Group,
     Key,
     Panel,
     Plot,
     Sheet,
+    assign_colours,
+    decimal,
     extent,
+    kind_of,
+    light,
     numbers,
     panels_of,
     pattern,
     set_ticks,
 )
-from flowbnn_studies.report.style import CLASSES, KINDS, assign_colours, decimal, kind_of, light
 
 Data = dict[str, Any]
 Style = tuple[str, str]  # colour and dashes
@@ -154,6 +159,86 @@ def histogram(data: Data, colours: Mapping[str, str]) -> Plot:
             keys.append(Key(label, colour_of({}, place), "area", alpha=0.5))
     columns, size = _layout(len(panels))
     return Plot([Group(panels_of(data, draw))], keys, columns, size)
+
+
+FEW = 0.01  # the share of inputs below which a bin is drawn faint: its accuracy is mostly chance
+BIN_KEYS = [
+    Key("perfect calibration", "muted", "line", "4 3"),
+    Key("accuracy of a bin; stem: gap to its confidence", "ink", "dot"),
+]
+
+
+def _columns(bins: list[Data]) -> dict[str, np.ndarray]:
+    return {
+        name: numbers([item.get(name) for item in bins])
+        for name in ("low", "high", "confidence", "accuracy", "fraction")
+    }
+
+
+def draw_accuracy(axes: Axes, bins: list[Data], colour: str) -> None:
+    """Bars up to the accuracy of each bin, and a stem from the diagonal to it: the calibration gap."""
+    table = _columns(bins)
+    strength = np.clip(np.sqrt(np.nan_to_num(table["fraction"]) / FEW), 0.15, 1.0)
+    axes.plot([0, 1], [0, 1], color=light("muted"), linestyle=DASHED, linewidth=1.1)
+    columns = (table[name] for name in ("low", "high", "confidence", "accuracy"))
+    ink = light("ink")
+    for low, high, confidence, accuracy, alpha in zip(*columns, strength, strict=True):
+        if np.isfinite([confidence, accuracy]).all():
+            middle, width = (low + high) / 2, 0.86 * (high - low)
+            axes.bar(middle, accuracy, width, color=light(colour), alpha=0.45 * alpha, linewidth=0)
+            axes.vlines(confidence, *sorted((confidence, accuracy)), color=ink, alpha=alpha)
+            dot: Any = {"markersize": 3.8, "markeredgewidth": 0, "clip_on": False, "zorder": 5}
+            axes.plot(confidence, accuracy, "o", color=ink, alpha=alpha, **dot)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    set_ticks(axes)
+    axes.set_title("accuracy")
+    axes.set_xlabel("confidence")
+
+
+def bin_keys(models: list[Data]) -> list[Key]:
+    shares = numbers([item["fraction"] for model in models for item in model["bins"]])
+    faint = bool(np.any((shares > 0) & (shares < FEW)))
+    return (
+        [*BIN_KEYS, Key("faint: a bin with under 1 % of the inputs", "ink", "dot", alpha=0.3)]
+        if faint
+        else BIN_KEYS
+    )
+
+
+def reliability(data: Data, colours: Mapping[str, str]) -> Plot:
+    """Accuracy against confidence for each model, above the share of inputs in each bin."""
+    models = data["models"]
+    top = (
+        extent(np.zeros(1), numbers([item["fraction"] for model in models for item in model["bins"]]))
+        or (0.0, 1.0)
+    )[1]
+
+    def make(model: Data) -> Panel:
+        colour = colours.get(model["label"], "sky")
+
+        def draw(sheet: Sheet) -> None:
+            upper, lower = sheet.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
+            draw_accuracy(upper, model["bins"], colour)
+            table = _columns(model["bins"])
+            middle, width = (table["low"] + table["high"]) / 2, 0.86 * (table["high"] - table["low"])
+            lower.bar(
+                middle, np.nan_to_num(table["fraction"]), width, color=light(colour), alpha=0.75, linewidth=0
+            )
+            lower.set_ylim(0, 1.06 * top if top > 0 else 1)
+            set_ticks(lower, 5, 2)
+            lower.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
+            upper.tick_params(axis="x", length=0, labelbottom=False)
+            upper.set_xlabel("")
+            lower.set_title("share of inputs")
+            lower.set_xlabel("confidence")
+
+        note = f"ECE\N{NO-BREAK SPACE}{decimal(model['ece'])}" if model.get("ece") is not None else ""
+        return Panel(model["label"], draw, note)
+
+    columns = 1 if len(models) == 1 else 2 if len(models) in (2, 4) else 3
+    size = {1: (370, 370), 2: (370, 320), 3: (300, 300)}[columns]
+    return Plot([Group([make(model) for model in models])], bin_keys(models) if models else [], columns, size)
 
 
 def bars(data: Data, colours: Mapping[str, str]) -> Plot:

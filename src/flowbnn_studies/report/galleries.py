@@ -8,18 +8,23 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
 from flowbnn_studies.report.canvas import (
+    CLASSES,
     DASHED,
+    KINDS,
     Group,
     Key,
     Panel,
     Plot,
     Sheet,
+    decimal,
     extent,
+    light,
     numbers,
     panels_of,
     set_ticks,
+    tick,
 )
-from flowbnn_studies.report.style import CLASSES, KINDS, decimal, light, tick
+from flowbnn_studies.report.charts import bin_keys, draw_accuracy
 
 Data = dict[str, Any]
 WIDE = 2.0  # standard deviations to either side
@@ -30,6 +35,73 @@ def _ramp(name: str) -> LinearSegmentedColormap:
     """From nothing to the colour, so that empty ground is the page's own, light or dark."""
     colour = to_rgb(light(name))
     return LinearSegmentedColormap.from_list("ramp", [(*colour, 0.0), (*colour, 1.0)])
+
+
+def _decisions(model: Data, largest: float, span: Any, width: int) -> Panel:
+    """Points, and on a grid the predicted class, with the uncertainty as the size of the dots."""
+
+    def draw(sheet: Sheet) -> None:
+        axes = sheet.subplots()
+        points, classes = numbers(model["points"]).reshape(-1, 2), numbers(model["point_class"])
+        grid, decided = numbers(model["grid"]).reshape(-1, 2), numbers(model["grid_class"])
+        spacing = (width - 40) / max([2, *(len(np.unique(column)) for column in grid.T)])
+        size = np.full(len(grid), 0.26 * spacing)
+        if model.get("grid_uncertainty") is not None and largest > 0:
+            size = spacing * (
+                0.26 + 0.74 * np.clip(np.nan_to_num(numbers(model["grid_uncertainty"])) / largest, 0, 1)
+            )
+        for label in np.unique(np.concatenate([classes, decided])):
+            if np.isfinite(label):
+                colour = light(CLASSES[int(label) % len(CLASSES)])
+                style: Any = {"color": colour, "linewidths": 0, "rasterized": True}
+                (x, y), (left, up) = points[classes == label].T, grid[decided == label].T
+                axes.scatter(x, y, s=7, alpha=0.36, **style)
+                axes.scatter(left, up, s=size[decided == label] ** 2, **style)
+        if span is not None:
+            axes.set_xlim(*span[0])
+            axes.set_ylim(*span[1])
+        axes.grid(False)
+        set_ticks(axes)
+        named = (("accuracy", model.get("accuracy")), ("ECE", model.get("ece")))
+        axes.set_title(", ".join(f"{name} {decimal(value)}" for name, value in named if value is not None))
+
+    return Panel(model["label"], draw)
+
+
+def field(data: Data, colours: Mapping[str, str]) -> Plot:
+    """A column for each model: decisions over the plane, with the uncertainty as dot size, above the calibration."""
+    models, size = data["models"], (300, 280)
+    spreads = [numbers(model["grid_uncertainty"]) for model in models if model.get("grid_uncertainty")]
+    largest = (extent(np.zeros(1), *spreads) or (0.0, 0.0))[1]
+    axes = [extent(*[numbers(model["grid"]).reshape(-1, 2)[:, axis] for model in models]) for axis in (0, 1)]
+    span = None
+    if axes[0] is not None and axes[1] is not None:
+        span = [(low - 0.02 * (high - low), high + 0.02 * (high - low)) for low, high in (axes[0], axes[1])]
+
+    def calibration(model: Data) -> Panel:
+        return Panel(
+            model["label"],
+            lambda sheet: draw_accuracy(sheet.subplots(), model["bins"], colours.get(model["label"], "sky")),
+        )
+
+    present = numbers([label for model in models for label in model["point_class"]])
+    classes = sorted({int(label) for label in present[np.isfinite(present)]})
+    keys = [Key(f"class {label}", CLASSES[label % len(CLASSES)], "dot") for label in classes]
+    keys.append(Key("grid: predicted class; larger where sampled networks disagree", "muted", "sizes"))
+    seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
+    groups = [
+        Group(
+            [_decisions(model, largest, span, size[0]) for model in models],
+            f"What is decided, and how sure{seed}",
+        ),
+        Group([calibration(model) for model in models], f"How often a confidence is right{seed}"),
+    ]
+    return Plot(
+        groups if models else [],
+        [*keys, *bin_keys(models)] if models else [],
+        min(3, max(1, len(models))),
+        size,
+    )
 
 
 def bands(data: Data, colours: Mapping[str, str]) -> Plot:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowbnn_studies.report.style import decimal
+from flowbnn_studies.report.canvas import decimal
 
 Data = dict[str, Any]
 ARROWS = {"higher": ("↑", "higher is better"), "lower": ("↓", "lower is better")}

@@ -11,7 +11,7 @@ from scipy.ndimage import gaussian_filter
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data import CORRUPTIONS, corrupt, novel_noise
-from flowbnn_studies.data.corruptions import STEPS
+from flowbnn_studies.data.augment import STEPS
 
 STRENGTHS = range(1, 6)
 

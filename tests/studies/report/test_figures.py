@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from flowbnn_studies.report import load_results, reading, save_figures, write_report
-from flowbnn_studies.report.canvas import Panel, to_png, to_svg
+from flowbnn_studies.report.canvas import COLOURS, Panel, to_png, to_svg
 from flowbnn_studies.report.galleries import mass_levels
 from flowbnn_studies.report.page import PLOTS, make_plot, page_colours
-from flowbnn_studies.report.style import COLOURS
 
 STUDIES = ["two_clusters", "digits", "flow_length", "lenet", "rivals"]
 

@@ -8,8 +8,8 @@ from flowbnn.candidates import CANDIDATES
 from flowbnn.methods import METHODS
 from flowbnn_studies import get_study
 from flowbnn_studies.images.settings import image_variants
+from flowbnn_studies.report.canvas import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
 from flowbnn_studies.report.page import make_plot, page_colours
-from flowbnn_studies.report.style import CLASSES, COLOURS, KINDS, STEPS, assign_colours, kind_of, light
 
 
 def test_every_method_of_every_study_has_its_colour() -> None:
