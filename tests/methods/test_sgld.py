@@ -26,7 +26,7 @@ def stationary(rate: float, number: int, covariance: torch.Tensor) -> torch.Tens
 def test_a_conjugate_regression_with_the_bias_of_its_step_size():
     inputs, targets, mean, covariance = regression()
     method = fb.SGLD(
-        lr=0.1, epochs=8, samples=750, cycles=0, burn_in=0.06, preconditioned=False, prior_scale=2.0
+        lr=0.1, epochs=8, samples=750, cycles=0, exploration=0.06, preconditioned=False, prior_scale=2.0
     )
     known = {"likelihood": fb.likelihoods.Gaussian(noise=0.5), "num_data": len(inputs), "seed": 0}
     posterior = method.fit(nn.Linear(2, 1).double(), [(inputs, targets)] * 100, **known, **QUIET)
@@ -71,7 +71,7 @@ def test_with_small_steps_the_preconditioned_chain_samples_the_posterior():
 def test_with_cycles_the_spread_is_that_of_the_posterior(preconditioned):
     """It was 0.34 to 0.58 of the exact standard deviation, when a descent without noise and steps that vanish came before."""
     inputs, targets, mean, covariance = regression()
-    chains, number, plan = 200, len(inputs), Plan(2000, cycles=4, exploration=0.5, burn_in=0.0, samples=40)
+    chains, number, plan = 200, len(inputs), Plan(2000, cycles=4, exploration=0.5, samples=40)
     design = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
     weights = nn.Parameter(mean.repeat(chains, 1))  # without any spread
     rate, kept = (0.01 if preconditioned else 0.05), []
@@ -115,7 +115,7 @@ def test_temperature_nought_only_descends():
 @pytest.mark.parametrize("cycles", [0, 1, 4])
 @pytest.mark.parametrize(("total", "samples"), [(120, 20), (101, 7), (40, 4)])
 def test_plans_keep_as_many_as_asked_in_the_sampling_parts(cycles, total, samples):
-    plan = Plan(total, cycles, exploration=0.5, burn_in=0.5, samples=samples)
+    plan = Plan(total, cycles, exploration=0.5, samples=samples)
     assert len(plan.kept) == samples
     assert total in plan.kept
     for step in plan.kept:  # the state after so many steps; its last step had noise
@@ -192,7 +192,7 @@ def test_the_noise_of_a_regression_is_sampled_with_the_weights(tmp_path):
     likelihood = fb.likelihoods.Gaussian()
     nn.init.constant_(likelihood.log_scale, center := -0.5)
     method = fb.SGLD(
-        lr=0.03, epochs=20, samples=1500, cycles=0, burn_in=0.25, preconditioned=False, prior_scale=2.0
+        lr=0.03, epochs=20, samples=1500, cycles=0, exploration=0.25, preconditioned=False, prior_scale=2.0
     )
     known = {"likelihood": likelihood, "num_data": len(inputs), "seed": 0}
     posterior = method.fit(nn.Linear(2, 1).double(), [(inputs, targets)] * 100, **known, **QUIET)

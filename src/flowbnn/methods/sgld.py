@@ -59,8 +59,8 @@ class SGLD(Method):
     Args:
         samples: networks kept, spread over the sampling parts of the cycles.
         cycles: of the step size, each from ``lr`` down by a cosine until ``exploration`` ends; 1 is one decay, 0 a constant step size.
-        exploration: the share of each cycle, its largest steps, that goes without snapshots, to find a mode.
-        burn_in: with ``cycles=0``, the share of the run before the first snapshot.
+        exploration: the share of each cycle, its largest steps, that goes without snapshots, to find a mode; of the whole run with
+            ``cycles=0``.
         preconditioned: scale steps by the root mean square of the gradient, as RMSprop does; it is learned before snapshots are taken.
         damping: what is added to the gradient size.
         temperature: 1 is the posterior; below 1 a colder, narrower one.
@@ -82,7 +82,6 @@ class SGLD(Method):
     samples: Count = 20
     cycles: Annotated[int, Ge(0)] = 4
     exploration: Annotated[float, Interval(ge=0, lt=1)] = 0.5
-    burn_in: Annotated[float, Interval(ge=0, lt=1)] = 0.5
     preconditioned: bool = True
     damping: Positive = 1e-3
     temperature: NonNegative = 1.0
@@ -119,12 +118,12 @@ class SGLD(Method):
             found, logs = negative_log_likelihood(likelihood, outputs_of, batch, clock)
             return found + snapshots.energy() / number, logs
 
-        def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
+        def schedule(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
             return LambdaLR(optimizer, plan.rate)
 
         point = PointPosterior(model, likelihood)
         with without_dropout(model):
-            history = train_posterior(point, loss, engine, loader, run, cosine, beside=snapshots)
+            history = train_posterior(point, loss, engine, loader, run, schedule, beside=snapshots)
         snapshots.look(total)
         self._warn_of_divergence(history, sum(p.numel() for p in trained_parameters(model).values()) / number)
         members = snapshots.stacked()
@@ -151,7 +150,7 @@ class SGLD(Method):
 
     def plan(self, total: int) -> "Plan":
         """The schedule of a run of so many steps; it keeps fewer than ``samples`` where the run is too short for them."""
-        return Plan(total, self.cycles, self.exploration, self.burn_in, self.samples)
+        return Plan(total, self.cycles, self.exploration, self.samples)
 
 
 class Langevin(torch.optim.Optimizer):
@@ -222,18 +221,17 @@ class Plan:
     With cycles, the step size of step :math:`t` is :math:`\frac{\epsilon}{2} (\cos(\pi r) + 1)`, :math:`r` being the share of its
     cycle that is done (Zhang et al. 2020), until the part that gives snapshots, which keeps the last one. Without, it is constant.
 
-    >>> plan = Plan(total=20, cycles=2, exploration=0.5, burn_in=0.0, samples=4)
+    >>> plan = Plan(total=20, cycles=2, exploration=0.5, samples=4)
     >>> [round(plan.rate(t), 2) for t in range(0, 20, 5)], [plan.samples_at(t) for t in (0, 4, 5, 9)], sorted(plan.kept)
     ([1.0, 0.5, 1.0, 0.5], [False, False, True, True], [8, 10, 18, 20])
     """
 
-    def __init__(self, total: int, cycles: int, exploration: float, burn_in: float, samples: int) -> None:
-        self.total, self.cycles = total, cycles
+    def __init__(self, total: int, cycles: int, exploration: float, samples: int) -> None:
+        self.cycles = cycles
         parts = max(1, cycles)
-        silent = exploration if cycles else burn_in
         self.bounds = [round(index * total / parts) for index in range(parts + 1)]
         self.first = [
-            low + math.ceil(silent * (high - low))
+            low + math.ceil(exploration * (high - low))
             for low, high in zip(self.bounds, self.bounds[1:], strict=False)
         ]
         self.kept: set[int] = set()
@@ -271,16 +269,20 @@ class Snapshots(nn.Module):
 
     def __init__(self, model: nn.Module, level: Tensor | None, steps: list[int]) -> None:
         super().__init__()
-        self.steps, self.present = steps, lambda: _sampled(model, level)
+        self.steps, self.sampled = steps, (model, level)  # in a tuple they are no parts of this module
         self.names = list(self.present())
         for number, value in enumerate(self.present().values()):
             self.register_buffer(str(number), value.new_zeros(len(steps), *value.shape))
-        self.level = (level,)  # in a tuple it is no parameter of this module
         self.register_buffer("center", torch.zeros(()) if level is None else level.detach().clone())
+
+    def present(self) -> dict[str, Tensor]:
+        """A copy of everything that is sampled, and of the network's buffers."""
+        model, level = self.sampled
+        return state_of(model) if level is None else {**state_of(model), NOISE: level.detach().clone()}
 
     def energy(self) -> Tensor | float:
         """Minus the log-density of the noise's logarithm, up to a constant."""
-        level = self.level[0]
+        level = self.sampled[1]
         return 0.0 if level is None else 0.5 * (level - self.get_buffer("center")).square().sum()
 
     def look(self, step: int) -> None:
@@ -292,11 +294,6 @@ class Snapshots(nn.Module):
     def stacked(self) -> dict[str, Tensor]:
         """All of them, ``{name: [M, ...]}``."""
         return {name: self.get_buffer(str(number)) for number, name in enumerate(self.names)}
-
-
-def _sampled(model: nn.Module, level: Tensor | None) -> dict[str, Tensor]:
-    """A copy of everything that is sampled, and of the network's buffers."""
-    return state_of(model) if level is None else {**state_of(model), NOISE: level.detach().clone()}
 
 
 class SGLDPosterior(MemberPosterior):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.methods.mcmc.posterior import ChainPosterior
-from flowbnn.options import Count, Positive, Seed, checked
+from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import GaussianPredictive
 from flowbnn.quality.chains import RHAT, NoiseChains, noise_chains
@@ -20,6 +20,8 @@ GRID = 201  # points of a target's density
 TEST = "the comparison at test data"
 FAR = 10.0  # nats below the highest maximum, where a mode has hardly any mass
 POINTS = 15  # on the way from one maximum to another
+DIP = 1.0  # nats between two maxima
+STEPS = 200  # of a climb at most
 
 
 @dataclass(frozen=True)
@@ -181,29 +183,25 @@ def modes(
     posterior: Posterior,
     loader: Iterable[Any],
     starts: Count = 16,
-    dip: Positive = 1.0,
-    steps: Count = 200,
     seed: Seed = 0,
 ) -> Modes:
     r"""Distinct maxima of the density that a posterior approximates, by climbs (L-BFGS) from draws of the prior.
 
-    Two ends are one maximum where the density on the line between them falls by less than ``dip`` nats below the lower end.
+    Two ends are one maximum where the density on the line between them falls by less than one nat below the lower end.
 
     Args:
         posterior: of noise, fitted.
         loader: the data.
         starts: climbs.
-        dip: in nats.
-        steps: of a climb at most.
         seed: of the starts.
     """
-    return climb(NoiseTarget(posterior, loader, seed), starts, dip, steps)
+    return climb(NoiseTarget(posterior, loader, seed), starts)
 
 
-def climb(target: NoiseTarget, starts: int = 16, dip: float = 1.0, steps: int = 200) -> Modes:
+def climb(target: NoiseTarget, starts: int = 16) -> Modes:
     """What :func:`modes` finds of a density."""
     space = target.whitening()
-    ends = torch.stack([_climb(space, start, steps) for start in space.position(target.draw_prior(starts))])
+    ends = torch.stack([_climb(space, start) for start in space.position(target.draw_prior(starts))])
     heights = -space(ends)[0]
     order = heights.argsort(descending=True)
     ends, heights = ends[order], heights[order]
@@ -211,7 +209,7 @@ def climb(target: NoiseTarget, starts: int = 16, dip: float = 1.0, steps: int = 
     counts: list[int] = []
     for number in range(len(ends)):
         falls = [_dip(space, ends[number], ends[other]) for other in kept]
-        if falls and min(falls) < dip:
+        if falls and min(falls) < DIP:
             counts[falls.index(min(falls))] += 1
         else:
             kept.append(number)
@@ -223,14 +221,14 @@ def climb(target: NoiseTarget, starts: int = 16, dip: float = 1.0, steps: int = 
     return Modes(space.vectors(ends[kept]), heights[kept], tuple(counts), dips)
 
 
-def _climb(space: Whitened, start: Tensor, steps: int) -> Tensor:
+def _climb(space: Whitened, start: Tensor) -> Tensor:
     from scipy.optimize import minimize  # whose import changes the filters of warnings
 
     def energy(position: Any) -> tuple[float, Any]:
         value, slope = space(torch.as_tensor(position).to(start)[None])
         return float(value), slope[0].cpu().numpy()
 
-    found = minimize(energy, start.cpu().numpy(), jac=True, method="L-BFGS-B", options={"maxiter": steps})
+    found = minimize(energy, start.cpu().numpy(), jac=True, method="L-BFGS-B", options={"maxiter": STEPS})
     return torch.as_tensor(found.x).to(start)
 
 
@@ -298,12 +296,10 @@ def simulation_ranks(
     ranks = []
     for number, truth in enumerate(truths):
         predictive = target.likelihood.predictive(target.outputs(truth[None]))
-        simulated = (
-            predictive.sample(1, seed=seed + number)[0].reshape(target.targets.shape).to(target.targets)
-        )
-        made = fit([(target.inputs, simulated)])
-        drawn = made.draws(draws, seed=seed + number)
-        found = torch.cat([drawn[name] for name in target.names if name in drawn] or [truth[None, :0]], -1)
+        drawn = predictive.sample(1, seed=seed + number)[0]
+        made = fit([(target.inputs, drawn.reshape(target.targets.shape).to(target.targets))])
+        noise = made.draws(draws, seed=seed + number)
+        found = torch.cat([noise[name] for name in target.names if name in noise] or [truth[None, :0]], -1)
         if found.shape[1:] != truth.shape:
             raise FlowBNNError(
                 f"fit must give posteriors of the noise of the one that is given, of {len(truth)} numbers, not of {found.shape[-1]}",

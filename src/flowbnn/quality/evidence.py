@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowbnn.diagnostics.chains import effective_sample_size
 from flowbnn.diagnostics.pareto import FEWEST, GOOD, log_mean, usable
+from flowbnn.distributions.draws import standard_normal
 from flowbnn.errors import warn
 from flowbnn.methods.mcmc.hamiltonian import begin, hmc_kernel
 from flowbnn.options import Interval, Seed, checked
@@ -96,15 +97,8 @@ def _importance(target: NoiseTarget, samples: int) -> ParetoK:
     vectors, density = target.draw(samples)
     weights = target.log_joint(vectors) - density
     found = log_mean(weights)
-    return ParetoK(
-        found.k,
-        float(weights.mean()),
-        float(weights.std()) / math.sqrt(samples),
-        found.value,
-        found.error,
-        found.effective,
-        samples,
-    )
+    elbo, error = float(weights.mean()), float(weights.std()) / math.sqrt(samples)
+    return ParetoK(found.k, elbo, error, found.value, found.error, found.effective, samples)
 
 
 @dataclass(frozen=True)
@@ -188,9 +182,7 @@ def _bridge(chains: NoiseChains) -> Evidence:
     covariance = (count * early.T.cov(correction=0).reshape(dim, dim) + dim * unit) / (count + dim)
     proposal = torch.distributions.MultivariateNormal(early.mean(0), covariance, validate_args=False)
     source = torch.Generator(early.device).manual_seed(chains.target.seed + 2)
-    normal = torch.randn(
-        late.shape[0] * late.shape[1], dim, generator=source, dtype=early.dtype, device=early.device
-    )
+    normal = standard_normal(late.flatten(0, 1).shape, early.dtype, early.device, source)
     drawn = proposal.loc + normal @ proposal.scale_tril.T
     inner = -chains.energy[:, half:].to(late) - proposal.log_prob(late) + space.log_det
     outer = chains.target.log_joint(space.vectors(drawn)) - proposal.log_prob(drawn) + space.log_det
@@ -226,12 +218,11 @@ def bridge_sampling(chains: Tensor, proposal: Tensor) -> tuple[float, float]:
     low = float(proposal.median())
     inner, outer = chains.flatten() - low, proposal - low
     log_evidence = torch.zeros((), dtype=torch.float64, device=chains.device)
+    counts = math.log(len(inner) / len(outer))
     for _ in range(1000):
-        top = (outer - torch.logaddexp(first + outer, second + log_evidence)).logsumexp(0) - math.log(
-            len(outer)
-        )
-        bottom = (-torch.logaddexp(first + inner, second + log_evidence)).logsumexp(0) - math.log(len(inner))
-        before, log_evidence = log_evidence, top - bottom
+        top = (outer - torch.logaddexp(first + outer, second + log_evidence)).logsumexp(0)
+        bottom = (-torch.logaddexp(first + inner, second + log_evidence)).logsumexp(0)
+        before, log_evidence = log_evidence, top - bottom + counts
         if abs(float(log_evidence - before)) < 1e-9:
             break
     bridge = torch.full_like(log_evidence, second)
@@ -258,11 +249,7 @@ def _tempered(target: NoiseTarget) -> Evidence:
         groups += weights.logsumexp(1) - math.log(PARTICLES)
         beta = min(1.0, beta + step)
         chosen = _systematic(weights.softmax(1), source)
-        vectors = (
-            vectors.reshape(GROUPS, PARTICLES, -1)
-            .gather(1, chosen[..., None].expand(-1, -1, target.dim))
-            .flatten(0, 1)
-        )
+        vectors = torch.cat([one[at] for one, at in zip(vectors.split(PARTICLES), chosen, strict=True)])
         space = target.whitening(beta)
         state = begin(space, space.position(vectors))
         for _ in range(2):
@@ -369,20 +356,12 @@ def elbo_gap(
     has = correlation_nats(torch.linalg.inv(covariance), target.sizes, len(own) - 1.0)
     wants = correlation_nats(target.precision(own), target.sizes)
     exact = correlation_nats(target.precision(chains.vectors.flatten(0, 1)), target.sizes)
-    lacks = [
+    within, across = (
         worth * min(1.0, max(0.0, 1.0 - got / max(want, 1e-3)))
         for worth, got, want in zip(exact, has, wants, strict=True)
-    ]
-    return Gap(
-        best.value - found.elbo,
-        math.hypot(best.error, found.elbo_error),
-        lacks[0],
-        lacks[1],
-        target.dim,
-        target.count,
-        best,
-        found.elbo,
     )
+    nats, error = best.value - found.elbo, math.hypot(best.error, found.elbo_error)
+    return Gap(nats, error, within, across, target.dim, target.count, best, found.elbo)
 
 
 def correlation_nats(

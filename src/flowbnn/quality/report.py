@@ -70,12 +70,10 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        bad = (
-            "This posterior is not good"
-            if self.judged
-            else "Importance sampling cannot vouch for this posterior"
+        unknown = "Importance sampling cannot vouch for this posterior"
+        first = (
+            f"This posterior is {'' if self.good else 'not '}good" if self.good or self.judged else unknown
         )
-        first = "This posterior is good" if self.good else bad
         need = {
             "nothing": "a richer one could hardly matter here",
             "unknown": "whether a richer one would matter only chains can tell "

@@ -86,9 +86,8 @@ class NoiseTarget:
         """Vectors ``[S, D]`` of the posterior and their log-density ``[S]``, in float64; another ``number``, other ones."""
         source = torch.Generator(self.device).manual_seed(self.seed + 7919 * number)
         drawn = [vector.posterior().rsample_and_log_prob((samples,), source) for vector, _ in self.vectors]
-        return self.joined([value for value, _ in drawn]), torch.stack(
-            [density.double() for _, density in drawn]
-        ).sum(0)
+        densities = torch.stack([density.double() for _, density in drawn])
+        return self.joined([value for value, _ in drawn]), densities.sum(0)
 
     def draw_prior(self, samples: int) -> Tensor:
         """Vectors of the prior."""
