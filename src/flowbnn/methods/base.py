@@ -46,6 +46,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods.fitting import (
     NOISE_RATE,
     FitOptions,
+    Logged,
     Schedule,
     check_loader,
     learn_noise,
@@ -55,6 +56,7 @@ from flowbnn.methods.fitting import (
     train_posterior,
     undisturbed,
 )
+from flowbnn.methods.noise_level import warn_of_level
 from flowbnn.noise import noise_layers
 from flowbnn.options import Ge, Positive, options, takes
 from flowbnn.posterior.base import Posterior
@@ -83,6 +85,7 @@ class Method:
 
     name: ClassVar[str] = "method"
     needs_weights: ClassVar[bool] = True  # that can be trained
+    has_prior: ClassVar[bool] = True  # on the weights, when they are trained by gradients
 
     epochs: Annotated[int, Ge(0)] = 20
     lr: Positive = 1e-3
@@ -143,12 +146,7 @@ class Method:
         return copied(network), run
 
     def start(
-        self,
-        model: nn.Module,
-        loader: Iterable[Any],
-        run: FitOptions,
-        weight_decay: float | None = None,
-        loss: Callable[..., Any] = negative_log_likelihood,
+        self, model: nn.Module, loader: Iterable[Any], run: FitOptions, weight_decay: float | None = None
     ) -> PointPosterior:
         r"""The network trained for ``epochs`` by maximum a posteriori, in place; as it is where ``epochs`` is 0.
 
@@ -158,36 +156,44 @@ class Method:
         residuals over all the data.
 
         Args:
-            weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior.
-            loss: of the likelihood and what an :class:`Objective`'s loss takes.
+            weight_decay: :math:`\lambda`; unless given :math:`1 / \sigma^2 N`, that of the Gaussian prior, where there is one.
         """
         likelihood, _, check = prepare(model, loader, run.likelihood, run.seed, self.epochs > 0)
-        posterior = PointPosterior(model, likelihood)
-        if not self.epochs:
-            model.eval()
-            with undisturbed(loader, run.seed):
-                learn_noise(model, likelihood, loader)
-            return posterior
-        decay = 1.0 / (self.prior_scale**2 * run.count(loader)) if weight_decay is None else weight_decay
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": weights, "lr": self.lr, "weight_decay": decay},
-            {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
-        ]
-        posterior.history = train_posterior(
-            posterior,
-            partial(loss, likelihood),
-            optimizer_for(groups, self.optimizer),
-            loader,
-            run,
-            self.schedule,
-            check_batch=check,
-        )
+        posterior = PointPosterior(model.eval(), likelihood)
+        if self.epochs:
+            if weight_decay is None:
+                weight_decay = 1.0 / (self.prior_scale**2 * run.count(loader)) if self.has_prior else 0.0
+            weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            groups = [
+                {"params": weights, "lr": self.lr, "weight_decay": weight_decay},
+                {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
+            ]
+            engine, loss = optimizer_for(groups, self.optimizer), partial(self.loss(model), likelihood)
+            posterior.history = train_posterior(
+                posterior, loss, engine, loader, run, self.schedule, check_batch=check
+            )
         with undisturbed(loader, run.seed or 0):
             learn_noise(model, likelihood, loader)
         return posterior
+
+    def loss(self, model: nn.Module) -> Callable[..., Logged]:
+        """What :meth:`start` minimises: of the likelihood and what an :class:`Objective`'s loss takes."""
+        return negative_log_likelihood
 
     @property
     def noise_rate(self) -> float:
         """The learning rate of a Gaussian's noise: at the weights' own, Adam may not get there within the run."""
         return max(self.lr, NOISE_RATE) if self.optimizer is None else self.lr
+
+
+@options(kw_only=True, repr=False)
+class PointMethod(Method):
+    """A method that gives one network, the one of :meth:`Method.start`."""
+
+    @takes(FitOptions)
+    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
+        """As :meth:`Method.fit`."""
+        model, run = self.setup(network, loader, given)
+        posterior = self.start(model, loader, run)
+        warn_of_level(posterior, loader, run.seed)
+        return posterior

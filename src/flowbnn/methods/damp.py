@@ -6,7 +6,7 @@ The perturbed weights stand for corrupted inputs. The result is one plain networ
 robustness of node noise is a matter of training alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from flowbnn.batches import device_of, split_batch, take
 from flowbnn.likelihoods import Likelihood
-from flowbnn.methods.base import FitOptions, Method, register_method
+from flowbnn.methods.base import PointMethod, register_method
 from flowbnn.methods.fitting import Logged, Outputs, negative_log_likelihood
-from flowbnn.methods.noise_level import warn_of_level
-from flowbnn.options import Count, Positive, options, takes
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.options import Count, Positive, options
 from flowbnn.posterior.weights import StandIns
 from flowbnn.training import Clock
 
 
 @register_method
 @options(kw_only=True, repr=False)
-class DAMP(Method):
+class DAMP(PointMethod):
     r"""Maximum a posteriori with weights that are multiplied by fresh Gaussian noise at every step; the plain network at the end.
 
     As in the paper's algorithm, the gradient is taken at the perturbed weights and applied to the unperturbed ones. Biases have no
@@ -44,13 +42,8 @@ class DAMP(Method):
     scale: Positive = 0.2
     parts: Count = 1
 
-    @takes(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
-        """As :meth:`Method.fit`."""
-        model, run = self.setup(network, loader, given)
-        posterior = self.start(model, loader, run, loss=partial(_perturbed, model, self.scale, self.parts))
-        warn_of_level(posterior, loader, run.seed)
-        return posterior
+    def loss(self, model: nn.Module) -> Callable[..., Logged]:
+        return partial(_perturbed, model, self.scale, self.parts)
 
 
 def _perturbed(

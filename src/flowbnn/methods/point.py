@@ -6,49 +6,31 @@ r"""Maximum likelihood and maximum a posteriori: the plain network, behind the s
 With classes the first is the cross entropy, the second the cross entropy with weight decay.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from typing import ClassVar
 
-from torch import nn
-
-from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.noise_level import warn_of_level
-from flowbnn.options import options, takes
-from flowbnn.posterior.point import PointPosterior
+from flowbnn.methods.base import PointMethod, register_method
+from flowbnn.options import options
 
 
 @register_method
 @options(kw_only=True, repr=False)
-class MLE(Method):
+class MLE(PointMethod):
     """Maximum likelihood: the network as everyone trains it. ``prior_scale`` is not used.
 
     >>> import torch
+    >>> from torch import nn
     >>> loader = [(torch.randn(8, 2), torch.arange(8) % 3)]
     >>> MLE(epochs=2).fit(nn.Linear(2, 3), loader, progress=False)
     PointPosterior(Linear, Categorical(), 2 epochs)
     """
 
-    @takes(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
-        """As :meth:`Method.fit`."""
-        model, run = self.setup(network, loader, given)
-        posterior = self.start(model, loader, run, weight_decay=0.0)
-        warn_of_level(posterior, loader, run.seed)
-        return posterior
+    has_prior: ClassVar[bool] = False
 
 
 @register_method
 @options(kw_only=True, repr=False)
-class MAP(Method):
+class MAP(PointMethod):
     r"""Maximum a posteriori under the prior :math:`w \sim \mathcal N(0, \sigma^2)`, ``prior_scale`` being :math:`\sigma`.
 
     Per example, the prior adds :math:`\|w\|^2 / 2\sigma^2 N` to the loss: a weight decay of :math:`1/\sigma^2 N`.
     """
-
-    @takes(FitOptions)
-    def fit(self, network: nn.Module, loader: Iterable[Any], **given: Any) -> PointPosterior:
-        """As :meth:`Method.fit`."""
-        model, run = self.setup(network, loader, given)
-        posterior = self.start(model, loader, run)
-        warn_of_level(posterior, loader, run.seed)
-        return posterior
