@@ -195,9 +195,7 @@ def first_batches(
             check_loader([batch], use)
             found.append(split_batch(batch))
             targets = found[-1][1]
-            if (
-                use != "training" and len(targets) == 0
-            ):  # batches of the training are looked at one by one, and named
+            if use != "training" and len(targets) == 0:  # those of the training are named, one by one
                 raise FlowBNNError(
                     f"the first batch has no examples: there is nothing for {use}",
                     kind="loader",

@@ -216,15 +216,8 @@ class _Climb:
     @torch.no_grad()
     def settle(self, likelihood: Gaussian, modes: Tensor) -> None:
         """Let the noise level be the size of the members' residuals."""
-        parts = [
-            (take((self.inputs, self.targets), low, low + ROWS), mode)
-            for mode in modes
-            for low in range(0, len(self.targets), ROWS)
-        ]
-        likelihood.settle(
-            (self.network.outputs(inputs, mode.expand(len(targets), -1)), targets)
-            for (inputs, targets), mode in parts
-        )
+        passes = self.network.passes(modes, self.inputs, self.targets, ROWS)
+        likelihood.settle((self.network.outputs(inputs, noise), truth) for _, inputs, truth, noise in passes)
 
 
 class ModePosterior(NoisePosterior):

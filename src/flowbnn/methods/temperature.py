@@ -182,13 +182,12 @@ def best_temperature(posterior: Posterior, outputs: Tensor, targets: Tensor) -> 
     sharp = values[0] <= values[best]
     if sharp or best == count - 1:
         end = RANGE[0] if sharp else RANGE[1]
+        reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
         if sharp and not isinstance(posterior.likelihood, Gaussian):
-            end, reason = (
-                1.0,
-                "are all predicted right, which determines no temperature: it stays at 1; give more of them",
+            reason = (
+                "are all predicted right, which determines no temperature: it stays at 1; give more of them"
             )
-        else:
-            reason = f"ask for a temperature of {end:g} or beyond, which is taken; are they of another kind than the training data?"
+            end = 1.0
         warn(f"the validation data {reason}", kind="validation")
         return end
     left, right, u = grid[best - 1], grid[best + 1], grid[best]

@@ -65,18 +65,15 @@ class Guard:
         else:
             source, receiver = _watch(state.objective, again)
             layer = source or receiver  # "" is the objective itself, whose loss is known to be bad
-            term = first_nonfinite_tensor(
-                (n, value) for n, value in logs.items() if isinstance(value, Tensor)
-            )
+            term = first_nonfinite_tensor(named_tensors(logs))
             if layer:
                 kind = type(state.objective.get_submodule(layer)).__name__
                 layer = name_below(layer, state.names_below)
                 cause = f"layer {layer!r} ({kind})" if layer else f"the model itself ({kind})"
-                cause += (
-                    " made it first"
-                    if source
-                    else " was given inputs that are not finite, which no layer made"
+                made = (
+                    "made it first" if source else "was given inputs that are not finite, which no layer made"
                 )
+                cause += f" {made}"
             elif term is not None:
                 cause = f"every layer's output is finite, but {term!r} is not"
             else:

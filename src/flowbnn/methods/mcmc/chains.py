@@ -243,13 +243,8 @@ class Chains:
         """The present state. Its tensors are never written over, so none is copied."""
         assert self.state is not None
         sources = [source.get_state() for source in self.sources]
-        adapting = self.adapting.state()
-        return {
-            "number": self.number,
-            "state": self.state._asdict(),
-            "adapting": adapting,
-            "sources": sources,
-        }
+        parts = {"state": self.state._asdict(), "adapting": self.adapting.state(), "sources": sources}
+        return {"number": self.number, **parts}
 
     def save(self, snapshot: dict[str, Any]) -> bool:
         """Write the file of the run, with the draws up to then; False where there is none."""

@@ -40,14 +40,9 @@ class Gain(NamedTuple):
         error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
         return cls(float(before.mean()), float(after.mean()), error, name)
 
-    @property
-    def is_loss(self) -> bool:
-        """Whether it is a loss by more than two standard errors."""
-        return self.after < self.before - 2 * self.error
-
     def told(self, line: str, kind: str) -> "Gain":
-        """This, after a warning where it is a loss."""
-        if self.is_loss:
+        """This, after a warning where it is a loss by more than two standard errors."""
+        if self.after < self.before - 2 * self.error:
             warn(line, kind=kind, before=self.before, after=self.after)
         return self
 

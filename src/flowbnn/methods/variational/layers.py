@@ -30,6 +30,7 @@ from flowbnn.errors import FlowBNNError, nearest
 from flowbnn.noise.layout import FORWARD, absorbs
 from flowbnn.noise.passes import Share
 from flowbnn.numerics import exactly
+from flowbnn.posterior.weights import StandIns
 
 Way = Literal["reparameterization", "local", "flipout"]
 _LEAST = {torch.float64: 1e-60}  # variance: below it, the root has no slope to speak of
@@ -272,7 +273,7 @@ class DrawnNetwork(nn.Module):
         own = dict(network.named_parameters())
         wanted = {id(own[name]): name for name in names}
         self.places = [
-            (module._parameters, key, parameter, wanted[id(parameter)])
+            (module._parameters, key, wanted[id(parameter)])
             for module in network.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in wanted
@@ -284,13 +285,10 @@ class DrawnNetwork(nn.Module):
         """A pass of the network with these tensors, which gradients reach."""
         self.shared = shared
         try:
-            for held, key, _, name in self.places:
-                held[key] = values[name]  # type: ignore[assignment]
-            return self.network(*args, **kw)
+            with StandIns((held, key, values[name]) for held, key, name in self.places):
+                return self.network(*args, **kw)
         finally:
             self.shared = None
-            for held, key, own, _ in self.places:
-                held[key] = own
 
     def release(self) -> None:
         """Take the hooks off."""

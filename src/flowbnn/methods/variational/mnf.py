@@ -315,9 +315,8 @@ class MultiplicativeLayer(nn.Module):
 
     def draw(self, normal: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias from one vector of :attr:`size` standard normals: ``z`` first, then the weights given it."""
-        first, second, third = normal.split(
-            [self.dim, self.mean.numel(), self.size - self.dim - self.mean.numel()]
-        )
+        count = self.mean.numel()
+        first, second, third = normal.split([self.dim, count, self.size - self.dim - count])
         weight = torch.addcmul(self.scaled(self.z(first)), self.log_std.exp(), second.view_as(self.mean))
         if self.bias_mean is None or self.bias_log_std is None:
             return weight, None
@@ -387,10 +386,8 @@ class MultiplicativeWeights(DrawnNetwork):
             if not part.by_filter:
                 return output + noise
             ones = (1,) * (output.ndim - 2)
-            scaled = output * draw_z(x).view(*output.shape[:2], *ones)
-            return (
-                scaled + noise if part.bias_mean is None else scaled + noise + part.bias_mean.view(-1, *ones)
-            )
+            moved = output * draw_z(x).view(*output.shape[:2], *ones) + noise
+            return moved if part.bias_mean is None else moved + part.bias_mean.view(-1, *ones)
 
         return before, after
 
