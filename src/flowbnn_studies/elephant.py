@@ -151,14 +151,9 @@ class ElephantFashion(Elephant, PictureStudy):
     settings = FashionSettings
     specific: ClassVar[dict[str, dict[str, Any]]] = {}
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "validation": 60,
-        "epochs": 1,
-        "batch": 60,
-        "samples": 4,
-        "drawn": 4,
+        "source": "generated", "validation": 60, "epochs": 1, "batch": 60, "samples": 4, "drawn": 4,
         "methods": ("mle", "mc-dropout", "bayes-by-backprop"),
-    }
+    }  # fmt: skip
     data = "fashion-mnist"
     classes = SOURCES["fashion-mnist"].classes
     split = (

@@ -97,12 +97,8 @@ class LinearRegression(Study):
     seeds = 10
     headline = ("kl_1", "kl_10", "kl_50", "efficiency_1", "efficiency_50")
     quick: ClassVar[dict[str, Any]] = {
-        "inputs": (1, 3),
-        "chains": 2,
-        "draws": 40,
-        "steps": 4,
-        "fit_steps": 60,
-    }
+        "inputs": (1, 3), "chains": 2, "draws": 40, "steps": 4, "fit_steps": 60,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return VARIANTS

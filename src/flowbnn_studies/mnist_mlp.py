@@ -105,13 +105,8 @@ class MnistMlp(Study):
     accelerator = "auto"
     headline = ("error_400", "error_800", "error_1200", "nll_1200", "ece_1200")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "units": (8, 12),
-        "epochs": 1,
-        "batch": 50,
-        "validation": 100,
-        "samples": 4,
-    }
+        "source": "generated", "units": (8, 12), "epochs": 1, "batch": 50, "validation": 100, "samples": 4,
+    }  # fmt: skip
 
     def folder(self, settings: Settings) -> str:
         return f"{self.name}-choice" if settings.choose else self.name

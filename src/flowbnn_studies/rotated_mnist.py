@@ -74,15 +74,9 @@ class RotatedMnist(PictureStudy):
     data = "mnist"
     headline = ("accuracy", "turned_nll", "turned_ece", "sure_wrong", "entropy_0", "entropy_90")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "validation": 60,
-        "epochs": 1,
-        "batch": 60,
-        "samples": 4,
-        "angles": 4,
-        "turned": 20,
+        "source": "generated", "validation": 60, "epochs": 1, "batch": 60, "samples": 4, "angles": 4, "turned": 20,
         "methods": ("mle", "mc-dropout", "mnf"),
-    }
+    }  # fmt: skip
 
     def evaluate(self, job: Job, candidate: Candidate) -> dict[str, Any]:
         s: Settings = job.settings

@@ -98,12 +98,8 @@ class Uci(MethodStudy):
         "nuts": {"samples": 60, "warmup": 60, "chains": 1, "max_depth": 6},
     }
     quick: ClassVar[dict[str, Any]] = {
-        "sets": ("yacht",),
-        "methods": ("mle", "node-noise-gaussian"),
-        "epochs": 2,
-        "samples": 8,
-        "hidden": 8,
-    }
+        "sets": ("yacht",), "methods": ("mle", "node-noise-gaussian"), "epochs": 2, "samples": 8, "hidden": 8,
+    }  # fmt: skip
 
     def candidates(self, settings: Settings) -> list[Candidate]:
         """The methods of this run, some of them once more with a predicted noise level."""

@@ -359,21 +359,10 @@ def _moved(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
 
 
 _MAKERS: dict[str, Callable[[Tensor, float, Random], Tensor]] = {
-    "noise": _noise,
-    "blur": _blur,
-    "brightness": _brightness,
-    "contrast": _contrast,
-    "shot": _shot,
-    "impulse": _impulse,
-    "speckle": _speckle,
-    "defocus": _defocus,
-    "motion": _motion,
-    "zoom": _zoom,
-    "fog": _fog,
-    "elastic": _elastic,
-    "pixelate": _pixelate,
-    "jpeg": _jpeg,
-}
+    "noise": _noise, "blur": _blur, "brightness": _brightness, "contrast": _contrast, "shot": _shot, "impulse": _impulse,
+    "speckle": _speckle, "defocus": _defocus, "motion": _motion, "zoom": _zoom, "fog": _fog, "elastic": _elastic,
+    "pixelate": _pixelate, "jpeg": _jpeg,
+}  # fmt: skip
 CORRUPTIONS: dict[str, tuple[float, ...]] = {  # amounts of the five strengths
     "noise": (0.04, 0.06, 0.08, 0.09, 0.10),
     "blur": (0.4, 0.6, 0.7, 0.8, 1.0),

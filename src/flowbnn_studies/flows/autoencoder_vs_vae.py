@@ -67,13 +67,8 @@ class AutoencoderVsVae(Study):
     accelerator = "auto"
     headline = tuple(one.key for one in METRICS)
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "hidden": 16,
-        "epochs": 2,
-        "batch": 50,
-        "shown": 30,
-        "drawn": 20,
-    }
+        "source": "generated", "hidden": 16, "epochs": 2, "batch": 50, "shown": 30, "drawn": 20,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return (

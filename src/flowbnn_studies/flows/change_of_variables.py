@@ -97,13 +97,8 @@ class ChangeOfVariables(Study):
     seeds = 3
     headline = tuple(metric.key for metric in METRICS)
     quick: ClassVar[dict[str, Any]] = {
-        "draws": 200,
-        "train": 200,
-        "test": 100,
-        "epochs": 1,
-        "batch": 100,
-        "grid": 20,
-    }
+        "draws": 200, "train": 200, "test": 100, "epochs": 1, "batch": 100, "grid": 20,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return VARIANTS

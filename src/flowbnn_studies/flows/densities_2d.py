@@ -219,13 +219,8 @@ class Densities2d(Study):
     seeds = 3
     headline = tuple(f"gap_{name}" for name in TOYS)
     quick: ClassVar[dict[str, Any]] = {
-        "train": 200,
-        "test": 100,
-        "epochs": 2,
-        "batch": 100,
-        "grid": 9,
-        "draws": 20,
-    }
+        "train": 200, "test": 100, "epochs": 2, "batch": 100, "grid": 9, "draws": 20,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return tuple(

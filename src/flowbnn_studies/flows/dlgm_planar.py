@@ -103,24 +103,10 @@ class DlgmPlanar(Study):
     accelerator = "auto"
     headline = ("nll", "bound", "gap")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "lengths": (0, 2),
-        "posteriors": ("sylvester",),
-        "latent": 3,
-        "conv_latent": 3,
-        "hidden": 16,
-        "epochs": 2,
-        "batch": 50,
-        "conv_epochs": 1,
-        "conv_batch": 50,
-        "conv_length": 1,
-        "width": 2,
-        "features": 8,
-        "made": 8,
-        "validation": 50,
-        "importance": 4,
-        "tested": 20,
-    }
+        "source": "generated", "lengths": (0, 2), "posteriors": ("sylvester",), "latent": 3, "conv_latent": 3, "hidden": 16,
+        "epochs": 2, "batch": 50, "conv_epochs": 1, "conv_batch": 50, "conv_length": 1, "width": 2, "features": 8, "made": 8,
+        "validation": 50, "importance": 4, "tested": 20,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         plain = [

@@ -85,18 +85,9 @@ class NoveltyByDensity(Study):
     accelerator = "auto"
     headline = ("auroc_fashion-mnist", "auroc_mnist", "found_fashion-mnist", "found_mnist")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "length": 1,
-        "width": 4,
-        "levels": 1,
-        "epochs": 1,
-        "batch": 50,
-        "classifier_epochs": 1,
-        "features_epochs": 1,
-        "features_length": 1,
-        "features_width": 8,
-        "validation": 50,
-    }
+        "source": "generated", "length": 1, "width": 4, "levels": 1, "epochs": 1, "batch": 50, "classifier_epochs": 1,
+        "features_epochs": 1, "features_length": 1, "features_width": 8, "validation": 50,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return tuple(Variant(key, f"Trained on {label}") for key, label in SETS.items())

@@ -67,12 +67,8 @@ class TabularDensities(Study):
     accelerator = "auto"
     headline = tuple(FOLDERS)
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "sets": ("yacht",),
-        "length": 1,
-        "width": 8,
-        "epochs": 2,
-    }
+        "source": "generated", "sets": ("yacht",), "length": 1, "width": 8, "epochs": 2,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return tuple(

@@ -151,15 +151,8 @@ def _trainings(
 # The best recipe was chosen on 5,000 validation images with seed 100 (--set choose=true): rates of 0.002 and 0.004, 60, 90 and
 # 120 epochs, noise of 0.1 to 0.4 at the start with a prior as wide or of 0.5, dropout of 0.05 to 0.2.
 _BEST_LENET = Training(
-    epochs=90,
-    optimizer="adamw",
-    weight_lr=4e-3,
-    weight_decay=1e-2,
-    schedule="cosine",
-    rise=0.05,
-    padding=2,
-    flip=True,
-)
+    epochs=90, optimizer="adamw", weight_lr=4e-3, weight_decay=1e-2, schedule="cosine", rise=0.05, padding=2, flip=True,
+)  # fmt: skip
 _NOISE_LENET = replace(_BEST_LENET, noise_lr=5e-3, warmup=0.3, base_scale=0.2)
 _WIDER_LENET = replace(_NOISE_LENET, base_scale=0.3)
 _FASHION = _trainings(
@@ -200,18 +193,9 @@ _CIFAR10 = _trainings(
 # (0.1632 and 5.10 %, 0.1599 and 5.04 %, 0.1586 and 5.24 %; --only best-flow-channel --set choose=true
 # --set moved=true --acceleration compile --set flow_channel.base_scale=0.2, and so on).
 BEST_VGG16 = Training(
-    epochs=70,
-    batch=256,
-    optimizer="sgd",
-    nesterov=True,
-    weight_lr=0.1,
-    weight_decay=5e-4,
-    schedule="linear",
-    rise=0.2,
-    padding=4,
-    flip=True,
-    cutout=8,
-)
+    epochs=70, batch=256, optimizer="sgd", nesterov=True, weight_lr=0.1, weight_decay=5e-4, schedule="linear", rise=0.2, padding=4,
+    flip=True, cutout=8,
+)  # fmt: skip
 _NOISE_VGG16 = replace(BEST_VGG16, noise_lr=0.05, warmup=0.5, base_scale=0.3)
 _VGG16 = _trainings(
     Training(epochs=20, optimizer="sgd", weight_lr=2e-3, padding=4, flip=True),

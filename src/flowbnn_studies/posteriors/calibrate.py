@@ -166,19 +166,9 @@ class CalibrateStudy(Study):
     accelerator = "auto"
     headline = ("nll_1000-1000", "ece_1000-1000", "nll_1000-100", "nll_1000-same")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "generated": 160,
-        "train": (80,),
-        "epochs": (2,),
-        "batch": (40,),
-        "held_out": (60,),
-        "same": (80,),
-        "tables": (),
-        "fits": ("factorized", "joint"),
-        "samples": 4,
-        "shift_samples": 2,
-        "shift_images": 4,
-    }
+        "source": "generated", "generated": 160, "train": (80,), "epochs": (2,), "batch": (40,), "held_out": (60,), "same": (80,),
+        "tables": (), "fits": ("factorized", "joint"), "samples": 4, "shift_samples": 2, "shift_images": 4,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         """One network each, with all that is fitted on top of it."""

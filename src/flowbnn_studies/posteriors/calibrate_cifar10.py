@@ -94,16 +94,10 @@ class CalibrateCifar10(Study):
     accelerator = "auto"
     headline = ("nll_vgg16", "ece_vgg16", "nll_resnet18", "ece_resnet18")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "generated": 120,
-        "width": 0.0625,
-        "held_out": 30,
-        "fits": ("factorized", "joint"),
-        "samples": 2,
-        "shift_samples": 2,
-        "shift_images": 2,
+        "source": "generated", "generated": 120, "width": 0.0625, "held_out": 30, "fits": ("factorized", "joint"), "samples": 2,
+        "shift_samples": 2, "shift_images": 2,
         **{name: replace(getattr(Settings(), name), epochs=1, batch=35) for name in NETWORKS},
-    }
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         """A variant for each network with all its fits, then the networks on all images."""

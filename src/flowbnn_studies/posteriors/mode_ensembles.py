@@ -152,18 +152,10 @@ class ModeEnsembles(Study):
     accelerator = "auto"
     headline = tuple(f"nll_{problem}" for problem in PROBLEMS)
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "share": 0.002,
-        "width": 0.0625,
-        "members": 2,
-        "few_members": 2,
-        "steps": 2,
-        "few_steps": 1,
-        "widths": (0.5,),
-        "samples": 2,
-        **dict.fromkeys(("blobs", "tables", "lenet"), Small(epochs=1)),
+        "source": "generated", "share": 0.002, "width": 0.0625, "members": 2, "few_members": 2, "steps": 2, "few_steps": 1,
+        "widths": (0.5,), "samples": 2, **dict.fromkeys(("blobs", "tables", "lenet"), Small(epochs=1)),
         "resnet18": replace(PLAIN, epochs=1, batch=20),
-    }
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         cost = {"lenet-fashion": 10.0, LARGE: 50.0}

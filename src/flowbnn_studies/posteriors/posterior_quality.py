@@ -323,17 +323,9 @@ class PosteriorQuality(Study):
     seeds = 10
     headline = ("gap_blobs", "gap_boston", "gap_digits", "variation_digits", "agreement_digits")
     quick: ClassVar[dict[str, Any]] = {
-        "problems": ("blobs",),
-        "posteriors": ("factorized", "natural", "full", "flow"),
-        "along": ("factorized",),
-        "epochs": 5,
-        "steps": 3,
-        "chains": 2,
-        "samples": 4,
-        "warmup": 4,
-        "predictions": 30,
-        "climbs": 1,
-    }
+        "problems": ("blobs",), "posteriors": ("factorized", "natural", "full", "flow"), "along": ("factorized",), "epochs": 5,
+        "steps": 3, "chains": 2, "samples": 4, "warmup": 4, "predictions": 30, "climbs": 1,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         few = dict.fromkeys(LARGE, LARGE_SEEDS)

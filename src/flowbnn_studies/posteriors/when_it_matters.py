@@ -69,14 +69,8 @@ class WhenItMatters(Study):
     seeds = 10
     headline = ("per_example_factorized", "per_example_full", "excess_factorized", "excess_full")
     quick: ClassVar[dict[str, Any]] = {
-        "problems": ("blobs",),
-        "sizes": (20, 30),
-        "epochs": 5,
-        "chains": 2,
-        "samples": 4,
-        "warmup": 4,
-        "predictions": 30,
-    }
+        "problems": ("blobs",), "sizes": (20, 30), "epochs": 5, "chains": 2, "samples": 4, "warmup": 4, "predictions": 30,
+    }  # fmt: skip
 
     def variants(self, settings: MattersSettings) -> tuple[Variant, ...]:
         return tuple(
