@@ -188,7 +188,6 @@ class Cifar5(PictureStudy):
             "“Moved images”: shifted by up to 4 pixels and mirrored at random, which the published ones are not; “long”: "
             f"for {settings.long_epochs} epochs, with a KL of weight {settings.long_beta:g}. Dropout: "
             f"{settings.rate:g} before every layer but the first.",
-            *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS, None if settings.choose else published)
         return Findings(answer(parts, chosen), METRICS, rows, figures(parts, chosen), notes)

@@ -112,7 +112,6 @@ class Clusters2d(MethodStudy):
             f"Four blobs of standard deviation {settings.spread:g}, {settings.train} points to learn from; the ring has a radius of "
             f"{settings.radius:g}. All methods have the same network of hidden layers {settings.hidden}, the same points of their seed "
             f"and {settings.epochs} epochs or what their own settings say; nothing was chosen on the ring.",
-            *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS)
         drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "map"))

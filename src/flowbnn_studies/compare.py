@@ -204,7 +204,7 @@ class CompareStudy(MethodStudy):
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
         one = parts.of(self.measured(settings, parts)[0].key)[0]
-        table = Comparison(self.candidates(settings), parts, self.refusals(parts))
+        table = Comparison(self.candidates(settings), parts)
         sizes = one["sizes"]
         notes = [
             f"{settings.network} has {one['weights']:,} weights; {sizes['train']} examples to learn from, {sizes['test']} to test "
@@ -215,4 +215,4 @@ class CompareStudy(MethodStudy):
             "Times are CPU seconds of one thread, so that what else runs on the machine counts little; the time of a prediction is "
             "the least of up to three.",
         ]
-        return Findings(table.answer, table.metrics, table.table_rows(), table.figures(), notes + table.notes)
+        return Findings(table.answer, table.metrics, table.table_rows(), table.figures(), notes)

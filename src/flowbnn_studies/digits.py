@@ -172,7 +172,6 @@ class DigitsStudy(Study):
             f"settings on, 25 % for the table; the novel images are all those of the digit {settings.novel}.",
             "Learning rates, epochs and the dropout rate were chosen by the likelihood on the validation parts of two other splits; "
             "their images are partly those of the tests here.",
-            *parts.warnings(labels),
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts, labels), METRICS, rows, figures(parts, labels, settings.novel), notes)

@@ -118,7 +118,6 @@ class Elephant(MethodStudy):
             "A single network has no total variance, so it is not evaluated by it.",
             "Ravenda's report prints no numbers for this; it states that the sampled predictions of the new image vary much and "
             "those of the known one do not, and with variational inference more so than with MC dropout.",
-            *self.remarks(settings, parts),
         ]
         rows = self.rows(settings, parts, METRICS)
         drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "sides"), self.classes)

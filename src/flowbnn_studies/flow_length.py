@@ -120,7 +120,6 @@ class FlowLength(Study):
             "Tried besides: with learning rates 50 (weights) and 25 (noise) times higher the order is gone. No flow then has the best "
             "bound of three lengths, within chance of the others (negative ELBO 0.1018, length 6 0.1050, length 12 0.1046): flowbnn "
             "run flow-length --seeds 3 --set lengths=0,6,12 --set weight_lr=0.01 --set noise_lr=0.05",
-            *parts.warnings(labels),
             *still_falling(parts, settings.lengths),
         ]
         rows = self.rows(settings, parts, METRICS)

@@ -172,7 +172,6 @@ class LinearRegression(Study):
             "1 / Λ of the exact precision's diagonal. No fit of its kind can be nearer by this KL.",
             "Ravenda's report prints no numbers; it says of Metropolis-Hastings that it is exact given enough computation and works "
             "for some 10 to 100 variables.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, metrics)
         drawn = figures(settings, parts, self.of_first_seed(settings, parts, "joint"))

@@ -172,7 +172,6 @@ class MnistMlp(Study):
             f"Scale mixture: {mixture}; Gaussian prior: {settings.prior:.3g}; the KL has the weight {settings.beta:g}, to "
             f"which it grows over the first {settings.warmup:.0%} of the run.",
             f"Dropout: {settings.hidden:g} of the units and {settings.inputs:g} of the pixels.",
-            *parts.warnings(self.shown(settings)),
         ]
         drawn = [] if settings.choose else [curves(settings, by_row, present)]
         return Findings(answer(settings, by_row, present), metrics, rows, drawn, notes)

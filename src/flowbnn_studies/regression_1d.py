@@ -125,7 +125,6 @@ class Regression1d(MethodStudy):
             "formula gives to first order in [0, 0.5]; in truth it is wider where the curve is steep, which no network here can say.",
             f"All methods have the same network (one hidden layer of {settings.hidden}), the same {settings.train} points of their "
             f"seed and {settings.epochs} epochs or what their own settings say; nothing was chosen on the test points.",
-            *self.remarks(settings, parts),
         ]
         first = self.of_first_seed(settings, parts, "curve")
         drawn = [gallery(settings, first)] if first else []

@@ -103,7 +103,6 @@ class RotatedMnist(PictureStudy):
             "The lecture prints no numbers for this: it shows one 1 with weight decay, sure of a wrong class at most angles, and with "
             "multiplicative normalizing flows, uncertain there. HMC, NUTS and modes of the noise, which take all images in every step, "
             "are left out.",
-            *self.remarks(settings, parts),
         ]
         drawn = figures(settings, parts, chosen, self.of_first_seed(settings, parts, "shares"))
         rows = self.rows(settings, parts, METRICS)

@@ -160,7 +160,6 @@ class Uci(MethodStudy):
             )
         if others := [one.label for one in CANDIDATES if one not in run]:
             notes.append(f"Not run: {'; '.join(others)}.")
-        notes += self.remarks(settings, parts)
         metrics = metrics_of(NUMBERS, {name: name for name in FOLDERS if name in settings.sets}, "{1}")
         rows = []
         for candidate in self.measured(settings, parts):

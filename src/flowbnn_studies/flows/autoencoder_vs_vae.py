@@ -138,7 +138,6 @@ class AutoencoderVsVae(Study):
         notes = [
             f"Two hidden layers of {settings.hidden} units each way, Bernoulli likelihood of grey values, {settings.epochs} epochs of "
             f"{settings.batch} images by Adam; {counted(len(parts.seeds))}. With the KL alone the decoder is never trained.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(answer(parts), METRICS, rows, figures, notes)

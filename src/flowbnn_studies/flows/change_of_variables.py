@@ -156,7 +156,6 @@ class ChangeOfVariables(Study):
             f"from {settings.train} points, a tenth of them held out to stop early.",
             "The mass of the square is a midpoint sum, which is below 1 beside the pole at 0; that of the exponential lacks the tail "
             "beyond 4.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS)
         return Findings(

@@ -276,7 +276,6 @@ class Densities2d(Study):
             "zero beside the checkerboard's fields or have their edges.",
             "FFJORD is fitted by flow matching, which does not maximise the likelihood; the others are fitted by maximum likelihood.",
             *([f"Not run: {', '.join(missing)}."] if missing else []),
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, metrics)
         return Findings(self.answer(settings, parts), metrics, rows, self.figures(settings, parts), notes)

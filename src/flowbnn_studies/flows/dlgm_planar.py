@@ -171,7 +171,6 @@ class DlgmPlanar(Study):
             f"{settings.conv_epochs} epochs of {settings.conv_batch} images in a step (the paper has up to 2,000 of 100) and "
             f"{counted(settings.conv_seeds)}; Sylvester flows have 8 Householder reflections, IAF masked networks of "
             f"{settings.made} units. The weight of the KL grows over the first {settings.warmup:.0%} of a training.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
         figures = [length_figure(settings, parts)]

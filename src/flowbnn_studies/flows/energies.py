@@ -117,7 +117,6 @@ class Energies(Study):
             f"the paper's figure, ½ ((|z1| - {REACH:g}) / {EDGE:g})² is added.",
             "The ELBO, the evidence and k-hat are of the same fresh draws of the fitted flow. They know only where the flow has been: "
             "a part of the target that it leaves out lowers the evidence and need not raise k-hat.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = [*self.rows(settings, parts, metrics), {**exact, "reference": "yes"}]
         return Findings(self.answer(settings, parts), metrics, rows, self.figures(settings, parts), notes)

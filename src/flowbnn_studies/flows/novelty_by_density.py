@@ -198,7 +198,6 @@ class NoveltyByDensity(Study):
             "Typicality is the distance of an image's log-density to the mean of those put aside (Nalisnick et al. 2019), for single "
             "images. Features are the 84 numbers before the last layer's ReLU of a LeNet that was trained on the labels of the "
             f"familiar set, with a neural spline flow for their density. {counted(len(parts.seeds)).capitalize()}.",
-            *parts.warnings(self.shown(settings)),
         ]
         return Findings(answer(by_method), metrics, rows, figures, notes)
 

@@ -111,7 +111,6 @@ class TabularDensities(Study):
             f"Flows of {settings.length} steps with networks of two hidden layers of {settings.width} units, at most "
             f"{settings.epochs} epochs by AdamW; a tenth of the training rows chooses the "
             f"epoch. What is called a seed is one of the published splits of a table: {counted(len(parts.seeds), 'split')} here.",
-            *parts.warnings(self.shown(settings)),
         ]
         rows = self.rows(settings, parts, metrics, PUBLISHED)
         return Findings(answer(settings, parts), metrics, rows, [], notes)

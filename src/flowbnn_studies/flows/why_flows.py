@@ -155,7 +155,6 @@ class WhyFlows(Study):
             f"Times are medians of the processor's time over {settings.rounds} rounds, in which all models take their turn on one "
             f"thread, for {settings.timed} points. The importance-weighted likelihood of the VAE has {settings.samples} samples for "
             "each point; both of its rows sample alike.",
-            *parts.warnings({"together": "All models"}),
         ]
         return Findings(answer(by_model), METRICS, rows, [], notes)
 

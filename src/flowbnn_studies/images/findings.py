@@ -285,8 +285,7 @@ def notes(
             f"No ECE is zero: on {settings.tested:,} images a network with such confidences shows, when every one of them is exactly "
             f"right, {floors[least]:.4f} ({least}) to {floors[most]:.4f} ({most}) by chance alone."
         )
-    lines += _pace(parts, settings, published)
-    return lines + parts.warnings({variant.key: variant.label for variant in variants})
+    return lines + _pace(parts, settings, published)
 
 
 def _pace(parts: Parts, settings: ImageSettings, published: Published) -> list[str]:

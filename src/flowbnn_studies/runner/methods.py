@@ -113,15 +113,9 @@ class MethodStudy(Study):
             raise FlowBNNError(f"no method could be tried: {reasons[0]}")
         return known
 
-    def refusals(self, parts: Parts) -> dict[str, str]:
-        """Why methods are not in the table, by key."""
-        return {key: part["refused"] for (key, _), part in parts.content.items() if part.get("refused")}
-
-    def remarks(self, settings: Any, parts: Parts) -> list[str]:
+    def shortfalls(self, settings: Any, parts: Parts) -> list[str]:
         """Why methods are not in the table, and what the others warned about."""
         labels = self.shown(settings)
-        lines = [
-            f"{labels[key]} is not in the table: {reason.rstrip('.')}."
-            for key, reason in self.refusals(parts).items()
-        ]
-        return lines + parts.warnings(labels)
+        reasons = {key: part["refused"] for (key, _), part in parts.content.items() if part.get("refused")}
+        lines = [f"{labels[key]} is not in the table: {why.rstrip('.')}." for key, why in reasons.items()]
+        return lines + super().shortfalls(settings, parts)

@@ -288,7 +288,7 @@ def _results(
         "metrics": [asdict(metric) for metric in findings.metrics],
         "rows": findings.rows,
         "figures": findings.figures,
-        "notes": [*findings.notes, *notes],
+        "notes": [*findings.notes, *study.shortfalls(settings, parts), *notes],
         "headline": list(study.headline),
         "comparisons": findings.comparisons,
         "command": command,

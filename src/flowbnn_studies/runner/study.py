@@ -130,6 +130,10 @@ class Study:
         """Rows, figures and the answer, from the numbers alone."""
         raise NotImplementedError
 
+    def shortfalls(self, settings: Any, parts: Parts) -> list[str]:
+        """What the fits warned about, which stands after the notes of the findings."""
+        return parts.warnings({variant.key: variant.label for variant in self.variants(settings)})
+
     def check(self, settings: Any, jobs: Sequence[Job]) -> None:
         """Raise one line if the jobs cannot be run, before the results of an earlier run are cleared for them."""
 
