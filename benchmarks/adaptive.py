@@ -25,7 +25,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader, load_digits
 from flowbnn.models import LeNet, SmallConv
 from flowbnn_studies.data import load_images
-from flowbnn_studies.runner.job import timed
+from flowbnn_studies.runner.study import timed
 
 FAR = {"further": 1.0, "twice": 2.0}  # tolerances
 

@@ -21,7 +21,7 @@ import flowbnn as fb
 from flowbnn.data import TensorLoader
 from flowbnn.methods.temperature import temper
 from flowbnn.models import MLP, VGG16, LeNet, SmallConv
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.findings import paired
 
 
 def seconds(network: nn.Module, shape: tuple[int, ...], examples: int, structure: str, device: str) -> None:

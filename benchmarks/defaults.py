@@ -26,7 +26,7 @@ from flowbnn.data import TensorLoader
 from flowbnn.models import MLP, LeNet, SmallConv
 from flowbnn_studies.data import load_images
 from flowbnn_studies.data.load import data_folder
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.findings import paired
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -14,7 +14,7 @@ from common import options
 from flowbnn import quality
 from flowbnn.noise import NormalAffine, Recipe
 from flowbnn_studies.posteriors.posterior_quality import PROBLEMS, Settings, case_of, natural, posterior_of
-from flowbnn_studies.runner.statistics import paired
+from flowbnn_studies.runner.findings import paired
 
 RANKS = (1, 2, 4, 8, 16, 32)
 RECIPES: dict[str, Recipe] = {

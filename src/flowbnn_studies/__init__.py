@@ -7,10 +7,8 @@
 from importlib import import_module
 
 from flowbnn.results import Metric, Parts
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.run import run_study
-from flowbnn_studies.runner.study import Findings, Study, Variant, get_study, register_study, studies
-from flowbnn_studies.runner.workers import open_workers
+from flowbnn_studies.runner.run import open_workers, run_study
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, get_study, register_study, studies
 
 __all__ = [
     "Findings",

@@ -15,11 +15,10 @@ from flowbnn.options import Count, NonNegative, Positive, Probability, options
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn.training import cosine
 from flowbnn_studies.data import CropAndFlip
-from flowbnn_studies.images.methods import PictureSettings, PictureStudy
-from flowbnn_studies.runner.figures import histogram, histogram_panels, line, panel
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.images.data import PictureSettings, PictureStudy
+from flowbnn_studies.runner.findings import histogram, histogram_panels, line, panel
 from flowbnn_studies.runner.methods import predict
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 MOVED, LONG = "-moved", "-long"
 ROWS = (
@@ -71,7 +70,7 @@ METRICS = (
 
 @options(kw_only=True)
 class Settings(PictureSettings):
-    """What the study depends on, besides :class:`~flowbnn_studies.images.methods.PictureSettings`.
+    """What the study depends on, besides :class:`~flowbnn_studies.images.data.PictureSettings`.
 
     Args:
         width, hidden: filters of both convolutions, and units of the layer after them.

@@ -105,7 +105,7 @@ def list_studies() -> None:
     """The studies there are."""
     with _one_line():
         from flowbnn_studies import studies
-        from flowbnn_studies.runner.statistics import counted
+        from flowbnn_studies.runner.findings import counted
 
         width = max(len(study.name) for study in studies())
         for study in studies():
@@ -362,7 +362,7 @@ def _seeds(asked: str | None) -> int | list[int] | None:
 
 
 def _jobs(asked: int | None, accelerator: str = "cpu") -> int:
-    from flowbnn_studies.runner.workers import cores
+    from flowbnn_studies.runner.run import cores
 
     if asked is not None:
         return asked

@@ -14,10 +14,9 @@ from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed, reliability_figure
-from flowbnn_studies.runner.figures import short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
 METRICS = (

@@ -17,9 +17,8 @@ from flowbnn.models import MLP, VGG16, LeNet, ResNet18, SmallConv
 from flowbnn.options import Ge, options
 from flowbnn.results import Parts
 from flowbnn_studies.data import load_images, novel_noise
-from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 Pair = tuple[Tensor, Tensor]
 SPREAD, RADIUS = 1.2, 18.0  # of the blobs, and of the ring about them

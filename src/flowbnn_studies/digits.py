@@ -14,19 +14,19 @@ from flowbnn.noise import Dropout, NormalAffine, NormalInvConv, NormalPlanar, Re
 from flowbnn.options import Count, Interval, NonNegative, Share, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
-from flowbnn_studies.runner.figures import (
+from flowbnn_studies.runner.findings import (
+    counted,
     density_figure,
     density_pair,
     density_panels,
     histogram,
     histogram_panels,
+    paired,
     short,
     training_figure,
 )
-from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 # fmt: off
 METRICS = (

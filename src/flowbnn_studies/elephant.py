@@ -14,11 +14,10 @@ from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
 from flowbnn_studies.data.sources import SOURCES
-from flowbnn_studies.images.methods import PictureSettings, PictureStudy
-from flowbnn_studies.runner.figures import histogram, histogram_panels, short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.images.data import PictureSettings, PictureStudy
+from flowbnn_studies.runner.findings import histogram, histogram_panels, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 UNCERTAINTIES = {"nll": "NLL*", "entropy": "entropy*", "variance": "total variance"}
 MEANINGS = {

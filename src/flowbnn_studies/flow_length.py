@@ -10,11 +10,9 @@ from flowbnn.noise import NormalPlanar, noise_layers
 from flowbnn.options import Count, NonNegative, options
 from flowbnn.posterior import NoisePosterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
-from flowbnn_studies.runner.figures import curve, panel
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import counted, curve, paired, panel
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 from flowbnn_studies.two_clusters import ClusterSettings, points_of
 
 # fmt: off

@@ -16,10 +16,8 @@ from flowbnn.methods.variational.bayes_by_backprop import GaussianWeightPosterio
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
-from flowbnn_studies.runner.figures import kernel_density, line, panel, short
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
+from flowbnn_studies.runner.findings import counted, kernel_density, line, panel, short
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of
 
 VARIANTS = (
     Variant("metropolis", "Random-walk Metropolis", "metropolis"),

@@ -14,11 +14,9 @@ from flowbnn.results import Parts, figure
 from flowbnn.training import cosine
 from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.figures import line, panel
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import counted, line, panel
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
 CHOICE_SEED = 100

@@ -13,10 +13,9 @@ from flowbnn.methods import Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts, best_first, figure, listed
-from flowbnn_studies.runner.figures import short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 # fmt: off
 METRICS = (

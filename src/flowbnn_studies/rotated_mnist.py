@@ -14,11 +14,10 @@ from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
-from flowbnn_studies.images.methods import PictureSettings, PictureStudy
-from flowbnn_studies.runner.figures import line, panel, short
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.images.data import PictureSettings, PictureStudy
+from flowbnn_studies.runner.findings import line, panel, short
 from flowbnn_studies.runner.methods import predict
-from flowbnn_studies.runner.study import Findings
+from flowbnn_studies.runner.study import Findings, Job
 
 UPRIGHT, TURNED = "Upright digits", "Turned digits"
 SURE = 0.9
@@ -38,7 +37,7 @@ METRICS = (
 
 @options(kw_only=True)
 class Settings(PictureSettings):
-    """What the study depends on, besides :class:`~flowbnn_studies.images.methods.PictureSettings`.
+    """What the study depends on, besides :class:`~flowbnn_studies.images.data.PictureSettings`.
 
     Args:
         angles: how many between 0 and 180 degrees, both included.

@@ -16,11 +16,16 @@ from flowbnn.noise import NormalAffine, NormalPlanar
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Parts, figure, reliability_figure
-from flowbnn_studies.runner.figures import density_figure, density_panels, short, training_figure
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import (
+    counted,
+    density_figure,
+    density_panels,
+    paired,
+    short,
+    training_figure,
+)
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 PUBLISHED = {"plain": {"accuracy": 0.953, "ece": 0.094}, "flow": {"ece": 0.009}}
 NOISY = ("flow", "gaussian")

@@ -15,9 +15,8 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, listed
 from flowbnn.training import cosine
 from flowbnn_studies.data.tables import FOLDERS, load_uci, standardized
-from flowbnn_studies.runner.job import Job
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
-from flowbnn_studies.runner.study import Findings, metrics_of
+from flowbnn_studies.runner.study import Findings, Job, metrics_of
 
 SPLITS = {name: 5 if name == "protein" else 20 for name in FOLDERS}
 

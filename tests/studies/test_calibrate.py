@@ -9,7 +9,7 @@ from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.images import evaluation
 from flowbnn_studies.posteriors import calibrate as study
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.study import Job
 
 
 def tiny(channels: int) -> nn.Module:

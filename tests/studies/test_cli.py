@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies import cli, studies
 from flowbnn_studies.cli import _setting, app
-from flowbnn_studies.runner import workers
+from flowbnn_studies.runner import run as running
 
 SMALL = ["--quick", "--seeds", "1", "--epochs", "1", "--jobs", "1", "--set", "train=200", "--set", "test=200"]
 
@@ -195,7 +195,7 @@ def test_a_gpu_trains_one_variant_at_a_time(monkeypatch, words, side_by_side):
         raise FlowBNNError("enough")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(workers, "cores", lambda: 8)
+    monkeypatch.setattr(running, "cores", lambda: 8)
     monkeypatch.setattr(cli, "_study_runner", runner)
     assert "enough" in call("run", *words).output
     assert asked == [4 if side_by_side else 1]

@@ -43,7 +43,7 @@ def test_published_numbers_of_autoencoders_stand_beside_ours():
 
 
 def test_pictures_lie_in_a_grid_row_by_row():
-    from flowbnn_studies.runner.figures import picture_grid
+    from flowbnn_studies.runner.findings import picture_grid
 
     images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 2, 1) / 10
     grid = torch.tensor(picture_grid(images, 3))

@@ -7,7 +7,7 @@ from torch import nn
 from flowbnn import to_stochastic
 from flowbnn.noise import NormalAffine, NormalPlanar, noise_layers
 from flowbnn.results import pooled_bins
-from flowbnn_studies.runner.figures import (
+from flowbnn_studies.runner.findings import (
     curve,
     density_pair,
     density_panels,

@@ -8,7 +8,7 @@ from flowbnn.models import Block
 from flowbnn.results import Parts
 from flowbnn_studies import get_study, run_study
 from flowbnn_studies.posteriors import mode_ensembles as study
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.study import Job
 
 
 def tiny(architecture, channels, width):

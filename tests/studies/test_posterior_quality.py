@@ -9,8 +9,8 @@ from flowbnn.transforms import BlockTriangular
 from flowbnn_studies import get_study
 from flowbnn_studies.posteriors import posterior_quality as study
 from flowbnn_studies.posteriors import when_it_matters as matters
+from flowbnn_studies.runner.findings import AGAINST, uncertified
 from flowbnn_studies.runner.run import run_study
-from flowbnn_studies.runner.statistics import AGAINST, uncertified
 
 
 def test_the_study_runs(tmp_path, monkeypatch):

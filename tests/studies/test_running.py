@@ -12,8 +12,7 @@ from tiny_study import Settings, Tiny, registered
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn_studies import Study, Variant
 from flowbnn_studies.report import load_results
-from flowbnn_studies.runner.run import run_study
-from flowbnn_studies.runner.workers import _held_back
+from flowbnn_studies.runner.run import _held_back, run_study
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.results import Parts, recorded_warnings, summary
-from flowbnn_studies.runner.statistics import paired, sign_flip
+from flowbnn_studies.runner.findings import paired, sign_flip
 
 
 def test_mean_and_standard_deviation_by_hand():

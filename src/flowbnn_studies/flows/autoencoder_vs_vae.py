@@ -10,10 +10,8 @@ from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.figures import grids_figure, picture_grid, short
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted, grids_figure, picture_grid, short
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
 COLUMNS, PLANE = 8, 64  # pictures in a row; pixels of the plane's side

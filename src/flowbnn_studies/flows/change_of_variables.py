@@ -14,10 +14,8 @@ from flowbnn.flows import NSF
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts, figure
 from flowbnn.transforms import Transform
-from flowbnn_studies.runner.figures import histogram, middles, panel, short
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted, histogram, middles, panel, short
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 VARIANTS = (
     Variant("square", "Square of a uniform number"),

@@ -12,10 +12,8 @@ from flowbnn import flows
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, figure, listed
-from flowbnn_studies.runner.figures import middles, short
-from flowbnn_studies.runner.job import Job, timed
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant, metrics_of
+from flowbnn_studies.runner.findings import counted, middles, short
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 PI = math.pi
 

@@ -15,10 +15,8 @@ from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import binarise, read_binary, read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.figures import grids_figure, line, panel, picture_grid
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted, grids_figure, line, panel, picture_grid
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
 METRICS = (

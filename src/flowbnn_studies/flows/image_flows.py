@@ -15,9 +15,8 @@ from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import BelowOne, PictureData
-from flowbnn_studies.runner.figures import grids_figure, picture_grid
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import grids_figure, picture_grid
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 FLOWS = {"glow": "Glow", "residual": "Residual flow", "idf": "Integer discrete flow"}
 SETS = {"mnist": "MNIST", "cifar10": "CIFAR-10"}

@@ -15,11 +15,9 @@ from flowbnn.options import Count, Positive, Probability, options
 from flowbnn.results import Metric, Parts, figure
 from flowbnn_studies.images.data import read_bytes, read_images
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.figures import histogram, histogram_panels
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.findings import counted, histogram, histogram_panels
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 OTHER = {"fashion-mnist": "mnist", "mnist": "fashion-mnist"}

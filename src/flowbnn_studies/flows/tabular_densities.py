@@ -12,9 +12,8 @@ from flowbnn.flows import MAF, NSF
 from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn_studies.data.tables import FILES, FOLDERS, load_table, load_uci
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 LABELS = {"gaussian": "Gaussian, full covariance", "maf": "MAF", "nsf": "NSF"}
 # Papamakarios et al. 2017 (MAF of 10 layers) and Durkan et al. 2019 (RQ-NSF with couplings), as in table 3 of Kobyzev et al. 2020,

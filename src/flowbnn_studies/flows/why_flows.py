@@ -16,9 +16,8 @@ from flowbnn.flows import FFJORD, MAF, RealNVP, ResidualFlow
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE
-from flowbnn_studies.runner.job import Job, timed
-from flowbnn_studies.runner.statistics import counted
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, timed
 
 LABELS = {
     "coupling": "Coupling flow (RealNVP)",

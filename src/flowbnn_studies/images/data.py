@@ -1,13 +1,17 @@
-"""The images of a study on the device where it computes: to learn from, to choose on, to test on, novel and corrupted ones."""
+"""The images of a study on the device where it computes, and what studies of all methods on images have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowbnn.data import Digits, TensorLoader
+from flowbnn.candidates import CANDIDATES, Candidate
+from flowbnn.data import Augment, Digits, TensorLoader
+from flowbnn.methods import Posterior
+from flowbnn.options import Count, options
 from flowbnn_studies.data import (
     CropAndFlip,
     ImageSet,
@@ -17,7 +21,8 @@ from flowbnn_studies.data import (
     novel_noise,
 )
 from flowbnn_studies.images.settings import ImageSettings, PictureData, Training
-from flowbnn_studies.runner.job import Job
+from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, shuffled
+from flowbnn_studies.runner.study import Job
 
 STRENGTHS = tuple(range(1, 6))
 SPLIT_SEED = 0  # the same images are put aside for every seed and every method
@@ -195,3 +200,52 @@ def generated_images(number: int, name: str, split: str) -> ImageSet:
     pixels = (128 + 70 * waves + 40 * noise).clamp(0, 255).to(torch.uint8)
     classes = tuple(str(label) for label in range(10))
     return ImageSet(pixels, labels, classes, name, split, (0.5,) * channels, (0.25,) * channels)
+
+
+SLOW = ("mode-ensemble", "hmc", "nuts")  # which take all data in every step
+FAST = tuple(one.key for one in CANDIDATES if one.key not in SLOW)
+
+
+@options(kw_only=True)
+class PictureSettings(PictureData, MethodSettings):
+    """The settings of a study of methods on images, besides :class:`PictureData` and :class:`MethodSettings`.
+
+    Args:
+        validation: images that are put aside, the same for all seeds.
+    """
+
+    validation: Count = 5_000
+    methods: tuple[str, ...] = FAST
+
+
+class PictureStudy(MethodStudy):
+    """A study of methods on a published set of images, on a GPU where there is one; subclasses say which set, and what is put aside."""
+
+    data: ClassVar[str]
+    accelerator = "auto"
+
+    def novel(self, settings: Any) -> tuple[int, ...]:
+        """The classes that training never sees."""
+        return ()
+
+    def check(self, settings: Any, jobs: Sequence[Job]) -> None:
+        for split in ("train", "test"):
+            read_images(self.data, split, settings)
+
+    def parts(self, job: Job) -> Digits:
+        """The images, on the device of the job."""
+        s: PictureSettings = job.settings
+        return known_and_novel(self.data, self.novel(s), s.validation, job.device, s)
+
+    def learned(
+        self, job: Job, candidate: Candidate, network: nn.Module, data: Digits, augment: Augment | None = None
+    ) -> Posterior:
+        """The method's posterior; a training of seconds keeps no checkpoints."""
+        images, batch = data.train[0], job.settings.batch
+        device = str(images.device.type)
+        loader = shuffled(data.train, batch, job.seed, device, drop_last=True, augment=augment)
+        method, _ = self.prepared(job, candidate, len(loader))
+        held_out = TensorLoader(*data.validation, batch_size=batch) if candidate.held_out else None
+        return method.fit(
+            network.to(device), loader, validation=held_out, num_data=len(images), **job.brief()
+        )

@@ -17,7 +17,7 @@ from flowbnn.results import CLASSIFICATION, Metric, Parts
 from flowbnn_studies.data import Moved, mirrored
 from flowbnn_studies.images.data import STRENGTHS, Pictures
 from flowbnn_studies.images.settings import ImageSettings, Training
-from flowbnn_studies.runner.figures import histogram
+from flowbnn_studies.runner.findings import histogram
 from flowbnn_studies.runner.study import Variant
 
 RULE = Adaptive()

@@ -8,8 +8,7 @@ from typing import Any
 from flowbnn.metrics import calibration_floor
 from flowbnn.results import Metric, Parts, figure, reliability_figure, summary
 from flowbnn_studies.images.settings import EPOCHS, METHODS, NAMES, SITES, ImageSettings, Published, split_key
-from flowbnn_studies.runner.figures import curve, histogram_panels, line, panel
-from flowbnn_studies.runner.statistics import Paired, counted, paired
+from flowbnn_studies.runner.findings import Paired, counted, curve, histogram_panels, line, paired, panel
 from flowbnn_studies.runner.study import Variant
 
 RECIPES = {"xiong": "Xiong's recipe", "best": "best recipe", "long": "longer recipe"}

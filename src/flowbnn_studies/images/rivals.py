@@ -23,8 +23,7 @@ from flowbnn_studies.images.settings import (
 )
 from flowbnn_studies.images.study import BEST_VGG16, CIFAR10_NOVEL, ImageStudy
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.study import Variant
+from flowbnn_studies.runner.study import Job, Variant
 
 MEMBERS = 5
 COLLECTED = 4  # sets of weights that SWAG collects in an epoch

@@ -21,8 +21,7 @@ from flowbnn_studies.images.settings import (
     make_network,
 )
 from flowbnn_studies.images.training import fit_variant, measure_cost
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SEEDS = (3, 5)  # of Xiong's recipe and of the best one
 

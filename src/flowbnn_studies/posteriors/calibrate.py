@@ -24,9 +24,8 @@ from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.evaluation import evaluate_beyond, predict
 from flowbnn_studies.images.settings import ImageSettings, PictureData
-from flowbnn_studies.runner.job import Job, timed
-from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
+from flowbnn_studies.runner.findings import counted, paired
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of, timed
 
 NOISE = "node-noise-gaussian"
 FOLDS = 5  # for the temperature of a network on all data

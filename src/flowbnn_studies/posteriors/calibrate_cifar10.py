@@ -16,9 +16,8 @@ from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, OWN, Evaluated, fits_of, scores
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted, paired
-from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
+from flowbnn_studies.runner.findings import counted, paired
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of
 
 NETWORKS = {"lenet": "LeNet", "vgg16": "VGG16", "resnet18": "ResNet18"}
 FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is given

@@ -29,10 +29,9 @@ from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.runner.job import Job, timed
+from flowbnn_studies.runner.findings import paired
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.statistics import paired
-from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows, metrics_of
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of, timed
 
 Pair = tuple[Tensor, Tensor]
 ROWS = {

@@ -29,9 +29,8 @@ from flowbnn.training import cosine
 from flowbnn.transforms import BlockTriangular
 from flowbnn_studies.data import load_images
 from flowbnn_studies.data.tables import load_uci, standardized
-from flowbnn_studies.runner.job import Job, timed
-from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
-from flowbnn_studies.runner.study import Findings, Study, Variant, by_rows
+from flowbnn_studies.runner.findings import counted, gated, paired, uncertified
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, timed
 
 Data = tuple[Tensor, Tensor]
 ProblemName = Literal["blobs", "boston", "digits", "conv", "lenet"]

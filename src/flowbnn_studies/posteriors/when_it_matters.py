@@ -16,10 +16,8 @@ from flowbnn_studies.posteriors.posterior_quality import (
     measured,
     natural,
 )
-from flowbnn_studies.runner.figures import line, panel
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.statistics import counted, gated, paired, uncertified
-from flowbnn_studies.runner.study import Findings, Study, Variant
+from flowbnn_studies.runner.findings import counted, gated, line, paired, panel, uncertified
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 ROWS = {"factorized": "Factorized", "full": "Joint"}
 SHOWS = 0.01  # nats of a test example's log-likelihood

@@ -13,8 +13,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.methods import Method, Posterior
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts
-from flowbnn_studies.runner.job import Job
-from flowbnn_studies.runner.study import Study, Variant
+from flowbnn_studies.runner.study import Job, Study, Variant
 
 KEPT = ("checkpoint", "checkpoint_every", "resume")
 
