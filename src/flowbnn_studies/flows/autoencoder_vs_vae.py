@@ -10,7 +10,7 @@ from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE, Autoencoder, fit_autoencoder
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, grids_figure, picture_grid, short
+from flowbnn_studies.runner.findings import counted, grid_figures, picture_grid, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -128,11 +128,12 @@ class AutoencoderVsVae(Study):
         }  # fmt: skip
         figures = []
         for name, (title, text) in caption.items():
-            pictures = {
-                f"{label} (to {part['reach']:.1f})" if name == "codes" else label: part[name]
+            to = {
+                label: f" (to {part['reach']:.1f})" if name == "codes" else ""
                 for label, part in first.items()
             }
-            figures += [grids_figure(title, text, pictures)] if pictures else []
+            drawn = {label + to[label]: part for label, part in first.items()}
+            figures += grid_figures(title, text, drawn, name)
         notes = [
             f"Two hidden layers of {settings.hidden} units each way, Bernoulli likelihood of grey values, {settings.epochs} epochs of "
             f"{settings.batch} images by Adam; {counted(len(parts.seeds))}. With the KL alone the decoder is never trained.",

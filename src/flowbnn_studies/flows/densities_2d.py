@@ -12,7 +12,7 @@ from flowbnn import flows
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, figure, listed
-from flowbnn_studies.runner.findings import counted, middles, short
+from flowbnn_studies.runner.findings import counted, middles, over_plane, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 PI = math.pi
@@ -303,18 +303,15 @@ class Densities2d(Study):
     def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
         """For each distribution the densities and samples of the first seed."""
         made = []
-        labels = self.shown(settings)
         for name in settings.data:
             toy = TOYS[name]
             axis = middles(-toy.reach, toy.reach, settings.grid)
-            truth = toy.log_prob(torch.cartesian_prod(axis, axis)).exp().reshape(len(axis), -1).T
+            truth = over_plane(toy.log_prob, axis).exp()
             drawn = toy.sample(settings.draws, torch.Generator().manual_seed(0))
             panels: list[dict[str, Any]] = [{"title": "Truth", "values": short(truth, 3)}]
             panels.append({"title": "Truth, samples", "points": short(drawn, 2)})
-            for key, label in labels.items():
-                part = parts.content.get((key, 0), {})
-                own = part.get("pictures", {}).get(name)
-                if own:
+            for label, part in self.of_first_seed(settings, parts, "pictures").items():
+                if own := part["pictures"].get(name):
                     note = f"gap {part['values'][f'gap_{name}']:.3f}"
                     panels.append({"title": label, "note": note, "values": own["density"]})
                     panels.append({"title": f"{label}, samples", "points": own["points"]})
@@ -331,5 +328,5 @@ class Densities2d(Study):
 def picture(density: Density, toy: Plane, s: Settings) -> dict[str, Any]:
     """The density on a grid, and points drawn from it."""
     axis = middles(-toy.reach, toy.reach, s.grid)
-    values = density.score(torch.cartesian_prod(axis, axis).float()).exp().reshape(s.grid, s.grid).T
-    return {"density": short(values, 3), "points": short(density.sample(s.draws, seed=0), 2)}
+    values = over_plane(density.score, axis.float())
+    return {"density": short(values.exp(), 3), "points": short(density.sample(s.draws, seed=0), 2)}

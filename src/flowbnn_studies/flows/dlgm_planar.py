@@ -15,7 +15,7 @@ from flowbnn.transforms import Transform
 from flowbnn.vae import VAE, GatedConvDecoder, GatedConvEncoder, fit_autoencoder
 from flowbnn_studies.images.data import binarise, read_binary, read_bytes
 from flowbnn_studies.images.settings import PictureData
-from flowbnn_studies.runner.findings import counted, grids_figure, line, panel, picture_grid
+from flowbnn_studies.runner.findings import counted, grid_figures, line, panel, picture_grid
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 SHAPE = (1, 28, 28)
@@ -171,13 +171,10 @@ class DlgmPlanar(Study):
             f"{settings.made} units. The weight of the KL grows over the first {settings.warmup:.0%} of a training.",
         ]
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
-        figures = [length_figure(settings, parts)]
-        labels = self.shown(settings)
-        first = self.of_first_seed(settings, parts, "samples")
-        pictures = {label: part["samples"] for label, part in first.items()}
         caption = "The decoder's means at codes from the prior, seed 0."
-        figures += [grids_figure("New digits", caption, pictures)] if pictures else []
-        return Findings(answer(settings, parts, labels), METRICS, rows, figures, notes)
+        first = self.of_first_seed(settings, parts, "samples")
+        figures = [length_figure(settings, parts), *grid_figures("New digits", caption, first, "samples")]
+        return Findings(answer(settings, parts, self.shown(settings)), METRICS, rows, figures, notes)
 
 
 def model_of(variant: str, s: Settings) -> VAE:

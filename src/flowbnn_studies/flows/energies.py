@@ -12,7 +12,7 @@ from flowbnn import flows
 from flowbnn.options import Count, Positive, options
 from flowbnn.results import Parts, best_first, figure, listed
 from flowbnn.target import TargetFit, fit_target
-from flowbnn_studies.runner.findings import counted, middles, short
+from flowbnn_studies.runner.findings import counted, middles, over_plane, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its settings, cost
@@ -156,13 +156,11 @@ class Energies(Study):
         made = []
         axis = middles(-REACH, REACH, settings.grid)
         for number in settings.energies:
-            log_target = log_density(number)(torch.cartesian_prod(axis, axis))
-            target = (log_target - log_normaliser(number, settings.nodes)).exp().reshape(len(axis), -1).T
+            log_target = over_plane(log_density(number), axis)
+            target = (log_target - log_normaliser(number, settings.nodes)).exp()
             panels: list[dict[str, Any]] = [{"title": "Target", "values": short(target, 3)}]
-            for key, label in self.shown(settings).items():
-                part = parts.content.get((key, 0), {})
-                own = part.get("pictures", {}).get(str(number))
-                if own:
+            for label, part in self.of_first_seed(settings, parts, "pictures").items():
+                if own := part["pictures"].get(str(number)):
                     note = f"gap {part['values'][f'gap_{number}']:.3f}"
                     panels.append({"title": label, "note": note, "values": own})
             caption = (
@@ -216,13 +214,12 @@ def log_normaliser(number: int, nodes: int) -> float:
     2.2002
     """
     axis = middles(-ROOM, ROOM, nodes)
-    logs = log_density(number)(torch.cartesian_prod(axis, axis))
-    return float(logs.logsumexp(0)) + 2 * math.log(2 * ROOM / nodes)
+    logs = over_plane(log_density(number), axis)
+    return float(logs.flatten().logsumexp(0)) + 2 * math.log(2 * ROOM / nodes)
 
 
 @torch.no_grad()
 def picture(fitted: TargetFit, s: Settings) -> list[Any]:
     """The density of a fitted flow on a grid."""
     axis = middles(-REACH, REACH, s.grid)
-    log_prob = fitted.flow().log_prob(torch.cartesian_prod(axis, axis).float())
-    return short(log_prob.exp().reshape(s.grid, s.grid).T, 3)
+    return short(over_plane(fitted.flow().log_prob, axis.float()).exp(), 3)

@@ -15,7 +15,7 @@ from flowbnn.options import Count, NonNegative, Positive, options
 from flowbnn.results import Metric, Parts, read_json, write_json
 from flowbnn_studies.images.data import read_bytes
 from flowbnn_studies.images.settings import BelowOne, PictureData
-from flowbnn_studies.runner.findings import grids_figure, picture_grid
+from flowbnn_studies.runner.findings import grid_figures, picture_grid
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant
 
 FLOWS = {"glow": "Glow", "residual": "Residual flow", "idf": "Integer discrete flow"}
@@ -133,8 +133,7 @@ class ImageFlows(Study):
         labels = self.shown(settings)
         rows = self.rows(settings, parts, METRICS, PUBLISHED)
         first = self.of_first_seed(settings, parts, "samples")
-        pictures = {label: part["samples"] for label, part in first.items()}
-        figures = [grids_figure("Samples", "Drawn from each flow, seed 0.", pictures)] if pictures else []
+        figures = grid_figures("Samples", "Drawn from each flow, seed 0.", first, "samples")
         notes = [
             f"{settings.minutes:g} minutes of training each; the number of steps follows from the time that some take, so that "
             f"the rate has fallen to zero when the budget is spent; the epoch is kept that is best for {settings.validation:.0%} of "

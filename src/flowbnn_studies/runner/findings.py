@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ def middles(low: float, high: float, number: int) -> Tensor:
     [-0.75, -0.25, 0.25, 0.75]
     """
     return low + (high - low) * (torch.arange(number, dtype=torch.float64) + 0.5) / number
+
+
+def over_plane(function: Callable[[Tensor], Tensor], axis: Tensor) -> Tensor:
+    """A function of points ``[N, 2]`` on a square grid, a row for each y."""
+    return function(torch.cartesian_prod(axis, axis)).reshape(len(axis), -1).T
 
 
 def line(label: str, x: Iterable[Any], columns: Iterable[Sequence[float]], **more: Any) -> dict[str, Any]:
@@ -218,10 +223,12 @@ def picture_grid(images: Tensor, columns: int) -> list[Any]:
     return short(whole[..., 0] if channels == 1 else whole, 2)
 
 
-def grids_figure(title: str, caption: str, pictures: dict[str, Any]) -> dict[str, Any]:
-    """A figure with a grid of pictures for each label."""
-    panels = [{"title": label, "pixels": pixels} for label, pixels in pictures.items()]
-    return figure("images", title, caption, {"panels": panels})
+def grid_figures(
+    title: str, caption: str, drawn: Mapping[str, dict[str, Any]], name: str
+) -> list[dict[str, Any]]:
+    """A figure with a grid of pictures for each label, which its part has under ``name``; none where nothing is drawn."""
+    panels = [{"title": label, "pixels": part[name]} for label, part in drawn.items()]
+    return [figure("images", title, caption, {"panels": panels})] if panels else []
 
 
 AGAINST = ("gap", "per_example", "variation", "agreement", "excess")  # numbers that take chains for the truth
