@@ -102,8 +102,6 @@ class Settings(PictureSettings):
 
 
 class Cifar5(PictureStudy):
-    """How uncertain is a network about classes it has never seen?"""
-
     name = "cifar-5"
     title = "Five classes of CIFAR-10, and five never seen"
     description = (

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,8 @@ from flowbnn.methods import Posterior
 from flowbnn.metrics import novelty_auroc, reliability
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed, reliability_figure
-from flowbnn_studies.runner.findings import short
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure, reliability_figure
+from flowbnn_studies.runner.findings import counted, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -61,8 +62,6 @@ class Settings(MethodSettings):
 
 
 class Clusters2d(MethodStudy):
-    """Which methods know that they don't know?"""
-
     name = "clusters-2d"
     title = "Two classes and a ring of inputs from nowhere"
     description = (
@@ -171,30 +170,11 @@ def figures(
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    order = best_first(parts, chosen, "auroc", higher=True)
-    if not order:
-        return "No method has numbers yet."
-    blind = [one for one in order if parts.mean(one.key, "auroc") <= 0.5]
-    text = (
-        f"Over {len(parts.seeds)} seeds the ring is distinguished from the test points best by "
-        f"{listed(parts, order[:3], 'auroc')} (AUROC by entropy), worst by {listed(parts, order[-1:], 'auroc')}."
-    )
-    seeing = [one for one in order if one not in blind]
-    if blind and 2 * len(blind) > len(order):
-        if seeing:
-            text += f"\nBetter than guessing is {listed(parts, seeing, 'auroc')}: the other {len(blind)}"
-        else:
-            text += f"\nNobody is better than guessing: all {len(blind)}"
-        text += " are more certain of the ring than of what they know."
-    elif blind:
-        text += f"\nNo better than guessing: {listed(parts, blind, 'auroc')}."
-    by_entropy = best_first(parts, chosen, "ring_entropy", higher=True)
-    text += (
-        f"\nThe entropy on the ring, at most {math.log(2):.3f}, lies between {parts.mean(by_entropy[-1].key, 'ring_entropy'):.3f} "
-        f"({by_entropy[-1].label}) and {parts.mean(by_entropy[0].key, 'ring_entropy'):.3f} ({by_entropy[0].label})."
-    )
-    low, high = best_first(parts, chosen, "ece")[0], best_first(parts, chosen, "ece")[-1]
+    rank = partial(ranking, parts, chosen)
+    blind = sum(parts.mean(one.key, "auroc") <= 0.5 for one in chosen)
     return (
-        f"{text}\nOn known points the calibration error goes from {parts.mean(low.key, 'ece'):.3f} ({low.label}) to "
-        f"{parts.mean(high.key, 'ece'):.3f} ({high.label}): knowing the ring and being calibrated at home are two things."
+        f"The ring is distinguished from the test points, {counted(len(parts.seeds))}, best by {rank('auroc', higher=True)} (AUROC by "
+        f"entropy); {blind} of {len(chosen)} methods are no better than guessing.\n"
+        f"The entropy on the ring is at most {math.log(2):.3f}: {rank('ring_entropy', higher=True)}.\n"
+        f"The calibration error on known points, which is another matter: {rank('ece')}."
     )

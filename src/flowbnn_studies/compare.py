@@ -143,8 +143,6 @@ class Settings(MethodSettings):
 
 
 class CompareStudy(MethodStudy):
-    """On this network and this data, which method should I use, and what does it cost?"""
-
     name = "compare"
     title = "Which method should I use?"
     description = (

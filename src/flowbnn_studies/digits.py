@@ -88,8 +88,6 @@ def rules_of(settings: Settings, variant: str) -> dict[Any, Recipe | None]:
 
 
 class DigitsStudy(Study):
-    """Is noise from a flow better than Gaussian noise, dropout, or none, on small images?"""
-
     name = "digits"
     title = "Digits, with one class never seen"
     description = (

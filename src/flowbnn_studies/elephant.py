@@ -1,6 +1,7 @@
 """The elephant in the office of Ravenda's report: a class that training never saw, and rejecting it as new."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -12,10 +13,10 @@ from flowbnn.metrics import novelty_auroc
 from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
+from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure
 from flowbnn_studies.data.sources import SOURCES
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import histogram, histogram_panels, short
+from flowbnn_studies.runner.findings import counted, histogram, histogram_panels, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -77,8 +78,6 @@ class Settings(MethodSettings):
 
 
 class Elephant(MethodStudy):
-    """Can a network say "this is something new"?"""
-
     name = "elephant"
     title = "The elephant in the office: a digit nobody has shown it"
     description = "digits without one class, then that class at test (Ravenda's report): T predictions, and rejecting as new"
@@ -136,8 +135,6 @@ class FashionSettings(PictureSettings, Settings):
 
 
 class ElephantFashion(Elephant, PictureStudy):
-    """The same question with the data of the report."""
-
     name = "elephant-fashion"
     title = "The elephant in the office: a sneaker nobody has shown it"
     description = "Fashion-MNIST without the sneaker, then sneakers at test (Ravenda's report): T predictions, and rejecting as new"
@@ -316,30 +313,14 @@ def figures(
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    order = best_first(parts, chosen, "with_new_entropy", higher=True)
-    if not order:
-        return "No method has numbers yet."
-    best = order[0]
-    text = (
-        f"Over {len(parts.seeds)} splits, calling new what has a high entropy* is right most often with "
-        f"{listed(parts, order[:3], 'with_new_entropy')} (accuracy with “new” as a class), least with "
-        f"{listed(parts, order[-1:], 'with_new_entropy')}.\n{best.label} finds {parts.mean(best.key, 'found'):.0%} of the new class "
-        f"and loses {parts.mean(best.key, 'lost'):.0%} of the known ones; if it never rejected, it would be right in "
-        f"{parts.mean(best.key, 'never'):.3f}."
-    )
-    spread = best_first(parts, chosen, "novel_variance", higher=True)
-    if spread:
-        text += (
-            f"\nThe sampled networks disagree most about the new class with {listed(parts, spread[:2], 'novel_variance')} (total "
-            f"variance), least with {listed(parts, spread[-1:], 'novel_variance')}."
-        )
+    rank = partial(ranking, parts, chosen)
     known = best_first(parts, chosen, "auroc_variance")
-    ahead = [
-        one for one in known if parts.mean(one.key, "auroc_variance") > parts.mean(one.key, "auroc_entropy")
-    ]
-    if known:
-        text += (
-            f"\nOf the {len(known)} methods that have a total variance, {len(ahead) or 'none'} detect"
-            f"{'s' if len(ahead) == 1 else ''} the new class better by it than by entropy*."
-        )
-    return text
+    by_both = [(parts.mean(one.key, f"auroc_{name}") for name in ("variance", "entropy")) for one in known]
+    ahead = sum(variance > entropy for variance, entropy in by_both)
+    return (
+        f"Calling new what has a high entropy* is right most often, {counted(len(parts.seeds), 'split')}, with "
+        f"{rank('with_new_entropy', higher=True)} (accuracy with “new” as a class).\n"
+        f"New images found: {rank('found', higher=True, form='.0%')}; known ones lost: {rank('lost', form='.0%')}.\n"
+        f"The sampled networks disagree most about the new class with {rank('novel_variance', higher=True)} (total variance), by which "
+        f"{ahead} of {len(known)} methods detect it better than by entropy*."
+    )

@@ -45,8 +45,6 @@ class Settings(ClusterSettings):
 
 
 class FlowLength(Study):
-    """Is a longer flow better, and is no flow the worst?"""
-
     name = "flow-length"
     title = "How long should the flow be?"
     description = (

@@ -80,8 +80,6 @@ class Normal(NamedTuple):
 
 
 class LinearRegression(Study):
-    """How near do samplers and variational inference come to a posterior that is known?"""
-
     name = "linear-regression"
     title = "Linear regression: how near to the exact posterior?"
     description = "Bayesian linear regression by random-walk Metropolis, HMC and variational inference beside the exact posterior"

@@ -88,8 +88,6 @@ class Settings(PictureData):
 
 
 class MnistMlp(Study):
-    """Do weights with a scale mixture prior match dropout in an MLP on MNIST?"""
-
     name = "mnist-mlp"
     title = "Bayes by Backprop on MNIST: MLPs of 400, 800 and 1200 units"
     description = "test errors of MLPs on MNIST: plain, dropout, Bayes by Backprop with a Gaussian and a scale mixture prior"

@@ -1,6 +1,7 @@
 """The toy regression of Blundell et al. 2015 (https://arxiv.org/abs/1505.05424): what each method says where it has seen nothing."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,8 @@ from flowbnn.likelihoods import Gaussian
 from flowbnn.methods import Posterior
 from flowbnn.models import MLP
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Metric, Parts, best_first, figure, listed
-from flowbnn_studies.runner.findings import short
+from flowbnn.results import Metric, Parts, figure
+from flowbnn_studies.runner.findings import counted, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -76,8 +77,6 @@ def growth_of(inputs: Tensor, deviation: Tensor) -> float | None:
 
 
 class Regression1d(MethodStudy):
-    """Which methods are unsure where they have seen nothing?"""
-
     name = "regression-1d"
     title = "A curve seen on half of its range"
     description = (
@@ -164,26 +163,9 @@ def gallery(s: Settings, first: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    by_nll = best_first(parts, chosen, "nll")
-    growing = best_first(parts, chosen, "growth", higher=True)
-    covering = best_first(parts, chosen, "coverage_outside", higher=True)
-    if not by_nll:
-        return "No method has numbers yet."
-    text = (
-        f"Inside the training range the best probabilities over {len(parts.seeds)} seeds are those of "
-        f"{listed(parts, by_nll[:3], 'nll')} (NLL); the worst are {listed(parts, by_nll[-1:], 'nll')}."
+    rank = partial(ranking, parts, chosen)
+    return (
+        f"Inside the training range the best probabilities, {counted(len(parts.seeds))}, are those of {rank('nll')} (NLL).\n"
+        f"Outside it the spread grows most with {rank('growth', higher=True, form='.1f')} (times that inside).\n"
+        f"There the 90 % intervals hold {rank('coverage_outside', higher=True, form='.0%')} of the targets."
     )
-    if growing:
-        quiet = [one for one in growing if parts.mean(one.key, "growth") < 2.0]
-        text += f"\nOutside it the spread grows most with {listed(parts, growing[:3], 'growth', '.1f')} (times that inside)"
-        text += (
-            f", and less than twice with {listed(parts, quiet, 'growth', '.1f')}."
-            if quiet
-            else "; with every method that has a spread it at least doubles on average."
-        )
-    if covering:
-        text += (
-            f"\nThere the 90 % intervals hold {parts.mean(covering[0].key, 'coverage_outside'):.0%} of the targets with "
-            f"{covering[0].label}, the most, and {parts.mean(covering[-1].key, 'coverage_outside'):.0%} with {covering[-1].label}."
-        )
-    return text

@@ -13,9 +13,9 @@ from flowbnn.metrics import calibration_error
 from flowbnn.models import LeNet
 from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import Posterior
-from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure, listed
+from flowbnn.results import CLASSIFICATION, Metric, Parts, figure
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
-from flowbnn_studies.runner.findings import line, panel, short
+from flowbnn_studies.runner.findings import counted, line, panel, ranking, short
 from flowbnn_studies.runner.methods import predict
 from flowbnn_studies.runner.study import Findings, Job
 
@@ -59,8 +59,6 @@ class Settings(PictureSettings):
 
 
 class RotatedMnist(PictureStudy):
-    """Whose probabilities say that a turned digit is none they know?"""
-
     name = "rotated-mnist"
     title = "A digit turned from 0 to 180 degrees"
     description = "LeNet on MNIST, all methods: what they say of a digit that is turned from 0 to 180 degrees"
@@ -202,13 +200,8 @@ def figures(
 
 def answer(parts: Parts, chosen: Sequence[Candidate]) -> str:
     """The answer, put together from the numbers."""
-    order = best_first(parts, chosen, "sure_wrong")
-    if not order:
-        return "No method has numbers yet."
-    by_nll = best_first(parts, chosen, "turned_nll")
     return (
-        f"Over {len(parts.seeds)} seeds, turned digits are least often given a wrong class with a probability above {SURE:g} by "
-        f"{listed(parts, order[:3], 'sure_wrong')} (share of all), most often by {listed(parts, order[-2:], 'sure_wrong')}.\n"
-        f"The best probabilities of turned digits are those of {listed(parts, by_nll[:3], 'turned_nll')} (NLL), the worst those of "
-        f"{listed(parts, by_nll[-1:], 'turned_nll')}."
+        f"Turned digits are least often given a wrong class with a probability above {SURE:g}, {counted(len(parts.seeds))}, by "
+        f"{ranking(parts, chosen, 'sure_wrong')} (share of all).\n"
+        f"The best probabilities of turned digits are those of {ranking(parts, chosen, 'turned_nll')} (NLL)."
     )

@@ -76,8 +76,6 @@ def points_of(settings: ClusterSettings, seed: int) -> tuple[tuple[Tensor, Tenso
 
 
 class TwoClusters(Study):
-    """Does noise from a flow calibrate a network that a short training left unsure of itself?"""
-
     name = "two-clusters"
     title = "Two classes, four clusters: a plain MLP and its stochastic version"
     description = (

@@ -78,8 +78,6 @@ class Settings(MethodSettings):
 
 
 class Uci(MethodStudy):
-    """How good are the densities of each method on the tables that everyone compares on?"""
-
     name = "uci"
     title = "Regression on UCI tables"
     description = "all methods with their defaults on seven UCI sets: log-likelihood and error beside the published ones"

@@ -50,8 +50,6 @@ class Settings(PictureData):
 
 
 class AutoencoderVsVae(Study):
-    """What does the KL do for codes, and what the reconstruction?"""
-
     name = "autoencoder-vs-vae"
     title = "Codes of MNIST in two dimensions"
     description = "MNIST in two latent dimensions under reconstruction alone, the KL alone, and both: codes, samples, interpolation"

@@ -80,8 +80,6 @@ class ExponentialQuantile(Transform):
 
 
 class ChangeOfVariables(Study):
-    """Does the formula give the density, and do draws have it?"""
-
     name = "change-of-variables"
     title = "The change of variables in one dimension"
     description = "the square of a uniform number, inverse transform sampling and a learned mixture, beside their closed forms"

@@ -11,8 +11,8 @@ from torch import Tensor
 from flowbnn import flows
 from flowbnn.density import Density, fit_density
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, best_first, figure, listed
-from flowbnn_studies.runner.findings import counted, middles, over_plane, short
+from flowbnn.results import Parts, figure
+from flowbnn_studies.runner.findings import counted, middles, over_plane, ranking, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 PI = math.pi
@@ -203,8 +203,6 @@ class Settings:
 
 
 class Densities2d(Study):
-    """How near does each flow come to a density that is known?"""
-
     name = "densities-2d"
     title = "Densities in the plane: how near to the truth?"
     description = "two moons, eight Gaussians, rings, checkerboard, spirals and a pinwheel by every flow of real vectors"
@@ -280,7 +278,6 @@ class Densities2d(Study):
 
     def answer(self, settings: Settings, parts: Parts) -> str:
         """The answer, put together from the numbers."""
-        shown = self.variants(settings)
         lines = []
         if parts.of("nsf"):
             wanted = {name: parts.mean("nsf", f"gap_{name}") for name in settings.data if name in WANTED}
@@ -292,13 +289,9 @@ class Densities2d(Study):
                     f"NSF against the goal of {GOAL:g} nats ({counted(len(parts.seeds))}): {told}; {met}."
                 ]
         for name in settings.data:
-            order = best_first(parts, shown, f"gap_{name}")
-            if len(order) > 1:
-                last = f", the farthest {listed(parts, order[-1:], f'gap_{name}')}" if len(order) > 3 else ""
-                lines.append(
-                    f"{TOYS[name].label}: nearest are {listed(parts, order[:3], f'gap_{name}')}{last}."
-                )
-        return "\n".join(lines) or "No flow has numbers yet."
+            nearest = ranking(parts, self.variants(settings), f"gap_{name}")
+            lines.append(f"{TOYS[name].label}: nearest are {nearest}.")
+        return "\n".join(lines)
 
     def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
         """For each distribution the densities and samples of the first seed."""

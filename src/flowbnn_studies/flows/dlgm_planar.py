@@ -86,8 +86,6 @@ class Settings(PictureData):
 
 
 class DlgmPlanar(Study):
-    """Does a longer flow give a better autoencoder?"""
-
     name = "dlgm-planar"
     title = "Flows as posteriors of autoencoders on binary MNIST"
     description = "-ln p(x) of autoencoders on binary MNIST against the number of planar flows, and with IAF and Sylvester flows"

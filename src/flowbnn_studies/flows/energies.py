@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowbnn import flows
 from flowbnn.options import Count, Positive, options
-from flowbnn.results import Parts, best_first, figure, listed
+from flowbnn.results import Parts, figure
 from flowbnn.target import TargetFit, fit_target
-from flowbnn_studies.runner.findings import counted, middles, over_plane, short
+from flowbnn_studies.runner.findings import counted, middles, over_plane, ranking, short
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, timed
 
 RECIPES: Mapping[str, tuple[str, str, dict[str, Any], float]] = {  # label, flow, its settings, cost
@@ -56,8 +56,6 @@ class Settings:
 
 
 class Energies(Study):
-    """How near do flows come to a density of which only the energy is known?"""
-
     name = "energies"
     title = "Four energies in the plane: variational inference by flows"
     description = "the four energies of Rezende and Mohamed 2015 by planar flows of length 2, 8 and 32 and others, beside quadrature"
@@ -133,12 +131,8 @@ class Energies(Study):
                 f"Nats between the ELBO and log Z by planar flows of length {long} ({counted(len(parts.seeds))}): {told}."
             )
         for number in settings.energies:
-            order = best_first(parts, self.variants(settings), f"gap_{number}")
-            if len(order) > 1:
-                lines.append(
-                    f"{NAMES[number]}: nearest are {listed(parts, order[:3], f'gap_{number}')}, the farthest "
-                    f"{listed(parts, order[-1:], f'gap_{number}')}."
-                )
+            nearest = ranking(parts, self.variants(settings), f"gap_{number}")
+            lines.append(f"{NAMES[number]}: nearest are {nearest}.")
         known = [part["values"] for key in RECIPES for part in parts.of(key)]
         pairs = [(one[f"k_hat_{n}"], abs(one[f"error_{n}"])) for one in known for n in settings.energies]
         good = [error for k_hat, error in pairs if k_hat is not None and k_hat < 0.7]
@@ -149,7 +143,7 @@ class Energies(Study):
                 f"where k-hat is below 0.7, in {len(good)} of {len(pairs)} fits; by {statistics.median(every):.3f} and "
                 f"{max(every):.3f} in all."
             )
-        return "\n".join(lines) or "No flow has numbers yet."
+        return "\n".join(lines)
 
     def figures(self, settings: Settings, parts: Parts) -> list[dict[str, Any]]:
         """For each energy the target and the densities of the first seed."""

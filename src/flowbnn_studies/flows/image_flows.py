@@ -69,8 +69,6 @@ class Settings(PictureData):
 
 
 class ImageFlows(Study):
-    """How many bits does an image take after ten minutes?"""
-
     name = "images"
     title = "Flows of images at a budget"
     description = "Glow, residual flows and integer discrete flows on MNIST and CIFAR-10 at ten GPU minutes each: bits per dimension"

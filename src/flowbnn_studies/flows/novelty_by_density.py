@@ -68,8 +68,6 @@ class Settings(PictureData):
 
 
 class NoveltyByDensity(Study):
-    """Does a density know what is novel?"""
-
     name = "novelty-by-density"
     title = "Novel images by their density"
     description = "a flow learns Fashion-MNIST and is shown MNIST, and the reverse: novelty by density, typicality and features"

@@ -49,8 +49,6 @@ class Settings:
 
 
 class TabularDensities(Study):
-    """Are splines worth it on tables?"""
-
     name = "tabular-densities"
     title = "Densities of tables"
     description = (

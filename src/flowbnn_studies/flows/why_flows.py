@@ -78,8 +78,6 @@ class Settings:
 
 
 class WhyFlows(Study):
-    """Which models give exact densities and fast samples?"""
-
     name = "why-flows"
     title = "Why flows? Exactness and time"
     description = (

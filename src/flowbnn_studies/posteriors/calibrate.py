@@ -150,8 +150,6 @@ def title(case: str) -> str:
 
 
 class CalibrateStudy(Study):
-    """What is a better posterior of the noise worth, and on which data?"""
-
     name = "calibrate"
     title = "Calibrating a trained network"
     description = "noise of a trained LeNet on fresh and on memorised images, from factorized to joint, beside temperature scaling"

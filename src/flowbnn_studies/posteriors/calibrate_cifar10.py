@@ -78,8 +78,6 @@ class Settings(Evaluated):
 
 
 class CalibrateCifar10(Study):
-    """Is noise on held-out data worth its while in the networks that are used?"""
-
     name = "calibrate-cifar10"
     title = "Calibrating networks of CIFAR-10"
     description = "LeNet, VGG16 and ResNet18: noise on fresh images of CIFAR-10, factorized to joint, beside temperature scaling"

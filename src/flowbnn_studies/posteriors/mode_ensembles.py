@@ -136,8 +136,6 @@ class Problem:
 
 
 class ModeEnsembles(Study):
-    """Are several modes of the noise worth more than one Gaussian, and as much as a deep ensemble?"""
-
     name = "mode-ensembles"
     title = "Modes of the noise as members"
     description = "modes of the noise as an ensemble, against Gaussian noise and a deep ensemble; planned before it was run"

@@ -308,8 +308,6 @@ def measured(
 
 
 class PosteriorQuality(Study):
-    """Which posterior is near to the exact one, and does it show in predictions?"""
-
     name = "posterior-quality"
     title = "How good are posteriors of noise?"
     description = "eight posteriors of the noise beside long chains: gap to the evidence, k-hat, total variation, agreement"

@@ -53,8 +53,6 @@ MOST = {"digits": 1000, "boston": 200}  # examples of the noise that leave some 
 
 
 class WhenItMatters(Study):
-    """How large may the gap be before it shows in predictions?"""
-
     name = "when-it-matters"
     title = "When does a richer posterior pay?"
     description = "the gap per example of factorized and joint Gaussians against their NLL minus HMC's, for 20 to 2,000 examples"

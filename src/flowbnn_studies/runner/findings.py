@@ -15,7 +15,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.noise import noise_layers
 from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.quality.chains import RHAT
-from flowbnn.results import Parts, figure, summary
+from flowbnn.results import Parts, best_first, figure, listed, summary
 
 
 def short(values: Tensor, digits: int = 4) -> list[Any]:
@@ -241,6 +241,15 @@ def counted(number: int, noun: str = "seed") -> str:
     ('1 seed', '3 splits')
     """
     return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def ranking(
+    parts: Parts, candidates: Iterable[Any], metric: str, higher: bool = False, form: str = ".3f"
+) -> str:
+    """The three best means of a metric and the worst, for a sentence; candidates have a ``key`` and a ``label``."""
+    order = best_first(parts, candidates, metric, higher)
+    best, last = (listed(parts, some, metric, form) for some in (order[:3], order[-1:]))
+    return f"{best}; last {last}" if len(order) > 3 else best or "none"
 
 
 @dataclass(frozen=True)
