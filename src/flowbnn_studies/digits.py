@@ -119,15 +119,10 @@ class DigitsStudy(Study):
         loader = shuffled(digits.train, s.batch, job.seed)
         network = SmallConv(classes=len(digits.known), width=s.width, hidden=s.hidden)
         if job.after is None:
-            posterior = job.fit(network, loader, epochs=s.start_epochs, weight_lr=s.weight_lr)
+            posterior = job.fit(network, loader, epochs=s.start_epochs)
             return {"values": posterior.predict(digits.validation[0]).cpu().evaluate(digits.validation[1])}
-        rates: dict[str, Any] = {
-            "weight_lr": s.weight_lr,
-            "noise_lr": s.noise_lr,
-            "schedule": CosineAnnealingLR,
-        }
         rules = rules_of(s, job.variant)
-        posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
+        posterior = job.fit(job.load_start(network), loader, rules, CosineAnnealingLR)
         return self.evaluate(job, posterior, digits)
 
     def evaluate(self, job: Job, posterior: Posterior, digits: Digits) -> dict[str, Any]:

@@ -80,8 +80,7 @@ class FlowLength(Study):
             plain = job.fit(network, loader, epochs=s.short_epochs, weight_lr=s.short_lr)
             return {"values": plain.predict(test[0]).cpu().evaluate(test[1])}
         rules = {"*": NormalPlanar(int(job.variant.removeprefix("length-")), base_scale=0.5)}
-        rates = {"weight_lr": s.weight_lr, "noise_lr": s.noise_lr}
-        posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
+        posterior = job.fit(job.load_start(network), loader, rules)
         return {
             "values": {
                 **final_bound(posterior, train, s.draws, s.kl_draws),

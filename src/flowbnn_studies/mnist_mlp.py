@@ -16,7 +16,7 @@ from flowbnn_studies.images.data import SPLIT_SEED, read_images
 from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.findings import counted, line, panel
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, metrics_of, regrouped
 
 SCALE = 126.0  # pixels are divided by it, as in the paper: the empty ground stays at zero
 CHOICE_SEED = 100
@@ -144,11 +144,7 @@ class MnistMlp(Study):
         return {"values": {f"{name}_{units}": value for name, value in found.items()}}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (variant, seed), part in parts.content.items():
-            values = content.setdefault((variant.rpartition("-")[0], seed), {"values": {}})["values"]
-            values |= part["values"]
-        by_row = Parts(parts.seeds, content)
+        by_row = regrouped(parts, lambda variant, name: (variant.rpartition("-")[0], name))
         widths = settings.units[-1:] if settings.choose else settings.units
         metrics = metrics_of(NUMBERS, {units: f"{units} units" for units in widths})
         labels = {key: (key, "bayes-by-backprop") for key in CHOICES} if settings.choose else METHODS

@@ -116,12 +116,7 @@ class TwoClusters(Study):
                 "gaussian": NormalAffine(base_scale=0.5),
             }.get(job.variant)
             rules = {"*": recipe} if recipe else None
-            rates: dict[str, Any] = {
-                "weight_lr": s.weight_lr,
-                "noise_lr": s.noise_lr,
-                "schedule": CosineAnnealingLR,
-            }
-            posterior = job.fit(job.load_start(network), loader, rules, epochs=s.epochs, **rates)
+            posterior = job.fit(job.load_start(network), loader, rules, CosineAnnealingLR)
         return self.evaluate(job, posterior, test)
 
     def evaluate(self, job: Job, posterior: Posterior, test: tuple[Tensor, Tensor]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from flowbnn_studies.images.data import read_bytes, read_images
 from flowbnn_studies.images.settings import PictureData
 from flowbnn_studies.runner.findings import counted, histogram, histogram_panels
 from flowbnn_studies.runner.methods import shuffled
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped
 
 SETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 OTHER = {"fashion-mnist": "mnist", "mnist": "fashion-mnist"}
@@ -152,12 +152,10 @@ class NoveltyByDensity(Study):
         return {"values": values, "histograms": shown}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (variant, seed), part in parts.content.items():
-            for name, value in part["values"].items():
-                method, _, number = name.partition("_")
-                content.setdefault((method, seed), {"values": {}})["values"][f"{number}_{variant}"] = value
-        by_method = Parts(parts.seeds, content)
+        # from density_auroc of a set to auroc_mnist of a method
+        by_method = regrouped(
+            parts, lambda variant, name: (name.partition("_")[0], f"{name.partition('_')[2]}_{variant}")
+        )
         metrics = []
         for name, title in SETS.items():
             sets = {"familiar": title, "novel": SETS[OTHER[name]]}

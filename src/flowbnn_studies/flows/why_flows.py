@@ -17,7 +17,7 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.results import Metric, Parts
 from flowbnn.vae import VAE
 from flowbnn_studies.runner.findings import counted
-from flowbnn_studies.runner.study import Findings, Job, Study, Variant, timed
+from flowbnn_studies.runner.study import Findings, Job, Study, Variant, regrouped, timed
 
 LABELS = {
     "coupling": "Coupling flow (RealNVP)",
@@ -133,12 +133,7 @@ class WhyFlows(Study):
         return {"values": values}
 
     def findings(self, settings: Settings, parts: Parts) -> Findings:
-        content: dict[tuple[str, int], dict[str, Any]] = {}
-        for (_, seed), part in parts.content.items():
-            for name, value in part["values"].items():
-                key, _, metric = name.partition("/")
-                content.setdefault((key, seed), {"values": {}})["values"][metric] = value
-        by_model = Parts(parts.seeds, content)
+        by_model = regrouped(parts, lambda _, name: (name.partition("/")[0], name.partition("/")[2]))
         rows = [by_model.row(key, label, METRICS) for key, label in LABELS.items() if by_model.of(key)]
         notes = [
             f"A point is a chain of {settings.dim} numbers, x1 from N(0, 1) and then x = {PULL:g} sin(x before) + N(0, {NOISE:g}²), so "

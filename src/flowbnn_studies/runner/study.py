@@ -113,21 +113,22 @@ class Job:
         network: nn.Module,
         loader: Any,
         rules: Mapping[Any, Recipe | None] | None = None,
-        *,
-        epochs: int,
-        weight_lr: float,
-        noise_lr: float = 0.0,
         schedule: Any = None,
+        **changes: Any,
     ) -> Any:
-        """Train a network, by maximum likelihood or with noise where there are rules, and save it for those that start from it."""
-        options = {**self.options(epochs, len(loader)), "schedule": schedule}
+        """Train a network, by maximum likelihood or with noise where there are rules, and save it for those that start from it.
+
+        The epochs, ``weight_lr`` and ``noise_lr`` are those of the settings but for ``changes``.
+        """
+        s = {**vars(self.settings), **changes}
+        options = {**self.options(s["epochs"], len(loader)), "schedule": schedule}
         posterior: Posterior
         if rules:
-            noisy = to_stochastic(network, rules)
-            posterior = fit(noisy, loader, weight_lr=weight_lr, noise_lr=noise_lr, **options)
+            rates = {name: s[name] for name in ("weight_lr", "noise_lr")}
+            posterior = fit(to_stochastic(network, rules), loader, **rates, **options)
         else:
             own = {name: options.pop(name) for name in ("epochs", "schedule")}
-            posterior = MLE(lr=weight_lr, **own).fit(network, loader, **options)
+            posterior = MLE(lr=s["weight_lr"], **own).fit(network, loader, **options)
         posterior.save(self.posterior)
         return posterior
 
@@ -260,6 +261,16 @@ def by_rows(
             values = content.setdefault((row, seed), {"values": {}})["values"]
             values |= {f"{name}_{case}": value for name, value in numbers.items()}
     return Parts(seeds, content)
+
+
+def regrouped(parts: Parts, place: Callable[[str, str], tuple[str, str]]) -> Parts:
+    """Parts by the rows of a table: ``place`` tells the row and the metric of a variant's value by its name."""
+    content: dict[tuple[str, int], dict[str, Any]] = {}
+    for (variant, seed), part in parts.content.items():
+        for name, value in part["values"].items():
+            row, metric = place(variant, name)
+            content.setdefault((row, seed), {"values": {}})["values"][metric] = value
+    return Parts(parts.seeds, content)
 
 
 class Study:
