@@ -29,8 +29,8 @@ import flowbnn as fb
 from attack import Budget, Tally
 from attack.fuzz import NAN, quiet, trace
 from attack.subjects import FITS, Fit, alike, drawn, fitted, numbers
+from flowbnn_studies.data.images import Piece, Source
 from flowbnn_studies.data.load import load_source
-from flowbnn_studies.data.sources import Piece, Source
 from flowbnn_studies.report.reading import load_results
 
 __all__ = ["attack"]

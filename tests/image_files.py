@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowbnn_studies.data.sources import Download, Piece, Source
+from flowbnn_studies.data.images import Download, Piece, Source
 
 GREY, COLOUR = (1, 5, 4), (3, 4, 4)
 Batch = tuple[np.ndarray, np.ndarray]

@@ -53,7 +53,6 @@ ORDER = (  # of ``flowbnn list`` and of the report: file and class, or studies t
     "flows.energies:Energies",
     "flows.why_flows:WhyFlows",
     "images.study:IMAGE_STUDIES",
-    "images.rivals:RESNET18",
 )
 for _place in ORDER:
     _file, _, _name = _place.partition(":")

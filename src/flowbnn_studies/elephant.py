@@ -14,7 +14,7 @@ from flowbnn.models import LeNet, SmallConv
 from flowbnn.options import Count, Interval, Positive, checked, options
 from flowbnn.predictive import CategoricalPredictive
 from flowbnn.results import CLASSIFICATION, Metric, Parts, best_first, figure
-from flowbnn_studies.data.sources import SOURCES
+from flowbnn_studies.data.images import SOURCES
 from flowbnn_studies.images.data import PictureSettings, PictureStudy
 from flowbnn_studies.runner.findings import counted, histogram, histogram_panels, ranking, short
 from flowbnn_studies.runner.methods import MethodSettings, MethodStudy, predict, shuffled

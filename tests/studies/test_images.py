@@ -13,8 +13,8 @@ from flowbnn.models import Block
 from flowbnn.results import Parts
 from flowbnn_studies import get_study
 from flowbnn_studies.data import CORRUPTIONS, Moved, mirrored
-from flowbnn_studies.images import rivals, training
 from flowbnn_studies.images import study as image_study
+from flowbnn_studies.images import training
 from flowbnn_studies.images.data import load_pictures
 from flowbnn_studies.images.evaluation import VIEWS
 from flowbnn_studies.images.settings import GROUPS, ImageSettings
@@ -347,9 +347,8 @@ def test_resnet18_is_compared_with_swag_and_an_ensemble(tmp_path, monkeypatch):
     def tiny(architecture, channels, width):
         return nn.Sequential(nn.AvgPool2d(8), Block(channels, 4, 2), nn.Flatten(), nn.Linear(16, 10))
 
-    for module in (image_study, rivals):
-        monkeypatch.setattr(module, "make_network", tiny)
-    monkeypatch.setattr(rivals, "NORMALIZED", 2)
+    monkeypatch.setattr(image_study, "make_network", tiny)
+    monkeypatch.setattr(image_study, "NORMALIZED", 2)
     study, settings = small("resnet18-cifar10", samples=2, shift_images=2)
     every = [variant.key for variant in study.variants(settings)]
     only = ["long-joint-channel", "best-output-channel", "best-swag", "best-ensemble"]

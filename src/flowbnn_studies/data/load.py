@@ -22,8 +22,7 @@ import torch
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import File, check
 from flowbnn.training.progress import track
-from flowbnn_studies.data.images import ImageSet
-from flowbnn_studies.data.sources import SOURCES, Download, Piece, Source
+from flowbnn_studies.data.images import SOURCES, Download, ImageSet, Piece, Source
 
 REMEDY = "delete it and load again with download=True, or copy it anew"
 KINDS = {1: "labels", 3: "images"}

@@ -12,8 +12,8 @@ from flowbnn.options import Count, Positive, options
 from flowbnn.posterior import PointPosterior
 from flowbnn.results import Parts
 from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import Training, make_network
+from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, OWN, Evaluated, fits_of, scores
 from flowbnn_studies.runner.findings import counted, paired
@@ -65,7 +65,7 @@ class Settings(Evaluated):
     held_out: Count = 5_000
     fits: tuple[str, ...] = tuple(FITS)
     samples: Count = 32
-    vgg16: Training = replace(PLAIN, epochs=24, cutout=0)
+    vgg16: Training = replace(SHORT_RESNET18, epochs=24, cutout=0)
     resnet18: Training = replace(vgg16, epochs=16)
     lenet: Training = replace(
         vgg16, epochs=60, batch=256, optimizer="adamw", weight_lr=4e-3, weight_decay=1e-2

@@ -26,8 +26,8 @@ from flowbnn.results import Parts
 from flowbnn.training import cosine
 from flowbnn_studies.data.tables import load_uci, standardized
 from flowbnn_studies.images.data import Pictures, load_pictures
-from flowbnn_studies.images.rivals import PLAIN
 from flowbnn_studies.images.settings import ImageSettings, Training, make_network
+from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
 from flowbnn_studies.runner.findings import paired
 from flowbnn_studies.runner.methods import shuffled
@@ -100,7 +100,7 @@ class Settings:
     blobs: Small = Small(batch=20)
     tables: Small = Small()
     lenet: Small = Small(epochs=30, batch=50, lr=1e-3)
-    resnet18: Training = replace(PLAIN, epochs=16)
+    resnet18: Training = replace(SHORT_RESNET18, epochs=16)
 
     def relevant(self, variant: str) -> dict[str, Any]:
         """The settings that a problem's result depends on."""
@@ -151,7 +151,7 @@ class ModeEnsembles(Study):
     quick: ClassVar[dict[str, Any]] = {
         "source": "generated", "share": 0.002, "width": 0.0625, "members": 2, "few_members": 2, "steps": 2, "few_steps": 1,
         "widths": (0.5,), "samples": 2, **dict.fromkeys(("blobs", "tables", "lenet"), Small(epochs=1)),
-        "resnet18": replace(PLAIN, epochs=1, batch=20),
+        "resnet18": replace(SHORT_RESNET18, epochs=1, batch=20),
     }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:

@@ -11,8 +11,8 @@ import torch
 
 from flowbnn.errors import FlowBNNError
 from flowbnn_studies.data import data_folder, load_images
+from flowbnn_studies.data.images import SOURCES
 from flowbnn_studies.data.load import load_source
-from flowbnn_studies.data.sources import SOURCES
 from image_files import (
     binary,
     colour_source,

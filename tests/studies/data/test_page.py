@@ -8,7 +8,7 @@ import torch
 
 import flowbnn_studies.data
 from flowbnn_studies.data import CORRUPTIONS, ImageSet
-from flowbnn_studies.data.sources import SOURCES
+from flowbnn_studies.data.images import SOURCES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 
