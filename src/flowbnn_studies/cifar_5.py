@@ -116,15 +116,9 @@ class Cifar5(PictureStudy):
     data = "cifar10"
     headline = ("error", "nll", "ece", "novel_entropy", "auroc")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "validation": 40,
-        "epochs": 1,
-        "long_epochs": 1,
-        "batch": 40,
-        "samples": 4,
-        "width": 4,
+        "source": "generated", "validation": 40, "epochs": 1, "long_epochs": 1, "batch": 40, "samples": 4, "width": 4,
         "hidden": 8,
-    }
+    }  # fmt: skip
 
     def novel(self, settings: Settings) -> tuple[int, ...]:
         return tuple(range(5, 10))

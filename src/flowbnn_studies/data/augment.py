@@ -151,6 +151,8 @@ def novel_noise(number: Count, shape: Sequence[int], generator: torch.Generator 
     return torch.rand(number, *shape, generator=generator, device=generator.device if generator else None)
 
 
+# -------------------- corruptions, after Hendrycks and Dietterich (2019, https://arxiv.org/abs/1903.12261), made here
+
 Kind = Literal[
     "noise", "blur", "brightness", "contrast", "shot", "impulse", "speckle", "defocus", "motion", "zoom", "fog", "elastic",
     "pixelate", "jpeg",

@@ -218,6 +218,8 @@ def device_loader(
     return TensorLoader(there.images, there.labels, batch_size=batch_size, prepare=prepare, **options)
 
 
+# -------------------- published files
+
 FileFormat = Literal["idx", "cifar"]
 
 

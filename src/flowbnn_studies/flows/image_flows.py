@@ -82,16 +82,9 @@ class ImageFlows(Study):
     accelerator = "auto"
     headline = ("bits", "epochs", "minutes")
     quick: ClassVar[dict[str, Any]] = {
-        "source": "generated",
-        "generated": 64,
-        "minutes": 0.0,
-        "sets": ("mnist",),
-        "length": 2,
-        "width": 4,
-        "batch": 32,
-        "validation": 0.25,
-        "tested": 8,
-    }
+        "source": "generated", "generated": 64, "minutes": 0.0, "sets": ("mnist",), "length": 2, "width": 4, "batch": 32,
+        "validation": 0.25, "tested": 8,
+    }  # fmt: skip
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         return tuple(

@@ -170,17 +170,10 @@ QUICK: dict[str, Any] = {  # settings of seconds on generated pictures, whose nu
 METHODS = {"gaussian": "Gaussian noise", "flow": "flow noise", "mixture": "mixture noise"}
 JOINT = "low-rank"  # full within layers; across layers, what training by SGD can find
 NAMES = {
-    "plain": "mle",
-    "longer": "mle-longer",
-    "dropout": "mc-dropout",
-    "gaussian": "node-noise-gaussian",
-    "flow": "node-noise-planar",
-    "mixture": "node-noise-mixture",
-    "joint": "node-noise-gaussian-joint",
-    "output": "node-noise-gaussian-output",
-    "swag": "swag",
+    "plain": "mle", "longer": "mle-longer", "dropout": "mc-dropout", "gaussian": "node-noise-gaussian", "flow": "node-noise-planar",
+    "mixture": "node-noise-mixture", "joint": "node-noise-gaussian-joint", "output": "node-noise-gaussian-output", "swag": "swag",
     "ensemble": "deep-ensemble",
-}
+}  # fmt: skip
 
 # Where Xiong's report (section 4 and its code) puts its flows; the rest of the layers carry a learnable Gaussian.
 FLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -272,6 +265,8 @@ def image_variants(name: str, seeds: tuple[int, int]) -> tuple[Variant, ...]:
     ]
     return (*xiong, *best, Variant("cost", "Cost", shown=False, seeds=1, alone=True))
 
+
+# -------------------- numbers of the literature
 
 Curves = dict[str, tuple[float, ...]]
 

@@ -123,6 +123,8 @@ def fit_variant(
     )
 
 
+# -------------------- what a method costs
+
 Train = Callable[[str, Training, Any], Posterior]  # of a method by its name, on the batches of a loader
 
 STEPS, PASSES, FEW = 100, 4, 12

@@ -234,6 +234,9 @@ def grid_figures(
 AGAINST = ("gap", "per_example", "variation", "agreement", "excess")  # numbers that take chains for the truth
 
 
+# -------------------- statistics over seeds
+
+
 def counted(number: int, noun: str = "seed") -> str:
     """A number with its noun.
 
