@@ -284,8 +284,6 @@ def check_writable(path: str | Path) -> None:
     try:
         target = Path(os.path.realpath(path))
         trouble = f"'{path}' {_no_file(target)}" if _no_file(target) else ""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear(target)
         with _workplace(target) as temporary:
             temporary.write_bytes(b"0")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
@@ -320,8 +318,6 @@ def replacing(path: Path) -> Iterator[Path]:
         target = Path(os.path.realpath(path))
         if _no_file(target):
             raise OSError(f"it {_no_file(target)}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear(target)
         with _workplace(target) as temporary:
             yield temporary
             with temporary.open("rb+") as file:
@@ -337,8 +333,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def _workplace(target: Path) -> Iterator[Path]:
     """A file in a folder of its own beside ``target``, whose name says which process of which machine writes it.
 
-    A folder, since safetensors writes to a file with a name of its own first, which a killed run would leave for ever.
+    A folder, since safetensors writes to a file with a name of its own first, which a killed run would leave for ever. What killed
+    processes of this machine left there is removed.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for part in target.parent.glob(f".{escape(target.name)}.{_this_machine()}-*-*.part"):
+        process = part.stem.split("-")[-2]
+        if process.isdigit() and not is_alive(int(process)):  # else another process writes it just now
+            shutil.rmtree(part, ignore_errors=True)
     number = next(NUMBERS)  # threads may write one file at once
     folder = target.with_name(f".{target.name}.{_this_machine()}-{os.getpid()}-{number}.part")
     try:
@@ -346,14 +348,6 @@ def _workplace(target: Path) -> Iterator[Path]:
         yield folder / "file"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clear(target: Path) -> None:
-    """Remove what killed processes of this machine left beside ``target``."""
-    for part in target.parent.glob(f".{escape(target.name)}.{_this_machine()}-*-*.part"):
-        process = part.stem.split("-")[-2]
-        if process.isdigit() and not is_alive(int(process)):  # else another process writes it just now
-            shutil.rmtree(part, ignore_errors=True)
 
 
 def _no_file(target: Path) -> str:
