@@ -168,7 +168,7 @@ class Method:
                 {"params": weights, "lr": self.lr, "weight_decay": weight_decay},
                 {"params": list(likelihood.parameters()), "lr": self.noise_rate, "weight_decay": 0.0},
             ]
-            engine, loss = optimizer_for(groups, self.optimizer), partial(self.loss(model), likelihood)
+            engine, loss = optimizer_for(groups, self.optimizer), partial(self._loss(model), likelihood)
             posterior.history = train_posterior(
                 posterior, loss, engine, loader, run, self.schedule, check_batch=check
             )
@@ -176,7 +176,7 @@ class Method:
             learn_noise(model, likelihood, loader)
         return posterior
 
-    def loss(self, model: nn.Module) -> Callable[..., Logged]:
+    def _loss(self, model: nn.Module) -> Callable[..., Logged]:
         """What :meth:`start` minimises: of the likelihood and what an :class:`Objective`'s loss takes."""
         return negative_log_likelihood
 

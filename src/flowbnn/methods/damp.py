@@ -42,7 +42,7 @@ class DAMP(PointMethod):
     scale: Positive = 0.2
     parts: Count = 1
 
-    def loss(self, model: nn.Module) -> Callable[..., Logged]:
+    def _loss(self, model: nn.Module) -> Callable[..., Logged]:
         return partial(_perturbed, model, self.scale, self.parts)
 
 
