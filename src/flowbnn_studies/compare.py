@@ -185,16 +185,10 @@ class CompareStudy(MethodStudy):
         loader = shuffled(data.train, s.batch, job.seed)
         warm_up(network, loader)
         method, more = self.prepared(job, candidate, len(loader))
-        content = measure(
-            method,
-            network,
-            loader,
-            TensorLoader(*data.test, batch_size=512),
-            novel=TensorLoader(data.novel, batch_size=512),
-            validation=TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None,
-            samples=s.samples,
-            **more,
-        )
+        test, novel = TensorLoader(*data.test, batch_size=512), TensorLoader(data.novel, batch_size=512)
+        held_out = TensorLoader(*data.validation, batch_size=s.batch) if candidate.held_out else None
+        more |= {"novel": novel, "validation": held_out, "samples": s.samples}
+        content = measure(method, network, loader, test, **more)
         sizes = {"train": len(data.train[0]), "test": len(data.test[0]), "novel": len(data.novel)}
         told = {"method": repr(method), "weights": weights, "sizes": sizes, "strange": data.strange}
         return {**content, **told}

@@ -305,19 +305,13 @@ def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> l
             {"title": label, **part["band"], "points": first["points"]} for label, part in drawn.items()
         ]
         truth = {"x": bands[0]["x"], "y": bands[0]["mean"]}
+        caption = (
+            "Seed 0. Dashed: the exact posterior's mean, in all panels. The factorized Gaussian's line is too certain far "
+            "from the data and too uncertain among them: it has the right mean, and each weight's spread given the other."
+        )
+        exact = {"truth": truth, "truth_label": "mean of the exact posterior"}
         made.append(
-            figure(
-                "bands",
-                "The line that they predict",
-                "Seed 0. Dashed: the exact posterior's mean, in all panels. The factorized Gaussian's line is too certain far "
-                "from the data and too uncertain among them: it has the right mean, and each weight's spread given the other.",
-                {
-                    "x_label": "x",
-                    "truth": truth,
-                    "truth_label": "mean of the exact posterior",
-                    "panels": bands,
-                },
-            )
+            figure("bands", "The line that they predict", caption, {"x_label": "x", **exact, "panels": bands})
         )
     made.append(falling(s, parts))
     labels = {one.key: one.label for one in VARIANTS if one.key in SAMPLED}
@@ -325,18 +319,10 @@ def figures(s: Settings, parts: Parts, drawn: Mapping[str, dict[str, Any]]) -> l
     for key, label in labels.items():
         columns = ([math.log10(v) for v in parts.values(key, f"efficiency_{number}")] for number in s.inputs)
         lines.append(line(label, (math.log10(number + 1) for number in s.inputs), columns))
-    made.append(
-        figure(
-            "curves",
-            "What an evaluation is worth, against the number of weights",
-            "Effective draws of the worst weight for a thousand evaluations, mean over seeds of log10: 1 is 10, 2 is 100.",
-            {
-                "x_label": "weights, log10",
-                "panels": [panel("Efficiency", "effective draws per 1000 evaluations, log10", lines)],
-            },
-        )
-    )
-    return made
+    title = "What an evaluation is worth, against the number of weights"
+    caption = "Effective draws of the worst weight for a thousand evaluations, mean over seeds of log10: 1 is 10, 2 is 100."
+    panels = [panel("Efficiency", "effective draws per 1000 evaluations, log10", lines)]
+    return [*made, figure("curves", title, caption, {"x_label": "weights, log10", "panels": panels})]
 
 
 def falling(s: Settings, parts: Parts) -> dict[str, Any]:

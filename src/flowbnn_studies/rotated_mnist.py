@@ -165,20 +165,12 @@ def figures(
             likely = [max(row) for row in part["shares"]]
             note = f"mean confidence {sum(likely) / len(likely):.2f}"
             panels.append({"title": label, "note": note, "x": degrees, "shares": part["shares"]})
-        made.append(
-            figure(
-                "shares",
-                f"A {s.shown} that is turned",
-                f"Seed 0, the first {s.shown} of the test set. Each bar is the image at one angle, and each colour a class: its height "
-                "is the probability that the method gives it. A bar of one colour is a method that is sure.",
-                {
-                    "x_label": "degrees",
-                    "classes": [str(digit) for digit in range(10)],
-                    "images": images,
-                    "panels": panels,
-                },
-            )
+        caption = (
+            f"Seed 0, the first {s.shown} of the test set. Each bar is the image at one angle, and each colour a class: its height "
+            "is the probability that the method gives it. A bar of one colour is a method that is sure."
         )
+        data = {"x_label": "degrees", "classes": list("0123456789"), "images": images, "panels": panels}
+        made.append(figure("shares", f"A {s.shown} that is turned", caption, data))
     panels = []
     for name, title, unit in (
         ("entropy", "Entropy", "nats"),

@@ -78,15 +78,8 @@ class AutoencoderVsVae(Study):
         train, (test, labels) = unit(read_bytes(job, "mnist", "train")[0]), read_bytes(job, "mnist", "test")
         test, labels = unit(test)[: s.shown], labels[: s.shown]
         torch.manual_seed(job.seed)
-        model = fit_autoencoder(
-            model_of(job.variant, s).to(job.device),
-            train,
-            validation=0.0,
-            epochs=s.epochs,
-            lr=s.lr,
-            batch_size=s.batch,
-            **job.brief(),
-        )
+        given = job.brief(validation=0.0, epochs=s.epochs, lr=s.lr, batch_size=s.batch)
+        model = fit_autoencoder(model_of(job.variant, s).to(job.device), train, **given)
         with torch.no_grad():
             codes = model.encode(test)
             generator = torch.Generator().manual_seed(job.seed)

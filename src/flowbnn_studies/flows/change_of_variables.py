@@ -108,9 +108,8 @@ class ChangeOfVariables(Study):
         if job.variant == "mixture":
             truth = mixture()
             data, test = (truth.rsample((number,), generator).float() for number in (s.train, s.test))
-            flow = fit_density(
-                NSF(1), data, epochs=s.epochs, batch_size=s.batch, lr=s.lr, seed=job.seed, progress=False
-            )
+            how: dict[str, Any] = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr}
+            flow = fit_density(NSF(1), data, **how, seed=job.seed, progress=False)
             draws = flow.sample(s.draws, seed=job.seed)[:, 0].double()
             axis = middles(-4.0, 4.0, s.grid)
             density = flow.score(axis[:, None].float()).double().exp()

@@ -232,14 +232,9 @@ class Densities2d(Study):
             data, test = toy.sample(s.train, generator), toy.sample(s.test, generator)
             torch.manual_seed(job.seed)
             flow = flows.named_flows()[job.variant](2, **RECIPES[job.variant][1])
-            own = {"objective": "flow-matching"} if job.variant == "ffjord" else {}
-            given: dict[str, Any] = {
-                "epochs": s.epochs,
-                "batch_size": s.batch,
-                "lr": s.lr,
-                "patience": s.patience,
-            }
-            density, seconds = timed(fit_density, flow, data, **given, **own, **job.brief(seed=job.seed))
+            own: dict[str, Any] = {"objective": "flow-matching"} if job.variant == "ffjord" else {}
+            own |= job.brief(seed=job.seed, epochs=s.epochs, batch_size=s.batch, lr=s.lr, patience=s.patience)
+            density, seconds = timed(fit_density, flow, data, **own)
             score = density.score(test).double().cpu()
             content["values"] |= {
                 f"gap_{name}": float((toy.log_prob(test.double()) - score).mean()),

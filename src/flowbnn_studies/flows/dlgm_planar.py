@@ -106,12 +106,8 @@ class DlgmPlanar(Study):
 
     def variants(self, settings: Settings) -> tuple[Variant, ...]:
         plain = [
-            Variant(
-                f"planar-{length}",
-                f"{length} planar flows" if length else "Gaussian posterior",
-                cost=1 + length / 10,
-            )
-            for length in settings.lengths
+            Variant(f"planar-{n}", f"{n} planar flows" if n else "Gaussian posterior", cost=1 + n / 10)
+            for n in settings.lengths
         ]
         convolved = [
             Variant(f"conv-{name}", f"Convolutions, {LABELS[name]}", cost=20.0, seeds=settings.conv_seeds)
@@ -124,22 +120,14 @@ class DlgmPlanar(Study):
         convolved = job.variant.startswith("conv")
         images, test = read_binary(job, "train"), read_binary(job, "test")[: s.tested]
         grey = read_bytes(job, "mnist", "train")[0] if s.binary == "anew" else images
-        seen = TensorLoader(
-            grey[: -s.validation],
-            batch_size=s.conv_batch if convolved else s.batch,
-            shuffle=True,
-            augment=binarise if s.binary == "anew" else None,
-        )
+        epochs, batch, lr = s.epochs, s.batch, s.lr
+        if convolved:
+            epochs, batch, lr = s.conv_epochs, s.conv_batch, s.conv_lr
+        augment = binarise if s.binary == "anew" else None
+        seen = TensorLoader(grey[: -s.validation], batch_size=batch, shuffle=True, augment=augment)
         torch.manual_seed(job.seed)
-        model = fit_autoencoder(
-            model_of(job.variant, s).to(job.device),
-            seen,
-            validation=images[-s.validation :],
-            epochs=s.conv_epochs if convolved else s.epochs,
-            patience=s.conv_epochs if convolved else s.epochs,
-            lr=s.conv_lr if convolved else s.lr,
-            **job.brief(),
-        )
+        given = job.brief(validation=images[-s.validation :], epochs=epochs, patience=epochs, lr=lr)
+        model = fit_autoencoder(model_of(job.variant, s).to(job.device), seen, **given)
         bound = -float(Density(model).score(test).double().mean())
         rows = 20_000 if job.device == "cuda" else 1000
         nll = -float(model.log_likelihood(test, s.importance, rows=rows).double().mean())

@@ -95,13 +95,8 @@ class NoveltyByDensity(Study):
         novel = read_bytes(job, OTHER[job.variant], "test")[0][: s.tested]
         learned, aside = images[: -s.validation], images[-s.validation :]
         torch.manual_seed(job.seed)
-        flow = Glow(
-            tuple(images.shape[1:]),
-            length=s.length,
-            hidden=(s.width, s.width),
-            data_start=True,
-            levels=s.levels,
-        )
+        shape, hidden = tuple(images.shape[1:]), (s.width, s.width)
+        flow = Glow(shape, length=s.length, hidden=hidden, data_start=True, levels=s.levels)
         exact = job.brief(precision="32-true")
         common = {"epochs": s.epochs, "batch_size": s.batch, "lr": s.lr, "validation": 0.0}
         density = fit_density(flow.to(job.device), learned, **common, **exact)

@@ -84,17 +84,10 @@ class TabularDensities(Study):
             given: dict[str, Any] = {"length": s.length, "hidden": (s.width, s.width)}
             dim = train.shape[1]
             flow = MAF(dim, **given) if job.variant == "maf" else NSF(dim, bins=s.bins, **given)
-            density = fit_density(
-                flow.to(job.device),
-                train,
-                validation=aside,
-                epochs=s.epochs,
-                patience=s.patience,
-                lr=s.lr,
-                weight_decay=s.weight_decay,
-                batch_size=max(32, min(s.batch, len(train) // 16)),
-                **job.brief(precision="32-true"),
-            )
+            own = {name: getattr(s, name) for name in ("epochs", "patience", "lr", "weight_decay")}
+            own["batch_size"] = max(32, min(s.batch, len(train) // 16))
+            how = job.brief(precision="32-true", validation=aside, **own)
+            density = fit_density(flow.to(job.device), train, **how)
             values[name] = float(density.score(test).double().mean())
         return {"values": values}
 

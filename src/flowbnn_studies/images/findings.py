@@ -380,20 +380,16 @@ def training_figure(
 
 def _published_lines(published: Published, key: str, labels: dict[str, str]) -> list[dict[str, Any]]:
     """The curves of Xiong's report in a panel, each in the colour of ours."""
-    return [
-        line(
-            f"Xiong: {words}",
-            EPOCHS,
-            ([value] for value in curves[key]),
-            style="dashed",
-            like=labels[f"xiong-{method}-position"],
-        )
-        for method, words, curves in (
-            ("gaussian", "no flow", published.gaussian),
-            ("flow", "flow noise", published.flow),
-        )
-        if key in curves and f"xiong-{method}-position" in labels
-    ]
+    made = []
+    for method, words, curves in (
+        ("gaussian", "no flow", published.gaussian),
+        ("flow", "flow noise", published.flow),
+    ):
+        ours = labels.get(f"xiong-{method}-position")
+        if ours is not None and key in curves:
+            columns = ([value] for value in curves[key])
+            made.append(line(f"Xiong: {words}", EPOCHS, columns, style="dashed", like=ours))
+    return made
 
 
 def _shift(parts: Parts, variants: Sequence[Variant]) -> dict[str, Any]:

@@ -285,15 +285,10 @@ class RivalStudy(ImageStudy):
             "long-plain": "Longer: plain",
             "long-joint-channel": "Longer: joint Gaussian noise",
         }
-        starts = ("best-swag", "best-ensemble")
+        after = dict.fromkeys(("best-swag", "best-ensemble"), "best-plain")
+        cost = {"best-ensemble": MEMBERS, "long-plain": 3.0, "long-joint-channel": 3.0}
         return tuple(
-            Variant(
-                key,
-                label,
-                NAMES[split_key(key)[1]],
-                after="best-plain" if key in starts else None,
-                cost=MEMBERS if key == "best-ensemble" else 3.0 if key.startswith("long-") else 1.0,
-            )
+            Variant(key, label, NAMES[split_key(key)[1]], after.get(key), cost=cost.get(key, 1.0))
             for key, label in labels.items()
         )
 

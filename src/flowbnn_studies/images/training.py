@@ -96,31 +96,16 @@ def fit_variant(
     rules = rules_for(architecture, variant, training)
     model = to_stochastic(network, rules) if rules else network
     model.to(pictures.device)
-    how: dict[str, Any] = {
-        "optimizer": make_optimizer(training),
-        "schedule": make_schedule(training),
-        "weight_decay": training.weight_decay,
-    }
-    given: dict[str, Any] = {
-        **options,
-        "validation": [pictures.test] if curve_samples else None,
-        "epochs": training.epochs,
-    }
+    how: dict[str, Any] = {"optimizer": make_optimizer(training), "schedule": make_schedule(training)}
+    validation = [pictures.test] if curve_samples else None
+    given: dict[str, Any] = {**options, "validation": validation, "epochs": training.epochs}
     if not rules:
-        decay = how.pop("weight_decay")
-        return MLE(lr=training.weight_lr, **how).start(model, loader, FitOptions(**given), decay)
-    return fit(
-        model,
-        loader,
-        weight_lr=training.weight_lr,
-        noise_lr=training.noise_lr,
-        beta=training.beta,
-        warmup=training.warmup,
-        num_data=pictures.num_data,
-        validation_samples=curve_samples or 8,
-        **how,
-        **given,
-    )
+        method = MLE(lr=training.weight_lr, **how)
+        return method.start(model, loader, FitOptions(**given), training.weight_decay)
+    names = ("weight_lr", "noise_lr", "weight_decay", "beta", "warmup")
+    how |= {name: getattr(training, name) for name in names}
+    how |= {"num_data": pictures.num_data, "validation_samples": curve_samples or 8}
+    return fit(model, loader, **how, **given)
 
 
 # -------------------- what a method costs

@@ -180,41 +180,30 @@ class ModeEnsembles(Study):
             return posterior, min(posterior.held_out, key=lambda scale: posterior.held_out[scale])
 
         def gaussian() -> tuple[Posterior, float]:
-            best: tuple[float, Posterior, float] | None = None
-            for scale in s.widths:
-                how: dict[str, Any] = {
-                    "structure": "full",
-                    "prior": "fixed",
-                    "prior_scale": scale,
-                    "folds": 0,
-                }
-                posterior = calibrate(weights.model, fresh, seed=job.seed, **how, **device)
-                nll = told(posterior, validation)["nll"]
-                if best is None or nll < best[0]:
-                    best = nll, posterior, scale
-            assert best is not None
-            return best[1:]
+            how: dict[str, Any] = {
+                "structure": "full",
+                "prior": "fixed",
+                "folds": 0,
+                "seed": job.seed,
+                **device,
+            }
+            made = {scale: calibrate(weights.model, fresh, prior_scale=scale, **how) for scale in s.widths}
+            best = min(made, key=lambda scale: told(made[scale], validation)["nll"])
+            return made[best], best
 
-        def apart(number: int) -> None:
+        def apart(number: int) -> list[PointPosterior]:
             """So many networks on all data, those that are there among them."""
             for member in range(len(points), number):
                 points.append(problem.learn(slice(a.start, c.stop), job.seed + 1000 * member))
-
-        def ensemble() -> Posterior:
-            apart(members)
-            return EnsemblePosterior.from_points(points)
-
-        def plain() -> Posterior:
-            apart(1)
-            return points[0]
+            return points
 
         fits: dict[str, Callable[[], Any]] = {
             "temperature": lambda: temper(weights, problem.loader(slice(b.start, c.stop)), progress=False),
             "gaussian": gaussian,
             "modes": lambda: climb("point"),
             **({} if large else {"laplace": lambda: climb("laplace")}),
-            "plain": plain,
-            "ensemble": ensemble,
+            "plain": lambda: apart(1)[0],
+            "ensemble": lambda: EnsemblePosterior.from_points(apart(members)),
         }
         table: dict[str, dict[str, float]] = {}
         for key, fit in fits.items():

@@ -205,18 +205,14 @@ def posterior_of(
             start_at(model, start.model)
             rate = s.fine_lr
     with quiet():
-        posterior = fit(
-            model,
-            case.loader,
-            epochs=s.steps,
-            samples=s.draws,
-            weight_lr=s.weight_lr,
-            noise_lr=rate,
-            likelihood=deepcopy(case.likelihood),
-            seed=seed,
-            progress=False,
-            **device,
-        )
+        how: dict[str, Any] = {
+            "samples": s.draws,
+            "weight_lr": s.weight_lr,
+            "noise_lr": rate,
+            "epochs": s.steps,
+        }
+        how |= {"likelihood": deepcopy(case.likelihood), "seed": seed, "progress": False, **device}
+        posterior = fit(model, case.loader, **how)
         if start is None or recipe.joint != "full":
             return posterior
         # what it starts at is a special case of it
@@ -226,18 +222,14 @@ def posterior_of(
 
 def natural(case: Case, seed: int, device: Mapping[str, Any], structure: Any = "full") -> NoisePosterior:
     """The Gaussian that :func:`~flowbnn.calibrate` gives."""
+    how: dict[str, Any] = {
+        "structure": structure,
+        "prior": "fixed",
+        "folds": 0,
+        "likelihood": case.likelihood,
+    }
     with quiet():
-        return calibrate(
-            case.network,
-            case.loader,
-            structure=structure,
-            prior="fixed",
-            folds=0,
-            likelihood=case.likelihood,
-            seed=seed,
-            progress=False,
-            **device,
-        )
+        return calibrate(case.network, case.loader, **how, seed=seed, progress=False, **device)
 
 
 @torch.no_grad()

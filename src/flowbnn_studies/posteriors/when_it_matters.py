@@ -110,16 +110,8 @@ class WhenItMatters(Study):
         panels = []
         for name in settings.problems:
             keys = keys_of(settings, name)
-            lines = [
-                line_of(
-                    label,
-                    parts,
-                    keys,
-                    f"excess_{row}",
-                    [parts.mean(key, f"per_example_{row}") for key in keys],
-                )
-                for row, label in ROWS.items()
-            ]
+            gaps = {row: [parts.mean(key, f"per_example_{row}") for key in keys] for row in ROWS}
+            lines = [line_of(label, parts, keys, f"excess_{row}", gaps[row]) for row, label in ROWS.items()]
             panels.append(panel(label_of(name), "test NLL minus HMC's", lines))
         caption = (
             "Mean over seeds for every number of examples, the band is one standard deviation; few examples are on the right. Where a "

@@ -168,19 +168,11 @@ class Job:
 
     def options(self, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
         """Options for the fit functions; about ten checkpoints in a run, since each waits for the disk."""
-        return {
-            "epochs": epochs,
-            "checkpoint": self.state,
-            "checkpoint_every": max(1, epochs // 10) * steps_per_epoch,
-            "resume": self.resume,
-            "seed": 1 + self.seed,
-            "accelerator": self.accelerator,
-            "precision": self.precision,
-            "devices": self.devices,
-            "num_nodes": self.num_nodes,
-            "acceleration": self.acceleration,
-            "progress": False,
-        }
+        own = ("resume", "accelerator", "precision", "devices", "num_nodes", "acceleration")
+        every = max(1, epochs // 10) * steps_per_epoch
+        kept = {"checkpoint": self.state, "checkpoint_every": every}
+        run = {"epochs": epochs, "seed": 1 + self.seed, "progress": False}
+        return {**run, **kept, **{name: getattr(self, name) for name in own}}
 
     def brief(self, **more: Any) -> dict[str, Any]:
         """Options of a training of seconds, which needs no checkpoints."""
