@@ -52,7 +52,7 @@ def soft_clamp(value: Tensor, bound: float) -> Tensor:
     >>> soft_clamp(torch.tensor([-1e30, 0.0, 1e30]), 2.0)
     tensor([-2.,  0.,  2.])
     """
-    return bound * torch.tanh(value / bound)
+    return bound * torch.tanh(value * (1.0 / bound))
 
 
 def inverse_soft_clamp(value: Tensor, bound: float, share: float = 0.99) -> Tensor:

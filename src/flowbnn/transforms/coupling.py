@@ -88,7 +88,7 @@ class Coupling(Conditioned):
     def run(self, value: Tensor, context: Tensor | None, backwards: bool) -> tuple[Tensor, Tensor]:
         self._check(value)
         value = value.index_select(-1, self.order) if self._scattered else value
-        halves = value.split(self._sizes, -1)
+        halves = value.split_with_sizes(self._sizes, -1)
         kept, moved = halves[:: self._turn]
         parameters = self._parameters_for(kept, context, moved.shape[-1])
         move = self.univariate.inverse if backwards else self.univariate.forward

@@ -125,11 +125,11 @@ class AffineMap(Univariate):
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = self._read(parameters)
-        log_scale = -self.bound * torch.tanh(raw / self.bound)
+        log_scale = -self.bound * torch.tanh(raw * (1.0 / self.bound))
         return (value - shift) * log_scale.exp(), log_scale
 
     def _read(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = parameters.chunk(2, dim=-1)
+        raw, shift = parameters.split_with_sizes([parameters.shape[-1] // 2] * 2, -1)  # chunk takes longer
         return F.softplus(raw - 2.0) if self.widening else raw, shift
 
 
