@@ -1,6 +1,7 @@
 """The elephant in the office of Ravenda's report: a class that training never saw, and rejecting it as new."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -34,7 +35,7 @@ Kept = Annotated[float, Interval(gt=0, le=1)]
 
 # fmt: off
 METRICS = (
-    *(Metric(m.key, m.label, m.better, m.format, m.definition, KNOWN) for m in CLASSIFICATION[:3]),
+    *(replace(m, group=KNOWN) for m in CLASSIFICATION[:3]),
     *(Metric(f"auroc_{key}", f"AUROC, {label}", "higher", ".3f",
              f"Of an image of the new class and one of a known class, drawn at random, how often the new one has the higher {label}: "
              f"1 is always, 0.5 is guessing. {MEANINGS[key]}", NOVEL)

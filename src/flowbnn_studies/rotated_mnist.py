@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ UPRIGHT, TURNED = "Upright digits", "Turned digits"
 SURE = 0.9
 # fmt: off
 METRICS = (
-    *(Metric(m.key, m.label, m.better, m.format, m.definition, UPRIGHT) for m in CLASSIFICATION[:3]),
+    *(replace(m, group=UPRIGHT) for m in CLASSIFICATION[:3]),
     Metric("turned_nll", "NLL, turned", "lower", ".3f", "As NLL, mean over all angles, of the digit that was turned.", TURNED),
     Metric("turned_ece", "ECE, turned", "lower", ".3f", "Expected calibration error over the images of all angles together.", TURNED),
     Metric("turned_accuracy", "Accuracy, turned", "higher", ".3f", "Share of the images of all angles that is right.", TURNED),

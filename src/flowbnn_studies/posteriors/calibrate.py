@@ -48,11 +48,14 @@ FITS: dict[str, tuple[str, str, dict[str, Any]]] = {  # label, method, and what 
         {"structure": "full", "prior": "fixed", "flow": NormalCoupling()},
     ),
 }
-ROWS: dict[str, tuple[str, str]] = {
+FIRST = {  # rows without noise
     "plain": ("Plain", "mle"),
     "temperature": ("Temperature scaling", "temperature"),
     "vector": ("Vector scaling", "temperature"),
     "laplace": ("Last-layer Laplace", "laplace"),
+}
+ROWS: dict[str, tuple[str, str]] = {
+    **FIRST,
     **{key: (label, method) for key, (label, method, _) in FITS.items()},
     "all": ("Plain on all data, tempered", "temperature"),
 }

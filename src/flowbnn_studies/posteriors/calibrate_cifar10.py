@@ -15,7 +15,7 @@ from flowbnn_studies.images.data import Pictures, load_pictures
 from flowbnn_studies.images.settings import Training, make_network
 from flowbnn_studies.images.study import SHORT_RESNET18
 from flowbnn_studies.images.training import fit_variant
-from flowbnn_studies.posteriors.calibrate import CORRUPTED, NUMBERS, OWN, Evaluated, fits_of, scores
+from flowbnn_studies.posteriors.calibrate import CORRUPTED, FIRST, NUMBERS, OWN, Evaluated, fits_of, scores
 from flowbnn_studies.runner.findings import counted, paired
 from flowbnn_studies.runner.study import Findings, Job, Study, Variant, by_rows, metrics_of
 
@@ -29,10 +29,7 @@ FITS: dict[str, tuple[str, dict[str, Any]]] = {  # label, and what calibrate is 
     "own": (OWN, {"folds": 5}),
 }
 ROWS = {
-    "plain": ("Plain", "mle"),
-    "temperature": ("Temperature scaling", "temperature"),
-    "vector": ("Vector scaling", "temperature"),
-    "laplace": ("Last-layer Laplace", "laplace"),
+    **FIRST,
     **{key: (label, "node-noise-gaussian") for key, (label, _) in FITS.items()},
     "chosen": ("Noise, chosen by the ELBO", "node-noise-gaussian"),
     "all": ("Plain on all images, tempered", "temperature"),

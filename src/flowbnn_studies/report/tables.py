@@ -144,12 +144,8 @@ def make_tables(results: Data, colours: Mapping[str, str] | None = None) -> list
     tables = []
     for group, metrics in groups.items():
         columns = [
-            Column(
-                metric["label"],
-                *ARROWS.get(metric.get("better") or "", ("", "")),
-                metric.get("definition") or "",
-            )
-            for metric in metrics
+            Column(one["label"], *ARROWS.get(one.get("better") or "", ("", "")), one.get("definition") or "")
+            for one in metrics
         ]
         best = [_best(results, metric) for metric in metrics]
         rows = []
@@ -257,16 +253,10 @@ def compare_table(results: Data) -> tuple[list[str], list[tuple[str, list[Differ
         f"{metric['label']} {ARROWS.get(metric.get('better') or '', ('', ''))[0]}".strip()
         for metric in metrics
     ]
-    rows = [
-        (
-            title,
-            [
-                cell(by_place.get((title, metric["key"])), "+" + _form(metric).lstrip("+"))
-                for metric in metrics
-            ],
-        )
-        for title in dict.fromkeys(title for title, _ in by_place)
-    ]
+    rows = []
+    for title in dict.fromkeys(title for title, _ in by_place):
+        found = ((by_place.get((title, metric["key"])), _form(metric)) for metric in metrics)
+        rows.append((title, [cell(one, "+" + form.lstrip("+")) for one, form in found]))
     return (heads, rows) if comparisons else None
 
 
