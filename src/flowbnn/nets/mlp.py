@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any
@@ -77,8 +76,7 @@ def _read_started(module: Any, keys: Any) -> None:
 
 
 def _stacked(layers: Sequence[nn.Module], last: nn.Module, activation: Callable[[], nn.Module]) -> nn.Module:
-    """Layers with activations after each, and a last one of zeros; ReLU overwrites what a layer gave, which nobody else reads."""
-    activation = partial(nn.ReLU, inplace=True) if activation is nn.ReLU else activation
+    """Layers with activations after each, and a last one of zeros."""
     pairs = ((layer, made_by(activation, name="activation", kind=nn.Module)) for layer in layers)
     return nn.Sequential(*(part for pair in pairs for part in pair), zeroed(last))
 
