@@ -269,6 +269,7 @@ def test_extreme_outputs_stay_finite(decoder: str) -> None:
         (lambda: fb.vae.GatedConvEncoder((1, 27, 27)), "sides that 4 divides"),
         (lambda: Amortized(LULinear(2), 3)(torch.zeros(1, 2)), "context_dim=3, and is given no context"),
         (lambda: Amortized(Compose(LULinear(2), Sigmoid()), 3), "all real vectors"),
+        (lambda: fb.vae.Autoencoder((), 2), "at least one axis"),
     ],
 )
 def test_bad_input_ends_in_one_line(call, words: str) -> None:

@@ -77,6 +77,9 @@ class Autoencoder(nn.Module):
         context_dim: Annotated[int, Ge(0)] = 0,
     ) -> None:
         super().__init__()
+        if not shape:
+            text = "an example has at least one axis, as in shape=(64,) or shape=(1, 28, 28)"
+            raise FlowBNNError(text, kind="shape", argument="shape")
         self.shape, self.latent_dim, self.context_dim = tuple(shape), latent_dim, context_dim
         self.decoder = DECODERS[decoder]() if isinstance(decoder, str) else decoder
         outputs = (shape[0] * self.decoder.per_number, *shape[1:])
