@@ -176,12 +176,12 @@ def answer(parts: Parts, variants: Sequence[Variant], metrics: Sequence[Metric],
         keys = [split_key(v.key) for v in finished(parts, variants)]
         noisy = [f"{recipe}-{method}-{site}" for one, method, site in keys if one == recipe and site]
         kinds = [kind for key in noisy for kind in statement(parts, key, PLAIN[recipe], metrics)[1]]
-        if kinds and len(parts.seeds) > 1:
+        if kinds and len(parts.of(PLAIN[recipe])) > 1:
             lines.append(
                 f"Noise against the plain network {trained} ({RECIPES[recipe]}, {len(noisy)} kinds of noise): better by more than "
                 f"chance in {kinds.count('better')} of {len(kinds)} comparisons, worse in {kinds.count('worse')}."
             )
-    lines += _rivals(parts, metrics) if len(parts.seeds) > 1 else []
+    lines += _rivals(parts, metrics) if len(parts.of("best-gaussian-channel")) > 1 else []
     lines += _reached(parts, variants, metrics, published)
     return "\n".join(lines) or "Too little has been trained for an answer."
 
@@ -252,7 +252,7 @@ def notes(
     lines = [
         f"Seeds: Xiong's recipe {seeds[0]}, the best one {seeds[1]}.{chance if shown else ''}"
         if xiong
-        else f"Seeds: {seeds[1]}.{chance if shown else ''}",
+        else f"Seeds: {seeds[1]}, of the longer recipe {seeds[2]}.{chance if shown else ''}",
         *(
             [
                 f"Settings of the best recipe were chosen on {settings.validation} images put aside from the training set, with other "
