@@ -89,9 +89,11 @@ def test_a_spline_by_hand() -> None:
     torch.testing.assert_close(log_slope.exp(), torch.tensor([1 / 3], dtype=torch.float64))
 
 
-def test_the_density_of_angles_is_continuous_where_the_circle_closes_and_integrates_to_one() -> None:
+@pytest.mark.parametrize("recipe", [fb.flows.NSF, fb.flows.MAF, fb.flows.IAF])
+def test_the_density_of_angles_is_continuous_where_the_circle_closes_and_integrates_to_one(recipe) -> None:
     torch.manual_seed(0)
-    flow = fb.flows.NSF(1, length=2, hidden=(8,), bins=4, circular=True).double()
+    kind = {"bins": 4, "circular": True} if recipe is fb.flows.NSF else {"univariate": CircularSplineMap(4)}
+    flow = recipe(1, length=2, hidden=(8,), **kind).double()
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter += 0.5 * torch.randn_like(parameter)

@@ -164,9 +164,8 @@ class MAF(Steps):
     A draw costs ``dim`` passes, a density one; for noise and posteriors take :class:`IAF`.
 
     Args:
-        length: number of maps, every second one in the reversed order.
-        hidden: widths of their masked networks.
-        univariate: the map of each entry.
+        length, hidden: number of maps, every second one in the reversed order, and widths of their masked networks.
+        univariate: the map of each entry; with a :class:`~flowbnn.transforms.CircularSplineMap` the base is uniform.
         dim, context_dim, base: as in :class:`NICE`.
 
     >>> MAF(3, univariate=SplineMap())().sample((5,)).shape, MAF(3).transform.cheap
@@ -177,6 +176,11 @@ class MAF(Steps):
 
     def step(self, size: int, number: int) -> Transform:
         return self.ordered(size, number, self.univariate, "inverse")
+
+    def own_base(self, size: int) -> Base:
+        if isinstance(self.univariate, transforms.CircularSplineMap):
+            return CircularBase(size, self.univariate.bound)
+        return super().own_base(size)
 
 
 @recipe
@@ -242,8 +246,7 @@ class NAF(Steps):
     cheap: Literal["forward", "inverse"] = "inverse"
 
     def step(self, size: int, number: int) -> Transform:
-        # the direction of the formula
-        made = self.ordered(size, number, transforms.SigmoidalMap(self.units), "forward")
+        made = self.ordered(size, number, transforms.SigmoidalMap(self.units), "forward")  # as in the formula
         return transforms.Inverse(made) if self.cheap == "inverse" else made
 
 
@@ -303,8 +306,7 @@ class Sylvester(Maps):
 class Radial(Maps):
     """Radial flows, each around one centre (Rezende & Mohamed 2015); arguments as in :class:`Planar`.
 
-    >>> flow = Radial(2, length=3)()
-    >>> flow.log_prob(flow.sample((5,))).shape
+    >>> Radial(2, length=3)().log_prob(torch.zeros(5, 2)).shape
     torch.Size([5])
     """
 
