@@ -168,6 +168,10 @@ def test_what_is_cheap_is_that_of_the_weakest_part_and_turns_around() -> None:
         ),
         (lambda: fb.flows.RealNVP(2, base=CircularBase(2)), "2 real numbers, not of 2 angles"),
         (
+            lambda: Amortized(Compose(Radial(4), Reshape((4,), (2, 2))), 1),
+            "Amortized takes a transform of all real vectors .*, not Compose",
+        ),
+        (
             lambda: fb.flows.NICE(3, 2).transform(torch.ones(4, 3), torch.ones(5, 2)),
             r"part 0 .* Coupling, \(4,\)",
         ),

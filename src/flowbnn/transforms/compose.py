@@ -34,8 +34,7 @@ def run_part(
             check_dense(value, part)
             check_dense(context, part)
             if context.ndim == 0:
-                text = f"takes a context of vectors, not the number {context.item():g}"
-                raise refused(part, text, "shape")
+                raise refused(part, f"takes a context of vectors, not the number {context.item():g}", "shape")
             context = context.to(value.dtype) if value.is_floating_point() else context
             context = context.reshape(*context.shape[:-1], *(1,) * extra, *context.shape[-1:])
             cut = max(0, value.ndim - (part.sample_dim if backwards else part.event_dim))
@@ -188,8 +187,8 @@ class Amortized(TwoWay):
             setattr(self, declared, getattr(transform, declared))
         self.sizes = [parameter.numel() for parameter in transform.parameters()]
         kinds = {getattr(type(part), "ends", Transform.ends) for part in transform.modules()}
-        bounded = kinds != {Transform.ends}
-        if transform.event_dim != 1 or transform.stochastic or bounded or not sum(self.sizes):
+        vectors = transform.event_dim == transform.sample_dim == 1 and kinds == {Transform.ends}
+        if not vectors or transform.stochastic or not sum(self.sizes):
             text = "Amortized takes a transform of all real vectors that has parameters and draws nothing; put Sigmoid after it"
             raise FlowBNNError(f"{text}, not {type(transform).__name__}", argument="transform")
         # in a tuple, so that its parameters are not counted twice
