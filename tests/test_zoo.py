@@ -11,6 +11,7 @@ from flowbnn.errors import FlowBNNError, FlowBNNWarning
 from flowbnn.flows import named_flows
 from flowbnn.noise import Layout, NormalFlow
 from flowbnn.noise.recipes import recipe_from_dict
+from flowbnn.transforms import CircularSplineMap
 
 SMALL = {"hidden": (8,), "units": 3}
 
@@ -69,6 +70,24 @@ def test_residual_flows_are_noise_of_wide_layers_with_the_same_density_for_the_s
     torch.testing.assert_close(noise.posterior().log_prob(drawn), density, rtol=0, atol=1e-3)
 
 
+def test_residual_noise_that_was_saved_has_the_same_draws_and_densities(tmp_path) -> None:
+    """Its networks contract by power iteration in training and exactly in evaluation."""
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    posterior = fb.NodeNoise("residualflow", epochs=1).fit(
+        network, [(x, (x[:, 0] > 0).long())], seed=0, progress=False
+    )
+    loaded = fb.load_posterior(posterior.save(tmp_path / "noise.safetensors"), network)
+    assert not any(part.training for part in loaded.model.modules())
+    for each in (loaded, posterior):
+        draws = posterior.draws(3, seed=0)
+        each.model.train()
+        torch.testing.assert_close(each.draws(3, seed=0), draws, rtol=0, atol=1e-6)
+        found = each.log_prob(draws)
+        each.model.eval()
+        torch.testing.assert_close(found, posterior.log_prob(draws), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["nsf", "iaf"])
 def test_the_noise_starts_at_the_base_of_the_recipe(name: str) -> None:
     noise = recipe(name, base_scale=0.2).build(Layout(3))
@@ -109,6 +128,10 @@ def test_slow_draws_are_warned_of_with_the_remedy() -> None:
         (
             lambda: NormalFlow("nsf", settings={"circular": True}).build(Layout(2)),
             "noise and posteriors are real numbers, and the flow 'nsf' of these settings has angles",
+        ),
+        (
+            lambda: NormalFlow("iaf", settings={"univariate": CircularSplineMap()}).build(Layout(2)),
+            "the flow 'iaf' of these settings has angles up to 3.14159",
         ),
         (lambda: fb.NodeNoise("maf"), "must be 'gaussian'"),
         (lambda: fb.NodeNoise(NormalFlow("nsf"), joint="full"), "give joint to the recipe"),

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowbnn.batches import call, device_of, divisible, repeat, rows, take
+from flowbnn.batches import call, device_of, divisible, evaluating, repeat, rows, take
 from flowbnn.convert import at_draw, to_stochastic
 from flowbnn.errors import FlowBNNError
 from flowbnn.noise import Noise, noise_layers
@@ -93,10 +93,11 @@ class NoisePosterior(Posterior):
         At site ``position`` these are the vectors at one position of the feature map.
         """
         device, settings = device_of(self.model), settings_of(self.model, "shared", samples, seed)
-        return {
-            name: layer.shared_vectors(samples, settings[layer.key].seed, device)
-            for name, layer in noise_layers(self.model).items()
-        }
+        with evaluating(self.model):
+            return {
+                name: layer.shared_vectors(samples, settings[layer.key].seed, device)
+                for name, layer in noise_layers(self.model).items()
+            }
 
     def log_prob(self, values: Mapping[str, Tensor]) -> Tensor:
         """Log-density ``[S]`` of noise vectors ``{layer: [S, dim]}`` of all layers, as :meth:`draws` gives them."""
@@ -107,7 +108,7 @@ class NoisePosterior(Posterior):
                 trouble = f"the noise of layer '{name}' is {layer.label}, which has no density"
         if trouble:
             raise FlowBNNError(trouble, kind="unsupported")
-        with torch.no_grad():
+        with evaluating(self.model):
             each = [
                 vector.posterior().log_prob(torch.cat([values[name] for name in names], -1))
                 for vector, names in independent_vectors(self.model)
@@ -149,6 +150,7 @@ class NoisePosterior(Posterior):
         with reading(file):
             told = file.document.get("calibration")
             restored.calibration = None if told is None else Calibration.from_dict(told)
+        restored.model.eval()  # as a fit leaves it
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
         return restored
