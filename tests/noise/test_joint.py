@@ -150,3 +150,10 @@ def test_a_covariance_that_is_too_large_is_refused() -> None:
     assert "joint='chain'" in str(caught.value)
     with pytest.raises(fb.FlowBNNError, match=r"7,000 x 7,000 .* take noise without joint="):
         fb.to_stochastic(MLP(2, (7000,), 1), {"*": NormalAffine()}, joint="chain")
+
+
+@pytest.mark.parametrize("site", ["channel", "position"])
+def test_dropout_is_not_joined(site: str) -> None:
+    """By channel it became a Gaussian with the name of dropout."""
+    with pytest.raises(fb.FlowBNNError, match="dropout has no posterior that layers could share"):
+        fb.to_stochastic(network(), {"*": fb.noise.Dropout(site=site)}, joint="full")

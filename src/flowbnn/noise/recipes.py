@@ -300,6 +300,13 @@ class Dropout(Recipe):
     def build(self, layout: Layout) -> Noise:
         return DropoutNoise(layout, self.rate, self.site)
 
+    def build_joint(self, layouts: Sequence[Layout]) -> list[Noise]:
+        raise FlowBNNError(
+            f"dropout has no posterior that layers could share; leave out joint={self.joint!r}, or give it to the other recipes alone",
+            kind="unsupported",
+            argument="joint",
+        )
+
 
 def recipe_from_dict(document: dict[str, Any]) -> Recipe:
     """The recipe that :meth:`Recipe.to_dict` wrote.
