@@ -12,6 +12,7 @@ from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.noise.joint import independent_vectors
 from flowbnn.posterior.noise import NoisePosterior
+from flowbnn.quality import compared
 
 
 class Squared(nn.Module):
@@ -58,6 +59,15 @@ def test_two_modes_are_found_with_the_dip_between_them():
     assert float(found.dips[0, 1]) == pytest.approx(best - dip, abs=1e-3)
     assert repr(found).startswith("Modes(2 found by 8 climbs; log-density ")
     assert "tensor" not in repr(found)
+
+
+def test_climbs_that_are_cut_are_told(monkeypatch):
+    monkeypatch.setattr(compared, "STEPS", 1)
+    known = TwoModes()
+    with pytest.warns(FlowBNNWarning, match="climbs were not at their ends after 1 steps") as told:
+        fb.quality.modes(known.posterior, known.loader, starts=8)
+    assert told[0].message.fields["kind"] == "modes"
+    assert 0 < told[0].message.fields["cut"] <= 8
 
 
 def test_a_mode_that_is_missed_is_told():

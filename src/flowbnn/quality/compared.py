@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowbnn.errors import FlowBNNError
+from flowbnn.errors import FlowBNNError, warn
 from flowbnn.methods.mcmc.posterior import ChainPosterior
 from flowbnn.options import Count, Seed, checked
 from flowbnn.posterior.base import Posterior
@@ -187,7 +187,8 @@ def modes(
 ) -> Modes:
     r"""Distinct maxima of the density that a posterior approximates, by climbs (L-BFGS) from draws of the prior.
 
-    Two ends are one maximum where the density on the line between them falls by less than one nat below the lower end.
+    Two ends are one maximum where the density on the line between them falls by less than one nat below the lower end. A climb that is
+    not at its end after 200 steps may be anywhere below a maximum: a :class:`~flowbnn.FlowBNNWarning` of kind ``"modes"`` says so.
 
     Args:
         posterior: of noise, fitted.
@@ -201,7 +202,15 @@ def modes(
 def climb(target: NoiseTarget, starts: int = 16) -> Modes:
     """What :func:`modes` finds of a density."""
     space = target.whitening()
-    ends = torch.stack([_climb(space, start) for start in space.position(target.draw_prior(starts))])
+    climbs = [_climb(space, start) for start in space.position(target.draw_prior(starts))]
+    ends, cut = torch.stack([end for end, _ in climbs]), sum(cut for _, cut in climbs)
+    if cut:
+        warn(
+            f"{cut} of {starts} climbs were not at their ends after {STEPS} steps, and need not be near a mode: the number of modes is "
+            "not known, and chains may hardly mix",
+            kind="modes",
+            cut=cut,
+        )
     heights = -space(ends)[0]
     order = heights.argsort(descending=True)
     ends, heights = ends[order], heights[order]
@@ -221,7 +230,8 @@ def climb(target: NoiseTarget, starts: int = 16) -> Modes:
     return Modes(space.vectors(ends[kept]), heights[kept], tuple(counts), dips)
 
 
-def _climb(space: Whitened, start: Tensor) -> Tensor:
+def _climb(space: Whitened, start: Tensor) -> tuple[Tensor, bool]:
+    """Where a climb ends, and whether it was cut before."""
     from scipy.optimize import minimize  # whose import changes the filters of warnings
 
     def energy(position: Any) -> tuple[float, Any]:
@@ -229,7 +239,7 @@ def _climb(space: Whitened, start: Tensor) -> Tensor:
         return float(value), slope[0].cpu().numpy()
 
     found = minimize(energy, start.cpu().numpy(), jac=True, method="L-BFGS-B", options={"maxiter": STEPS})
-    return torch.as_tensor(found.x).to(start)
+    return torch.as_tensor(found.x).to(start), found.status == 1
 
 
 def _dip(space: Whitened, one: Tensor, other: Tensor) -> float:
