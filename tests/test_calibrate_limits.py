@@ -267,3 +267,55 @@ def test_rules_that_are_not_gaussian_are_told_which_settings_to_leave_out() -> N
                 progress=False,
             )
         assert told.value.kind == "rules"
+
+
+class Root(nn.Module):
+    """The square root of 1.05 - z: not a number under wider noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(1, 1, bias=False), nn.Linear(3, 2)
+        nn.init.ones_(self.one.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(x) * (1.05 - self.one(torch.ones_like(x[:, :1]))).sqrt()
+
+
+def test_likelihoods_that_are_not_numbers_are_one_line() -> None:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    data = [(x, (x.sum(1) > 0).long())]
+    with pytest.raises(FlowBNNError, match="not finite under narrow noise.*by the rules") as told:
+        fb.calibrate(Root(), data, folds=0, progress=False)
+    assert told.value.kind == "not finite"
+    posterior = fb.calibrate(Root(), data, rules={"two": NormalAffine()}, folds=0, progress=False)
+    assert posterior.predict(x, 4).probabilities.isfinite().all()
+    wide = fb.posterior.NoisePosterior(fb.to_stochastic(Root(), {"*": NormalAffine()}), posterior.likelihood)
+    with pytest.raises(FlowBNNError, match=r"not finite at \d+ of 400 draws"):
+        fb.quality.pareto_k(wide, data)
+    network = Root()
+    for broken in (network, posterior.model):
+        nn.init.constant_(broken.two.weight, float("nan"))
+    with pytest.raises(FlowBNNError, match="gives NaN for the first examples"):
+        fb.quality.pareto_k(posterior, data)
+    with pytest.raises(FlowBNNError, match="gives NaN for the first examples"):
+        fb.calibrate(network, data, folds=0, progress=False)
+
+
+def test_a_fit_that_does_not_settle_is_told() -> None:
+    """Logits in the tens of thousands: every step loses, and the noise stays where it began."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 8, generator=source)
+    labels = (x.sum(1) + torch.randn(100, generator=source) > 0).long()
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).requires_grad_(False)
+    network[2].weight.mul_(1e5)
+    with pytest.warns(fb.FlowBNNWarning, match="has not settled after 60 passes") as told:
+        fb.calibrate(network, [(x, labels)], prior="fixed", folds=0, progress=False)
+    assert "settled" in [one.message.fields["kind"] for one in told]
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.FlowBNNWarning")
+@pytest.mark.parametrize(("count", "folds"), [(1, 0), (3, 0), (5, 2)])
+def test_the_report_has_the_folds_that_there_were(count: int, folds: int) -> None:
+    x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+    report = fb.calibrate(nn.Linear(2, 2), [(x, torch.arange(count) % 2)], progress=False).calibration
+    assert (report.folds, bool(report.nll)) == (folds, folds > 0)

@@ -23,7 +23,7 @@ from flowbnn.methods.fitting import learn_noise, prepare
 from flowbnn.methods.temperature import TemperedPosterior, temper
 from flowbnn.methods.variational.base import FLOWS, FlowName
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
-from flowbnn.methods.variational.natural import NaturalFit, NoisyNetwork, Structure, fit_gaussian
+from flowbnn.methods.variational.natural import PASSES, NaturalFit, NoisyNetwork, Structure, fit_gaussian
 from flowbnn.metrics import calibration_error
 from flowbnn.noise import Noise, NormalAffine, Recipe, noise_layers
 from flowbnn.noise.flow_noise import InputNoise
@@ -142,19 +142,19 @@ def calibrate(
         first,
         not fresh,
     )
-    folds = min(folds, len(targets) // 2)
+    folds = min(folds, len(targets) // 2) if len(targets) >= 4 else 0
     if len(targets) < FEW:
         warn(
             f"{len(targets)} held-out examples say little about calibration; give at least {FEW}",
             kind="examples",
         )
     kinds: list[Prior] = ["fixed", "fitted"] if prior == "auto" else [prior]
-    if folds < 2 and prior == "auto":
+    if not folds and prior == "auto":
         kinds = ["fixed" if len(targets) > work.dim else "fitted"]
     everything = torch.arange(len(targets))
     result = work.fit(everything, kinds[0])
     report: dict[str, Any] = {"nll": {}, "ece": {}, "gain": float("nan"), "error": float("nan")}
-    if folds > 1:
+    if folds:
         result, scores, errors = work.cross_validate(kinds, result, folds, progress)
         names = {"plain": "plain", "temperature": "temperature", "calibrated": kinds[0]}
         difference = scores["temperature"] - scores[kinds[0]]
@@ -165,6 +165,12 @@ def calibrate(
             "error": float(difference.std() / len(difference) ** 0.5),
         }
     posterior, fitted_flow = work.flowed(result, everything, progress)
+    if not result.settled:
+        warn(
+            f"the ELBO has not settled after {PASSES} passes over the held-out data, so the noise is not what it asks for: are the "
+            "network's outputs very large? A narrower prior_scale is easier to fit, and temperature scaling needs none",
+            kind="settled",
+        )
     temperature = work.tempered(everything).temperature
     posterior.calibration = Calibration(
         **report,

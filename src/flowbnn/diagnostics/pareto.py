@@ -82,9 +82,16 @@ def log_mean(log_weights: Tensor) -> LogMean:
 
 def _smoothed(log_weights: Tensor) -> tuple[Tensor, float, float]:
     """Smoothed log-weights, k-hat, and what a heavier tail has beyond the weights, as a share of their mean."""
-    if log_weights.ndim != 1 or len(log_weights) < FEWEST or not bool(torch.isfinite(log_weights).all()):
+    if log_weights.ndim != 1 or len(log_weights) < FEWEST:
         raise FlowBNNError(
-            f"log_weights must be a vector of at least {FEWEST} finite numbers, got {tuple(log_weights.shape)}",
+            f"log_weights must be a vector of at least {FEWEST} numbers, got {tuple(log_weights.shape)}",
+            argument="log_weights",
+        )
+    if bad := int((~log_weights.isfinite()).sum()):
+        raise FlowBNNError(
+            f"the likelihood or a density is not finite at {bad} of {len(log_weights)} draws: look for a logarithm, root or division "
+            "in the network, or for a posterior that is far too wide",
+            kind="not finite",
             argument="log_weights",
         )
     order = log_weights.double().sort()

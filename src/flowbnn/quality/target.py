@@ -246,12 +246,17 @@ def _check_density(posterior: Any) -> None:
 
 @torch.no_grad()
 def check_rows(network: NoisyNetwork, inputs: Any) -> None:
-    """Refuse a network whose output for an example depends on what else is in its batch: it has no likelihood of the example."""
+    """Refuse a network whose output is NaN, or depends on what else is in the batch: an example has no likelihood of its own."""
     many, few = take(inputs, 0, 8), take(inputs, 0, 2)
     ones = torch.ones(8, sum(network.sizes), dtype=network.dtype, device=device_of(network.model))
     together, alone = (network.outputs(some, ones[: len(tensors_of(some)[0])]) for some in (many, few))
+    if together.isnan().any():
+        raise FlowBNNError(
+            "the network gives NaN for the first examples: look for NaN or infinity in its weights",
+            kind="not finite",
+        )
     tolerance = max(1e-3, 10.0 * torch.finfo(together.dtype).eps) * float(together.abs().max())
-    if not torch.allclose(together[: len(alone)], alone, rtol=0.0, atol=tolerance, equal_nan=True):
+    if not torch.allclose(together[: len(alone)], alone, rtol=0.0, atol=tolerance):
         raise FlowBNNError(
             "the network's output for an example depends on the other examples of its batch, as BatchNorm with "
             "track_running_stats=False makes it: an example has no likelihood of its own; give layers that see one example at a time",

@@ -149,6 +149,11 @@ class Estimate:
     def elbo(self) -> float:
         return float(self.fitted.sum()) - self.kl
 
+    @property
+    def finite(self) -> bool:
+        numbers = (self.fitted, self.gradient, *self.blocks, *self.links)
+        return math.isfinite(self.elbo) and all(bool(one.isfinite().all()) for one in numbers)
+
 
 @dataclass(frozen=True)
 class NaturalFit:
@@ -158,6 +163,7 @@ class NaturalFit:
         gaussian: over the noise of all layers, in the network's order.
         elbo, error: in nats, the mean of the last passes, and its standard error.
         trace: the ELBO of every pass.
+        settled: whether the ELBO rose no more at the end; if not, the passes were too few.
         likelihood: with the noise level of a regression, where it is learned.
     """
 
@@ -165,6 +171,7 @@ class NaturalFit:
     elbo: float
     error: float
     trace: tuple[float, ...]
+    settled: bool
     likelihood: Likelihood
 
 
@@ -357,6 +364,12 @@ def fit_gaussian(
         if learns_noise(likelihood):
             least = least_variance(*torch.var_mean(targets.reshape(len(targets), -1), 0, correction=0)[::-1])
         estimate = problem.estimate(current, labels)
+        if not estimate.finite:
+            raise FlowBNNError(
+                "the log-likelihood of the data, or its gradient, is not finite under narrow noise: look for a logarithm, a root or a "
+                "division in the network, and leave the layers before it without noise by the rules",
+                kind="not finite",
+            )
         size, trace = 0.3, [estimate.elbo]
         late: list[BlockGaussian] = []  # the last ones, whose mean has less noise than each
         for number in range(PASSES):
@@ -372,8 +385,8 @@ def fit_gaussian(
             own = estimate.fitted.std(correction=0)
             spread = min(float(apart), 2.0**0.5 * float(own))
             error = spread * len(targets) ** 0.5
-            if not gain > -2.0 * error:  # a loss beyond chance, or not a number
-                if size <= LEAST and math.isfinite((again := problem.estimate(current, labels)).elbo):
+            if not (proposed.finite and gain > -2.0 * error):  # or a loss beyond chance
+                if size <= LEAST and (again := problem.estimate(current, labels)).finite:
                     estimate = again  # which was lucky, perhaps
                 size = max(LEAST, 0.5 * size)
                 continue
@@ -390,7 +403,7 @@ def fit_gaussian(
             current = average(late)
     elbos = trace[-max(2, len(late)) :]  # of Gaussians that differ by noise alone
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
-    return NaturalFit(current, mean(elbos), error, tuple(trace), likelihood)
+    return NaturalFit(current, mean(elbos), error, tuple(trace), bool(late), likelihood)
 
 
 def settled_by(trace: Sequence[float], error: float) -> bool:
