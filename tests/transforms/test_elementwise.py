@@ -153,3 +153,12 @@ def test_round_trips_reach_as_far_as_float32_can_tell() -> None:
     for transform, far in reach.items():
         z = torch.linspace(-far, far, 401)
         torch.testing.assert_close(transform.inverse(transform(z)[0])[0], z, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_logit_of_a_uniform_number_has_both_tails_of_a_logistic(dtype: torch.dtype) -> None:
+    """A sigmoid that rounds to one is not outside of a base that begins with 0 and ends before 1."""
+    base = torch.distributions.Uniform(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype))
+    x = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0], dtype=dtype)
+    exact = -x.abs() - 2 * torch.log1p((-x.abs()).exp())
+    torch.testing.assert_close(Flow(base, Logit()).log_prob(x), exact)

@@ -96,7 +96,7 @@ class Sigmoid(_Monotone):
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_tensor(z, self)
-        p, log_slope = torch.sigmoid(z), F.logsigmoid(z) + F.logsigmoid(-z)
+        p, log_slope = torch.sigmoid(z).clamp(max=_below_one(z)), F.logsigmoid(z) + F.logsigmoid(-z)
         if self.margin is None:
             return p, log_slope
         inside = 1.0 - 2.0 * self.margin
