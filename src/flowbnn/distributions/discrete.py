@@ -85,7 +85,6 @@ class _FirstBatch(DiscretizedLogistic):
 STRAY = 2.0**-12  # the share of integers that may be anything
 NARROW = 1 / 16  # least scale: the integer at a centre then costs a thousandth of a bit
 PACE = 30.0  # how much faster than its places a base learns its widths and weights, which go far
-CAREFUL = 8.0  # how much slower a net learns than a base: its steps move all images at once
 
 
 def discretized_logistic(raw: Tensor, components: int, values: float, pace: float = 1) -> DiscretizedLogistic:
@@ -129,7 +128,7 @@ class DiscretizedLogisticBase(Base):
 
     def distribution(self, moved: Tensor | None = None) -> DiscretizedLogistic:
         """With numbers that a net adds for images, channels last, of ``dim`` integers."""
-        raw = self.raw if moved is None else self.raw.view(moved.shape[-3:]) + moved / CAREFUL
+        raw = self.raw if moved is None else self.raw.view(moved.shape[-3:]) + moved
         made = discretized_logistic(raw, self.components, self.values, PACE)
         return made if self.started or not self.training else _FirstBatch(made, partial(self._start, moved))
 

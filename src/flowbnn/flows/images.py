@@ -12,6 +12,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.flows.base import Bins, FlowModel, Steps, Widths, recipe
 from flowbnn.nets.convolution import GatedConvNet
 from flowbnn.nets.mlp import ConditionalNormal, Length
+from flowbnn.numerics import soft_clamp
 from flowbnn.options import Count, Positive, Probability, checked
 from flowbnn.transforms import ActNorm, AffineMap, Compose, Coupling, Inverse, Transform, Univariate
 
@@ -22,6 +23,7 @@ class ImageFlow(Steps):
 
     last: ClassVar[int] = 0
     bias: ClassVar[bool] = True  # of the networks of couplings
+    gain: ClassVar[float] = 0.0  # a learned factor of all networks starts here; without one where it is zero
 
     dim: Count | Widths  # type: ignore[assignment]
     levels: Count = 3
@@ -46,11 +48,10 @@ class ImageFlow(Steps):
         """What turns real numbers inside, channels last, into data."""
         return [transforms.ChannelsFirst()] if self.images else []
 
-    def conv(
-        self, channels_in: int, channels_out: int, context_dim: int = 0, bias: bool = True
-    ) -> GatedConvNet:
+    def conv(self, channels_in: int, channels_out: int, context_dim: int = 0, bias: bool = True) -> nn.Module:
         """A network of images."""
-        return GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim, bias)
+        net = GatedConvNet(channels_in, channels_out, self.hidden[0], len(self.hidden), context_dim, bias)
+        return _Gained(net, self.gain) if self.gain else net
 
     def net(self, size: int, number: int, univariate: Univariate) -> dict[str, Any]:
         if not self.images:
@@ -213,14 +214,14 @@ class IDF(ImageFlow):
     (torch.int64, False)
     """
 
-    last, bias = 2, False  # pixels among zeros stay, or a step could move a whole background at once
+    last, bias, gain = 2, False, 1 / 8  # pixels among zeros stay: no step moves a whole background at once
     levels: Count = 2
     values: Positive = 256
     components: Count = 5
     data_start: bool = False
 
     def step(self, size: int, number: int) -> Transform:
-        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values), 1 / 64))
+        coupling = self.coupling(size, number, transforms.IntegerShiftMap(float(self.values)))
         return Compose(transforms.Shuffle(size), coupling) if self.images else coupling
 
     def door(self) -> Sequence[Transform]:
@@ -231,6 +232,20 @@ class IDF(ImageFlow):
 
     def split_noise(self, height: int, width: int, channels: int) -> nn.Module:
         return _IntegerNoise(self.conv, self.own_base(height * width * channels), channels, self.context_dim)
+
+
+class _Gained(nn.Module):
+    """A net times a learned factor: small at the start, where a step moves all images and blurs peaks of single integers."""
+
+    event_dim = 3
+
+    def __init__(self, net: nn.Module, gain: float) -> None:
+        super().__init__()
+        self.net, self.gain = net, gain
+        self.log_gain = nn.Parameter(torch.zeros(()))
+
+    def forward(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.gain * soft_clamp(100 * self.log_gain, 8.0).exp() * self.net(value, context)
 
 
 class _IntegerNoise(nn.Module):

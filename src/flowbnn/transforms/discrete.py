@@ -146,30 +146,28 @@ class OneHot(_Categories):
 
 @options
 class IntegerShiftMap(ShiftMap):
-    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(g r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
+    r"""Integers moved by integers, :math:`x = z + \mathrm{round}(r t)` (Hoogeboom et al. 2019, https://arxiv.org/abs/1905.07376).
 
     Rounding passes gradients straight through. Networks read :math:`z / r`.
 
     Args:
         reach: :math:`r`, about the size of the integers.
-        gain: :math:`g`; where it is small a step of training, which moves :math:`t` of all images, blurs no peaks of single integers.
 
     >>> IntegerShiftMap(reach=10.0).forward(torch.tensor([3.0]), torch.tensor([0.24]))[0]
     tensor([5.])
     """
 
     reach: Positive = 256.0
-    gain: Positive = 1.0
 
     def read(self, value: Tensor) -> Tensor:
         return value / self.reach
 
     def forward(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
         # rounded once more, since a straight-through shift is an integer but for a rounding error
-        return _whole(value + _whole(self.gain * self.reach * parameters)), torch.zeros_like(value)
+        return _whole(value + _whole(self.reach * parameters)), torch.zeros_like(value)
 
     def inverse(self, value: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return _whole(value - _whole(self.gain * self.reach * parameters)), torch.zeros_like(value)
+        return _whole(value - _whole(self.reach * parameters)), torch.zeros_like(value)
 
 
 def _whole(value: Tensor) -> Tensor:
