@@ -1,10 +1,13 @@
 """What a user of torch.distributions expects of a flow: moments, support, validation, shapes."""
 
+import math
+
 import pytest
 import torch
 from torch.distributions import (
     Categorical,
     Exponential,
+    Gamma,
     HalfNormal,
     Independent,
     Laplace,
@@ -14,17 +17,20 @@ from torch.distributions import (
     Normal,
     TransformedDistribution,
     Uniform,
+    VonMises,
     constraints,
 )
 from torch.distributions import transforms as torch_transforms
 
-from flowbnn.distributions import DiagonalNormal, Flow, NormalMixture
+from flowbnn.distributions import CircularBase, DiagonalNormal, Flow, NormalMixture
 from flowbnn.errors import FlowBNNError
 from flowbnn.numerics import tanh_root
 from flowbnn.transforms import (
     Affine,
     AffineCoupling,
+    CircularSplineMap,
     Compose,
+    Coupling,
     Exp,
     Inverse,
     Logit,
@@ -49,6 +55,9 @@ def perturbed(transform: Transform, size: float = 0.4) -> Transform:
         for parameter in transform.parameters():
             parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=DOUBLE))
     return transform.eval().requires_grad_(False)
+
+
+CIRCLE = perturbed(Coupling(2, CircularSplineMap(4), hidden=(8,)))
 
 
 def matrix_of(transform: Transform, dim: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,15 +237,59 @@ def test_the_density_at_infinity_is_zero_as_torchs_normals_is(transform):
 
 @pytest.mark.parametrize(
     ("transform", "place"),
-    [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,))],
-    ids=["logit", "log"],
+    [(Logit(), (0,)), (Compose(Affine(2), Inverse(Exp())), (1,)), (Compose(Affine(2), CIRCLE), (1,))],
+    ids=["logit", "log", "circle"],
 )
 def test_a_base_with_mass_where_the_map_takes_nothing_is_refused(transform, place):
-    flow = Flow(standard(), transform)  # the density of which would integrate to less than one
-    words = rf"^part {place[0]} of the flow: .* takes numbers .*, and in this flow it gets all real numbers"
+    words = rf"^part {place[0]} of the flow: .* takes (numbers|angles) .*, and in this flow it gets all real numbers"
     with pytest.raises(FlowBNNError, match=words) as caught:
-        flow.log_prob(torch.ones(2))
+        Flow(standard(), transform)  # the density of which would integrate to less than one
     assert caught.value.fields["path"] == place
+
+
+@pytest.mark.parametrize(
+    ("base", "transform", "words"),
+    [
+        (Gamma(torch.ones(2), torch.ones(2)), Logit(), "from 0.0 to 1.0, .* it gets numbers of at least 0"),
+        (
+            Uniform(-torch.ones(2), torch.ones(2)),
+            Logit(),
+            "from 0.0 to 1.0, .* it gets numbers from -1.0 to 1",
+        ),
+        (Uniform(torch.zeros(2), 5 * torch.ones(2)), CIRCLE, "Coupling takes angles up to 3.14.* to 5"),
+        (
+            CircularBase(2, 180.0)(),
+            CIRCLE,
+            "takes angles up to 3.14159, and in this flow it gets angles up to 180",
+        ),
+        (
+            CircularBase(2)(),
+            Compose(Reverse(2), Affine(2)),
+            "part 1 .* Affine takes all real numbers, .* angles",
+        ),
+    ],
+    ids=["half-line", "interval", "half-circle", "degrees", "affine"],
+)
+def test_a_bounded_base_of_other_numbers_than_the_map_takes_is_refused(base, transform, words):
+    with pytest.raises(FlowBNNError, match=words):
+        Flow(base, transform)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        CircularBase(2)(),
+        Independent(VonMises(torch.zeros(2), torch.ones(2)), 1),
+        Uniform(torch.full((2,), -math.pi), torch.full((2,), math.pi)),
+        Uniform(-torch.ones(2), torch.ones(2)),
+    ],
+    ids=["uniform", "von-mises", "interval", "arc"],
+)
+def test_a_base_on_the_circle_carries_a_circular_map(base):
+    flow = Flow(base, Compose(Reverse(2), CIRCLE))
+    side = torch.linspace(-math.pi, math.pi, 401, dtype=DOUBLE)
+    density = flow.log_prob(torch.cartesian_prod(side, side)).exp().view(401, 401)
+    assert torch.trapezoid(torch.trapezoid(density, side), side).item() == pytest.approx(1, abs=0.02)
 
 
 def test_validation_is_off_unless_asked_for_and_is_torchs():
@@ -327,9 +380,9 @@ def test_samples_take_a_generator():
 
 
 def test_names():
-    flow = Flow(standard(), Compose(Affine(2), Inverse(Exp())))
+    flow = Flow(standard(), Compose(Affine(2), Inverse(Planar(2))))
     assert repr(flow) == (
-        "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Exp)))"
+        "Flow(Independent(Normal(loc: torch.Size([2]), scale: torch.Size([2])), 1), Compose(Affine, Inverse(Planar)))"
     )
 
 

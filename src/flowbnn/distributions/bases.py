@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from flowbnn.distributions.draws import chosen_normal, components_of, standard_normal
 from flowbnn.errors import FlowBNNError
 from flowbnn.options import Count, Interval, NonNegative, Positive, check, checked
+from flowbnn.transforms.base import Angles
 
 Freedom = Annotated[float, Interval(gt=2)]  # of a Student-t that has a variance
 _LOG_2PI = math.log(2.0 * math.pi)
@@ -216,8 +217,11 @@ class CircularUniform(Diagonal):
     tensor(-1.8379)
     """
 
-    periodic = True
     standard_variance, standard_entropy = 1.0 / 3.0, math.log(2.0)
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        return constraints.independent(Angles(self.scale), 1)
 
     def standard(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
         return 2.0 * self._uniform(shape, generator) - 1.0

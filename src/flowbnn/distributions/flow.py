@@ -90,6 +90,7 @@ class Flow(Distribution):
             wish = "give the base a vector of parameters" if vector else "begin the flow with Reshape"
             text = f"works on events of {transform.event_dim} axes, but the base draws have shape {tuple(shape)}; {wish}"
             raise refused(transform, text, "shape")
+        image(base, transform)  # which refuses numbers that a map does not take
         axes = max(len(base.event_shape), transform.event_dim)
         batch_shape, start = shape[: len(shape) - axes], shape[len(shape) - axes :]
         if context is not None:
