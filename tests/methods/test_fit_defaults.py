@@ -64,7 +64,7 @@ def test_a_trained_network_is_no_worse_after_a_fit_with_defaults(data, outputs, 
         assert 0.8 < after["coverage_90"] < 0.98
 
 
-def test_the_gain_is_measured_example_by_example():
+def test_the_gain_is_measured_example_by_example(tmp_path):
     """And a network that has not memorised the loader is not warned of, with validation data."""
     network, loader, plain = trained(rings, 2)
     held_out = rings(500, 3)
@@ -76,6 +76,9 @@ def test_the_gain_is_measured_example_by_example():
     assert 0 < posterior.gain.error < 0.1
     assert posterior.gain.after > posterior.gain.before - 2 * posterior.gain.error
     assert posterior.bound.after > posterior.bound.before + 2 * posterior.bound.error
+    again = fb.load_posterior(posterior.save(tmp_path / "one"), network)
+    assert (again.gain, again.bound) == (posterior.gain, posterior.bound)
+    assert str(again.gain) == str(posterior.gain)
 
 
 @pytest.mark.filterwarnings("ignore:predictions have a standard deviation")

@@ -150,11 +150,13 @@ def test_minibatches_end_near_the_mode_of_all_the_data(linear):
     assert ((posterior.modes[""] - mean) / covariance.diagonal().sqrt()).abs().max() < 1.0
 
 
-def test_the_width_of_the_prior_is_the_best_on_validation_data():
+def test_the_width_of_the_prior_is_the_best_on_validation_data(tmp_path):
     train, held_out = loader(blobs()), loader(blobs(60))
     method = fb.ModeEnsemble(2, epochs=2, steps=20)
     posterior = method.fit(small(), train, validation=held_out, seed=0, **QUIET)
     assert list(posterior.held_out) == [0.25, 0.5, 1.0, 2.0]
+    again = fb.load_posterior(posterior.save(tmp_path / "modes"), small())
+    assert again.held_out == posterior.held_out
     best = min(posterior.held_out, key=posterior.held_out.__getitem__)
     recipes = posterior.document()["recipes"]
     assert {recipe["prior_scale"] for recipe in recipes.values()} == {best}

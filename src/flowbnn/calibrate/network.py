@@ -153,7 +153,7 @@ def calibrate(
         kinds = ["fixed" if len(targets) > work.dim else "fitted"]
     everything = torch.arange(len(targets))
     result = work.fit(everything, kinds[0])
-    report: dict[str, Any] = {"nll": {}, "ece": {}, "gain": float("nan"), "error": float("nan")}
+    report: dict[str, Any] = {"nll": {}, "ece": {}, "gain": None, "error": None}
     if folds:
         result, scores, errors = work.cross_validate(kinds, result, folds, progress)
         names = {"plain": "plain", "temperature": "temperature", "calibrated": kinds[0]}

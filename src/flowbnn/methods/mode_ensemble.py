@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from flowbnn.noise.flow_noise import InputNoise
 from flowbnn.noise.joint import independent_vectors, join
 from flowbnn.noise.modes import align_batch_axes
 from flowbnn.options import Count, Positive, options, takes
+from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.training import track
 from flowbnn.transforms import Compose
@@ -234,6 +235,15 @@ class ModePosterior(NoisePosterior):
         super().__init__(*args)
         self.held_out = {}
         self.default_samples = len(self) * (1 if self.base.root is None else 4)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "held_out": list(self.held_out.items())}
+
+    @classmethod
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        made = super().restored(point, state, settings)
+        made.held_out = dict(settings.get("held_out", ()))
+        return made
 
     @property
     def base(self) -> "ModeBase":

@@ -1,9 +1,12 @@
-"""A calibrated network beside the plain one and temperature scaling."""
+"""What was measured of a fit: a calibrated network beside its rivals, and what a fit gained."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flowbnn.errors import warn
 
 
 @dataclass(frozen=True)
@@ -14,19 +17,19 @@ class Calibration:
         nll: mean negative log-likelihood of an example that was left out, by ``"plain"``, ``"temperature"`` and ``"calibrated"``.
         ece: expected calibration error of the same predictions; empty for a regression.
         gain, error: by how much the calibrated network's log-likelihood exceeds that of temperature scaling, per example, and the
-            standard error of this difference.
+            standard error of this difference; None, and no ``nll``, without folds.
         folds: of the cross-validation.
         examples, dimensions: of the held-out data, and of the noise.
         structure, prior: of the posterior.
         temperature: on all held-out data.
         flow: which lies before the covariance; None where there is none, or where it was no better than the Gaussian.
-        flow_gain, flow_error: of the flow's ELBO over the Gaussian's, in nats, and its standard error.
+        flow_gain, flow_error: of the flow's ELBO over the Gaussian's, in nats, and its standard error; None without a flow.
     """
 
     nll: Mapping[str, float]
     ece: Mapping[str, float]
-    gain: float
-    error: float
+    gain: float | None
+    error: float | None
     folds: int
     examples: int
     dimensions: int
@@ -34,23 +37,13 @@ class Calibration:
     prior: str
     temperature: float
     flow: str | None = None
-    flow_gain: float = float("nan")
-    flow_error: float = float("nan")
+    flow_gain: float | None = None
+    flow_error: float | None = None
 
     @property
     def better(self) -> bool:
         """Whether the calibrated network beats temperature scaling by more than two standard errors."""
-        return self.gain > 2.0 * self.error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; what was not measured is None."""
-        return {name: None if value != value else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> "Calibration":
-        """What :meth:`to_dict` gave, again."""
-        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in plain.items()}
-        return cls(**{**known, "flow": plain.get("flow")})
+        return self.gain is not None and self.error is not None and self.gain > 2.0 * self.error
 
     def __str__(self) -> str:
         lines = [f"{'':<12} {'NLL':>7}" + ("     ECE" if self.ece else "")] if self.nll else []
@@ -58,22 +51,55 @@ class Calibration:
             lines.append(
                 f"{name:<12} {value:>7.4f}" + (f"  {self.ece[name]:>6.4f}" if name in self.ece else "")
             )
-        verdict = "beats temperature scaling" if self.better else "is within chance of temperature scaling"
-        if self.gain < -2.0 * self.error:
-            verdict = "is worse than temperature scaling, which these data suffice for"
         lines.append(
             f"{self.structure} posterior over {self.dimensions:,} dimensions, {self.prior} prior, {self.examples:,} held-out examples"
         )
-        if self.flow_gain == self.flow_gain:
+        if self.flow_gain is not None:
             verdict_of_flow = (
                 f"{self.flow} raises" if self.flow else "The flow is left out: it does not raise"
             )
             lines.append(
                 f"{verdict_of_flow} the ELBO of the Gaussian ({self.flow_gain:+.2f} nats, standard error {self.flow_error:.2f})."
             )
-        if self.nll:
+        if self.gain is not None and self.error is not None:
+            verdict = (
+                "beats temperature scaling" if self.better else "is within chance of temperature scaling"
+            )
+            if self.gain < -2.0 * self.error:
+                verdict = "is worse than temperature scaling, which these data suffice for"
             lines.append(
                 f"By {self.folds}-fold cross-validation the noise {verdict} (log-likelihood {self.gain:+.4f} per example, standard "
                 f"error {self.error:.4f})."
             )
         return "\n".join(lines)
+
+
+class Gain(NamedTuple):
+    """A mean over examples before and after a fit, and the standard error of the difference.
+
+    >>> print(Gain(-0.25, -0.125, 0.01))
+    held-out log-likelihood -0.250 -> -0.125 per example (+0.125, standard error 0.010)
+    """
+
+    before: float
+    after: float
+    error: float
+    name: str = "held-out log-likelihood"
+
+    @classmethod
+    def of(cls, before: Tensor, after: Tensor, name: str) -> "Gain":
+        """From the values of the same examples."""
+        error = float((after - before).std() / len(before) ** 0.5) if len(before) > 1 else float("inf")
+        return cls(float(before.mean()), float(after.mean()), error, name)
+
+    def told(self, line: str, kind: str) -> "Gain":
+        """This, after a warning where it is a loss by more than two standard errors."""
+        if self.after < self.before - 2 * self.error:
+            warn(line, kind=kind, before=self.before, after=self.after)
+        return self
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {self.before:.3f} -> {self.after:.3f} per example "
+            f"({self.after - self.before:+.3f}, standard error {self.error:.3f})"
+        )

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +34,7 @@ from flowbnn.noise.passes import NoisePass, Setting, Unfolded
 from flowbnn.noise.recipes import recipe_from_dict
 from flowbnn.options import Count, checked
 from flowbnn.posterior.base import PRECISIONS, Posterior, opened, reading
-from flowbnn.posterior.calibration import Calibration
+from flowbnn.posterior.calibration import Calibration, Gain
 from flowbnn.posterior.compiled import compiled_outputs
 from flowbnn.posterior.prediction import Prediction, check_rows, even
 from flowbnn.posterior.recording import Recording, TrialDraws, outcome
@@ -55,8 +55,12 @@ class NoisePosterior(Posterior):
     kind = "node noise"
     compiles = True
     calibration: Calibration | None = None  # what cross-validation says, where fb.calibrate fitted the noise
-    bound: Any = None  # ELBO of the network that was given and of this posterior, where fb.fit made it
-    gain: Any = None  # held-out log-likelihoods before and after the fit, where it was given validation data
+    bound: Gain | None = (
+        None  # ELBO of the network that was given and of this posterior, where fb.fit made it
+    )
+    gain: Gain | None = (
+        None  # held-out log-likelihoods before and after the fit, where it was given validation data
+    )
 
     def outputs(self, inputs: Any, samples: range, prediction: Prediction) -> Tensor:
         """The one place where the way to take samples is chosen: compiled, folded into the batch, or one by one."""
@@ -115,12 +119,21 @@ class NoisePosterior(Posterior):
             ]
         return torch.stack(each).sum(0)
 
+    def settings(self) -> dict[str, Any]:
+        return {"bound": self.bound, "gain": self.gain}
+
+    @classmethod
+    def restored(cls, point: Posterior, state: dict[str, Tensor], settings: dict[str, Any]) -> Self:
+        made = cls(point.model, point.likelihood, point.history)
+        made.bound, made.gain = (told and Gain(*told) for told in map(settings.get, ("bound", "gain")))
+        return made
+
     def document(self) -> dict[str, Any]:
         recipes = {
             name: {"recipe": "FlowNoise"} if layer.recipe is None else layer.recipe.to_dict()
             for name, layer in noise_layers(self.model).items()
         }
-        told = None if self.calibration is None else self.calibration.to_dict()
+        told = None if self.calibration is None else asdict(self.calibration)
         return {**super().document(), "recipes": recipes, "calibration": told}
 
     @classmethod
@@ -146,10 +159,11 @@ class NoisePosterior(Posterior):
                     if len(found) == 1 and found < {*PRECISIONS}:
                         noise.to(*found)
         file.check_names(cls.restore(network, file, read=False).tensors())
-        restored: Any = cls.restore(network, file)
+        point = cls.restore(network, file)
         with reading(file):
+            restored = cls.restored(point, {}, file.document["settings"])
             told = file.document.get("calibration")
-            restored.calibration = None if told is None else Calibration.from_dict(told)
+            restored.calibration = None if told is None else Calibration(**told)
         restored.model.eval()  # as a fit leaves it
         for layer in noise_layers(restored.model).values():
             layer.fitted = True
