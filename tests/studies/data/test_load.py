@@ -73,11 +73,10 @@ def test_the_complete_one_of_two_formats_is_read(tmp_path):
         ("train-images-idx3-ubyte", lambda raw: raw[:9], ["9 bytes long", "truncated"]),
         ("train-images-idx3-ubyte", lambda raw: b"", ["0 bytes long", "truncated"]),
         ("train-images-idx3-ubyte", lambda raw: raw + b"x", ["longer", "expected 256"]),
-        ("train-images-idx3-ubyte", lambda raw: b"\x1f\x8b" + raw[2:], ["not an IDX file", "2051"]),
         ("train-images-idx3-ubyte", lambda raw: raw[:99] + bytes((raw[99] ^ 1,)) + raw[100:], ["corrupted", "SHA-256"]),
         ("train-labels-idx1-ubyte", lambda raw: raw[:-1], ["19 bytes long", "expected 20", "truncated"]),
-        ("train-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x09", ["label 9", "expected 0 to 2"]),
-        ("train-labels-idx1-ubyte", lambda raw: raw[:8] + raw[:7:-1], ["other labels", "corrupted"]),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x09", ["does not hold the labels", "SHA-256"]),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:8] + raw[:7:-1], ["does not hold the labels", "corrupted"]),
     ],
 )  # fmt: skip
 def test_a_damaged_idx_file_is_named_with_what_was_expected(tmp_path, file, damage, words):
@@ -118,30 +117,16 @@ def swap(first: Path, second: Path) -> None:
     second.write_bytes(one)
 
 
-def test_swapped_idx_files_are_told(tmp_path):
+def test_swapped_files_are_told(tmp_path):
     source, content = grey_source()
     write_grey(source, content, tmp_path)
     folder = tmp_path / source.folder
-    swap(folder / "train-images-idx3-ubyte", folder / "t10k-images-idx3-ubyte")
-    assert "says it holds 7 x 5 x 4, expected 12 x 5 x 4" in refusal(source, tmp_path)
-    swap(folder / "train-images-idx3-ubyte", folder / "t10k-images-idx3-ubyte")
     swap(folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
-    assert "holds labels (magic number 2049), expected images (2051)" in refusal(source, tmp_path)
-
-
-def test_files_of_another_set_are_called_by_its_name(tmp_path, monkeypatch):
-    source, content = grey_source()
-    other, strange = grey_source(seed=10)
-    monkeypatch.setitem(SOURCES, "other", other)
-    write_grey(source, {"train": (content["train"][0], strange["train"][1])}, tmp_path)
-    message = refusal(source, tmp_path)
-    assert "train-labels-idx1-ubyte holds the labels of Grey (train), expected" in message
+    assert "train-images-idx3-ubyte is 20 bytes long, expected 256" in refusal(source, tmp_path)
     colour, parts, _ = colour_source()
     write_colour(parts, tmp_path)
     swap(tmp_path / "colour-bin" / "two.bin", tmp_path / "colour-bin" / "three.bin")
-    assert "two.bin holds the images of Colour (test), expected the images of Colour (train, two)" in refusal(
-        colour, tmp_path
-    )
+    assert "two.bin does not hold the images of Colour (train, two)" in refusal(colour, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +135,7 @@ def test_files_of_another_set_are_called_by_its_name(tmp_path, monkeypatch):
         (lambda raw: raw[:-1], "is 293 bytes long, expected 294 bytes: it is truncated"),
         (lambda raw: raw + raw, "is longer, expected 294 bytes"),
         (lambda raw: raw[:100] + bytes((raw[100] ^ 1,)) + raw[101:], "corrupted"),
-        (lambda raw: b"\x07" + raw[1:], "has a label 7, expected 0 to 2"),
+        (lambda raw: b"\x07" + raw[1:], "does not hold the labels of Colour (train, two)"),
     ],
 )
 def test_a_damaged_binary_file_is_named(tmp_path, damage, words):
